@@ -1,0 +1,118 @@
+"""Names for parts: one `Registry` per kind, filled by decorators, listed with wildcards.
+
+A part is registered where it is defined (one file, one decorator), and the contract tests run over everything that is
+registered. A registry imports nothing by itself: importing `cached_transformers.memories` fills `MEMORIES`, and so on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """One registered part: its factory and what `cached list` and `cached explain` say about it."""
+
+    name: str
+    factory: Callable[..., T]
+    paper: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """First line of the factory's docstring."""
+        return (inspect.getdoc(self.factory) or "").partition("\n")[0]
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Named parameters of the factory; parameters of `**kwargs` are not among them."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {n: p for n, p in inspect.signature(self.factory).parameters.items() if p.kind in kinds}
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether the factory passes unknown keywords on (`**kwargs`) instead of refusing them."""
+        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
+
+
+class Registry(Generic[T]):
+    """Maps names to factories of one kind of part.
+
+    Args:
+        kind: the word used in messages, e.g. "memory".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry[T]] = {}
+
+    def register(self, name: str, *, paper: str | None = None, **info: Any) -> Callable[[F], F]:
+        """Decorator that registers a class or function under `name`.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+
+        def add(factory: F) -> F:
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
+            self._entries[name] = Entry(name, factory, paper, info)
+            return factory
+
+        return add
+
+    def entry(self, name: str) -> Entry[T]:
+        """The entry called `name`.
+
+        Raises:
+            ValueError: there is none; the message suggests the nearest name and lists all.
+        """
+        if name not in self._entries:
+            raise ValueError(unknown_name(self.kind, name, self.names()))
+        return self._entries[name]
+
+    def check(self, name: str, kwargs: Mapping[str, Any]) -> None:
+        """Refuse keywords that the factory of `name` does not take (ValueError with a suggestion)."""
+        entry = self.entry(name)
+        for key in kwargs:
+            if key not in entry.options and not entry.open_ended:
+                raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, list(entry.options)))
+
+    def create(self, name: str, *args: Any, **kwargs: Any) -> T:
+        """Build the part called `name`; unknown names and keywords are refused with a suggestion."""
+        self.check(name, kwargs)
+        return self.entry(name).factory(*args, **kwargs)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Sorted names that match a wildcard pattern."""
+        return sorted(n for n in self._entries if fnmatch.fnmatchcase(n, pattern))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter(self._entries[n] for n in self.names())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def unknown_name(kind: str, name: object, known: list[str]) -> str:
+    """Message for a name that does not exist: the nearest one, and all of them."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(known)) or 'none'})"
+
+
+MEMORIES: Registry[Any] = Registry("memory")
+ATTENTIONS: Registry[Any] = Registry("attention")
+MODELS: Registry[Any] = Registry("model")
+DATASETS: Registry[Any] = Registry("dataset")
