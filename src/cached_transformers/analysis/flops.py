@@ -1,0 +1,175 @@
+"""What a model costs: floating-point operations, parameters, and the bytes that autograd keeps for the backward pass.
+
+Operations are counted on the real forward pass by `torch.utils.flop_counter`, one multiply-add as two. Matrix products
+and convolutions count (attention products included, over the full matrix also when it is causal); element-wise
+operations, normalisation, softmax and look-ups do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = "Global"  # the flop counter's own name for the whole
+
+
+class ModuleFlops(NamedTuple):
+    """One row of `flops_by_module`: a submodule with what its forward pass and its parameters amount to."""
+
+    name: str
+    flops: int
+    share: float
+    parameters: int
+
+
+def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> int:
+    """Floating-point operations of one forward pass `model(*inputs, **kwargs)` at the batch given.
+
+    The model is left as it was: training flags, buffers, plain attributes of its modules, and torch's random state.
+
+    Args:
+        mode: "eval" counts a forward without gradient in eval mode; "train" counts one in train mode, on a deep copy.
+
+    Raises:
+        ValueError: mode is neither "eval" nor "train".
+    """
+    return _count(model, mode, inputs, kwargs).get_total_flops()
+
+
+def flops_by_module(
+    model: nn.Module, *inputs: Any, mode: str = "eval", depth: int | None = None, **kwargs: Any
+) -> list[ModuleFlops]:
+    """Operations of every submodule whose forward was called, in order of the model; the first row is the whole.
+
+    A row includes its children. What a parent computes itself, or through methods other than a child's `forward`,
+    shows in the parent's row alone.
+
+    Args:
+        depth: keep submodules down to this nesting (0: the whole alone); None keeps all.
+
+    Raises:
+        ValueError: mode is neither "eval" nor "train".
+    """
+    model = _unwrap(model)
+    counts = _count(model, mode, inputs, kwargs).get_flop_counts()
+    total = sum(counts[ROOT].values())
+    prefix = type(model).__name__
+    rows = []
+    for name, module in model.named_modules():
+        key = f"{prefix}.{name}" if name else ROOT
+        if key in counts and (depth is None or len(name.split(".")) * bool(name) <= depth):
+            flops = sum(counts[key].values())
+            rows.append(ModuleFlops(name or prefix, flops, flops / max(total, 1), count_parameters(module)))
+    return rows
+
+
+def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+    """Number of parameters (shared ones once); caches and other buffers are not parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+
+
+def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor) -> int:
+    """Bytes that autograd still holds for the backward pass when `fn` returns, each storage counted once.
+
+    Args:
+        fn: runs the forward pass and returns what keeps its graph alive (loss or outputs).
+        excluded: modules (their parameters and buffers) and tensors that are there anyway, such as the inputs.
+
+    Returns:
+        bytes of whole storages: a saved slice keeps the storage it was cut from. With activation checkpointing these
+        are what stays until backward, not what backward recomputes.
+    """
+    known = {_storage_id(t) for item in excluded for t in _tensors(item)}
+    alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        alive.add(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        result = fn()
+    storages = {_storage_id(saved.tensor): saved.tensor.untyped_storage().nbytes() for saved in alive}
+    del result  # held until here: with the graph gone there would be nothing to count
+    return sum(size for key, size in storages.items() if key not in known)
+
+
+class _Saved:
+    """Handle that the graph holds in place of a tensor: it dies with the graph, so dead branches are not counted."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an operation that saves its own result would otherwise keep itself alive
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(item: nn.Module | Tensor) -> list[Tensor]:
+    return [item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()]
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
+
+
+def _count(model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> FlopCounterMode:
+    if mode not in ("eval", "train"):
+        raise ValueError(f'mode={mode!r} must be "eval" or "train"')
+    model = _unwrap(model)
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    counter = FlopCounterMode(display=False)
+    with torch.random.fork_rng(devices=devices), _countable_kernels():
+        if mode == "train":
+            with torch.enable_grad(), counter:
+                copy.deepcopy(model).train()(*inputs, **kwargs)
+        else:
+            with _restored(model), torch.no_grad():
+                model.eval()
+                with counter:
+                    model(*inputs, **kwargs)
+    return counter
+
+
+@contextlib.contextmanager
+def _countable_kernels() -> Iterator[None]:
+    """Switch off the fused kernels that the counter has no formula for: they would count as nothing."""
+    fast_path, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer in eval mode
+    torch._C._set_mkldnn_enabled(False)  # nn.LSTM and nn.GRU on the CPU
+    try:
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Put every module back as it was: attributes (a pending cache update among them), containers, buffer values."""
+    modules = [(module, dict(module.__dict__)) for module in model.modules()]
+    held = [value for _, attributes in modules for value in attributes.values()]
+    containers = [(value, value.copy()) for value in held if isinstance(value, dict | list)]
+    tensors = [*model.buffers(), *(value for value in held if isinstance(value, Tensor))]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for module, attributes in modules:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, content in containers:
+            container.clear()
+            container.update(content) if isinstance(container, dict) else container.extend(content)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.data.copy_(value)

@@ -1,0 +1,169 @@
+"""Counts against counts made by hand; measuring must leave no trace in the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers.analysis.flops import (
+    count_flops,
+    count_parameters,
+    flops_by_module,
+    saved_activation_bytes,
+)
+
+B, N, D, H, M = 2, 5, 16, 4, 3
+
+
+class Block(nn.Module):
+    """Fused self-attention, a second attention over M cached slots, and a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.feed_forward = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Dropout(0.5), nn.Linear(4 * D, D))
+        self.register_buffer("cache_MD", torch.zeros(M, D))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.pending: Tensor | None = torch.ones(M, D)
+        self.history: list[int] = []
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], H, D // H).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pending is not None:  # the worst case for a measurement: state changes with every forward
+            self.cache_MD.copy_(self.pending)
+            self.pending = None
+        self.calls += 1
+        self.history.append(x.shape[1])
+        q, k, v = (self.heads(t) for t in self.qkv(x).chunk(3, -1))
+        cache = self.heads(self.cache_MD.expand(x.shape[0], M, D))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y + F.scaled_dot_product_attention(q, cache, cache)
+        return self.feed_forward(self.out(y.transpose(1, 2).flatten(2)))
+
+
+ATTENTION = 2 * 2 * B * N * (N + M) * D  # two products, two operations each, over the sequence and the cache
+QKV, OUT, FEED_FORWARD = 2 * B * N * D * 3 * D, 2 * B * N * D * D, 2 * 2 * B * N * D * 4 * D
+BLOCK = QKV + ATTENTION + OUT + FEED_FORWARD
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_block_by_hand(mode: str) -> None:
+    assert count_flops(Block(), torch.randn(B, N, D), mode=mode) == BLOCK
+
+
+def test_cost_grows_with_the_batch_and_keywords_arrive() -> None:
+    class Keyword(nn.Module):
+        def forward(self, x: Tensor, *, twice: bool = False) -> Tensor:
+            return x @ x.mT @ x if twice else x @ x.mT
+
+    model, x = Keyword(), torch.randn(B, N, D)
+    assert count_flops(model, x) == 2 * B * N * N * D
+    assert count_flops(model, x, twice=True) == 2 * count_flops(model, x)
+    assert count_flops(model, x.repeat(3, 1, 1)) == 3 * count_flops(model, x)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_leaves_no_trace(mode: str, training: bool) -> None:
+    model = Block().train(training)
+    model.out.eval()  # a layer frozen on purpose
+    pending = model.pending
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    flags = {name: module.training for name, module in model.named_modules()}
+    rng = torch.get_rng_state()
+    count_flops(model, torch.zeros(B, N, D), mode=mode)
+    assert {name: module.training for name, module in model.named_modules()} == flags
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.pending is pending and model.history == []
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_restored_after_an_error() -> None:
+    model = Block().train()
+    with pytest.raises(RuntimeError):
+        count_flops(model, torch.zeros(B, N, D + 1))
+    assert model.training and model.calls == 0 and model.pending is not None
+    assert torch.backends.mha.get_fastpath_enabled() and torch.backends.mkldnn.is_available()
+
+
+def test_fused_layers_of_torch_are_not_free() -> None:
+    layer = nn.TransformerEncoderLayer(D, H, 4 * D, batch_first=True)
+    expected = QKV + OUT + FEED_FORWARD + 2 * 2 * B * N * N * D
+    assert count_flops(layer, torch.randn(B, N, D)) == expected
+    assert count_flops(nn.LSTM(D, 8), torch.randn(N, B, D)) == 2 * N * B * 4 * 8 * (D + 8)
+
+
+def test_convolutions_by_hand() -> None:
+    x = torch.randn(B, 4, 6, 6)
+    assert count_flops(nn.Conv2d(4, 8, 3, padding=1), x) == 2 * B * 36 * 8 * 4 * 9
+    assert count_flops(nn.Conv2d(4, 4, 3, padding=1, groups=4), x) == 2 * B * 36 * 4 * 9
+
+
+def test_table_by_module() -> None:
+    rows = {row.name: row for row in flops_by_module(Block(), torch.randn(B, N, D))}
+    assert next(iter(rows)) == "Block" and rows["Block"].flops == BLOCK and rows["Block"].share == 1
+    assert rows["qkv"].flops == QKV and rows["out"].flops == OUT and rows["feed_forward"].flops == FEED_FORWARD
+    assert rows["feed_forward.0"].flops == FEED_FORWARD // 2
+    assert rows["qkv"].parameters == 3 * D * (D + 1)
+    assert rows["qkv"].share == pytest.approx(QKV / BLOCK)
+    shallow = [row.name for row in flops_by_module(Block(), torch.randn(B, N, D), depth=1)]
+    assert shallow == ["Block", "qkv", "out", "feed_forward"]
+    assert len(flops_by_module(Block(), torch.randn(B, N, D), depth=0)) == 1
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="mode='fast'"):
+        count_flops(Block(), torch.randn(B, N, D), mode="fast")
+
+
+def test_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3))
+    assert count_parameters(model) == 16 + 12 + 6  # running statistics are buffers
+    model[0].requires_grad_(False)
+    assert count_parameters(model, trainable_only=True) == 12 + 6
+    model.append(model[1])
+    assert count_parameters(model) == 34
+
+
+def test_saved_bytes_by_hand() -> None:
+    linear, x = nn.Linear(D, D), torch.randn(B, N, D)
+
+    def relu() -> Tensor:
+        return linear(x).relu()
+
+    # relu keeps its result; the linear layer keeps its input (excluded) and its weight (a parameter).
+    assert saved_activation_bytes(relu, linear, x) == B * N * D * 4
+    assert saved_activation_bytes(relu, linear) == 2 * B * N * D * 4
+    assert saved_activation_bytes(relu, linear, x) == saved_activation_bytes(lambda: [relu()], linear, x)
+
+
+def test_shared_storage_counts_once_and_slices_count_whole() -> None:
+    x = torch.randn(100, requires_grad=True)
+    y = x.detach().clone()
+    assert saved_activation_bytes(lambda: (x * y) * y, x) == 400 + 0
+    assert saved_activation_bytes(lambda: x[:10] * y[:10], x) == 400
+
+
+def test_graphs_that_died_are_not_counted() -> None:
+    x = torch.randn(100, requires_grad=True)
+
+    def fn() -> Tensor:
+        x.exp().sum()  # its graph is gone on return
+        return x.sum()
+
+    assert saved_activation_bytes(fn, x) == 0
+    assert saved_activation_bytes(lambda: x.exp().sum(), x) == 400
+
+
+def test_checkpointing_saves_activations() -> None:
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(D, D), nn.Tanh())])
+    x = torch.randn(B, N, D, requires_grad=True)
+    plain = saved_activation_bytes(lambda: model(x), model, x)
+    checkpointed = saved_activation_bytes(lambda: checkpoint(model, x, use_reentrant=False), model, x)
+    assert plain == 4 * B * N * D * 4 and checkpointed == 0

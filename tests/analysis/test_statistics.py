@@ -1,0 +1,168 @@
+"""Every formula against scipy or a full enumeration, and what is said when a test cannot be made."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+from cached_transformers.analysis.statistics import (
+    bootstrap_interval,
+    holm,
+    incomplete_beta,
+    mcnemar_test,
+    mean_interval,
+    paired_t_test,
+    sign_flip_test,
+    smallest_sign_flip_p,
+    summarise,
+    t_quantile,
+    t_two_sided_p,
+    wilson_interval,
+)
+
+GENERATOR = np.random.default_rng(7)
+
+
+@pytest.mark.parametrize("a", [0.5, 1.0, 3.0, 40.0, 5000.0])
+@pytest.mark.parametrize("b", [0.5, 2.0, 700.0])
+@pytest.mark.parametrize("x", [0.0, 1e-6, 0.3, 0.5, 0.99, 1.0])
+def test_incomplete_beta(a: float, b: float, x: float) -> None:
+    assert incomplete_beta(a, b, x) == pytest.approx(scipy.special.betainc(a, b, x), rel=1e-9, abs=1e-280)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 4, 9, 30, 1000])
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.999])
+def test_t_distribution(degrees: int, level: float) -> None:
+    t = t_quantile(level, degrees)
+    assert t == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, degrees), rel=1e-10)
+    assert t_two_sided_p(-t, degrees) == pytest.approx(1 - level, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 12])
+def test_mean_interval(n: int) -> None:
+    x = GENERATOR.normal(0.9, 0.02, n)
+    low, high = scipy.stats.t.interval(0.95, n - 1, x.mean(), scipy.stats.sem(x))
+    assert mean_interval(x) == pytest.approx((x.mean(), low, high))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 12])
+def test_paired_t_test(n: int) -> None:
+    x, y = GENERATOR.normal(0.9, 0.02, n), GENERATOR.normal(0.88, 0.02, n)
+    expected = scipy.stats.ttest_rel(x, y)
+    result = paired_t_test(x, y)
+    assert result.p_value == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval(0.95)
+    assert result.difference == pytest.approx(((x - y).mean(), interval.low, interval.high))
+    assert result.note is None
+
+
+def test_paired_t_test_where_it_is_undefined() -> None:
+    one = paired_t_test([0.9], [0.8])
+    assert one.p_value is None and one.difference.low is None and "one seed" in str(one.note)
+    assert paired_t_test([0.1, 0.2], [0.1, 0.2]).p_value == 1
+    constant = paired_t_test([0.3, 0.4, 0.7], [0.2, 0.3, 0.6])  # differences equal up to rounding
+    assert constant.p_value is None and "same difference" in str(constant.note)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 9])
+def test_sign_flip_by_enumeration(n: int) -> None:
+    x, y = GENERATOR.normal(0.5, 1, n), GENERATOR.normal(0, 1, n)
+    d = x - y
+    patterns = [abs(np.dot(signs, d)) for signs in itertools.product([1, -1], repeat=n)]
+    expected = np.mean([s >= abs(d.sum()) - 1e-12 for s in patterns])
+    assert sign_flip_test(x, y) == pytest.approx(expected)
+
+
+def test_sign_flip_limits() -> None:
+    for n in range(1, 8):
+        assert sign_flip_test([1.0] * n, [0.0] * n) == smallest_sign_flip_p(n) == 2 / 2**n
+    assert sign_flip_test([0.0, 0.0], [0.0, 0.0]) == 1
+    with pytest.raises(ValueError, match="use paired_t_test"):
+        sign_flip_test([0.0] * 21, [1.0] * 21)
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([None, 0.02, None, 0.6]) == [None, 0.04, None, 0.6]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(("correct", "rows"), [(0, 10), (10, 10), (7, 10), (812, 1000), (1, 1)])
+def test_wilson(correct: int, rows: int) -> None:
+    expected = scipy.stats.binomtest(correct, rows).proportion_ci(0.95, method="wilson")
+    interval = wilson_interval(correct, rows)
+    assert interval == pytest.approx((correct / rows, expected.low, expected.high), abs=1e-12)
+    assert interval.low <= interval.mean <= interval.high
+
+
+@pytest.mark.parametrize(("b", "c"), [(0, 0), (0, 1), (3, 3), (2, 9), (40, 61), (700, 900)])
+def test_mcnemar(b: int, c: int) -> None:
+    first = [True] * 5 + [True] * b + [False] * c + [False] * 2
+    second = [True] * 5 + [False] * b + [True] * c + [False] * 2
+    result = mcnemar_test(first, second)
+    assert (result.only_first, result.only_second) == (b, c)
+    expected = 1.0 if b + c == 0 else scipy.stats.binomtest(b, b + c).pvalue
+    assert result.p_value == pytest.approx(expected)
+
+
+def test_bootstrap() -> None:
+    x = GENERATOR.normal(3, 1, 400)
+    interval = bootstrap_interval(x, seed=1, resamples=2000)
+    reference = scipy.stats.t.interval(0.95, 399, x.mean(), scipy.stats.sem(x))
+    assert interval.low == pytest.approx(reference[0], abs=0.02)
+    assert interval.high == pytest.approx(reference[1], abs=0.02)
+    assert interval == bootstrap_interval(x, seed=1, resamples=2000)
+    assert interval != bootstrap_interval(x, seed=2, resamples=2000)
+    assert bootstrap_interval(x, np.median, resamples=500).mean == np.median(x)
+
+
+def test_bootstrap_covers_as_often_as_it_says() -> None:
+    hits = 0
+    for seed in range(200):
+        interval = bootstrap_interval(np.random.default_rng(seed).normal(0, 1, 60), seed=seed, resamples=200)
+        hits += interval.low <= 0 <= interval.high
+    assert 176 <= hits <= 199  # 95 % of 200 is 190; four standard deviations are 12
+
+
+def test_summarise() -> None:
+    values = {"plain": [0.90, 0.91, 0.92], "grc": [0.92, 0.92, 0.94], "xl": [0.90, 0.92, 0.91]}
+    plain, grc, xl = summarise(values, "plain")
+    assert plain["difference"] is None and plain["p_value"] is None and plain["p_adjusted"] is None
+    assert grc["difference"]["mean"] == pytest.approx(0.05 / 3)
+    assert grc["p_value"] == pytest.approx(scipy.stats.ttest_rel(values["grc"], values["plain"]).pvalue)
+    assert grc["p_adjusted"] == pytest.approx(min(1, 2 * grc["p_value"])) and xl["p_adjusted"] >= xl["p_value"]
+    assert grc["p_sign_flip"] == grc["p_sign_flip_smallest"] == 0.25
+    assert grc["seeds"] == 3 and grc["low"] < grc["mean"] < grc["high"] and grc["note"] is None
+
+
+def test_summarise_with_one_seed_and_with_runs_to_come() -> None:
+    plain, grc = summarise({"plain": [0.9], "grc": [0.95]}, "plain")
+    assert grc["low"] is None and grc["p_value"] is None and grc["difference"]["low"] is None
+    assert "one seed" in grc["note"] and "one seed" in plain["note"]
+    _, partial = summarise({"plain": [0.90, 0.91, 0.92], "grc": [0.93, 0.92]}, "plain")
+    assert partial["difference"]["mean"] == pytest.approx(0.02) and partial["p_sign_flip_smallest"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: summarise({"a": [1.0]}, "plain"), "reference='plain' is not among"),
+        (lambda: summarise({"a": [1.0, float("nan")]}, "a"), "variant 'a' must be finite"),
+        (lambda: summarise({"a": []}, "a"), "at least one number"),
+        (lambda: mean_interval([1.0, 2.0], level=95), "level=95"),
+        (lambda: paired_t_test([1.0], [1.0, 2.0]), "same length"),
+        (lambda: wilson_interval(3, 2), "correct=3"),
+        (lambda: mcnemar_test([], []), "at least one"),
+        (lambda: bootstrap_interval([1.0]), "two values"),
+        (lambda: smallest_sign_flip_p(0), "pairs=0"),
+        (lambda: incomplete_beta(0, 1, 0.5), "a > 0"),
+        (lambda: t_quantile(0.95, 0), "degrees=0"),
+    ],
+)
+def test_bad_input(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
