@@ -1,0 +1,20 @@
+"""Layers: attention with a memory, blocks, position encodings."""
+
+from __future__ import annotations
+
+from .attention import Attended, SelfAttention
+from .block import Block, ModelOutput, Stack, StackState
+from .feed_forward import FeedForward
+from .positions import Positions, make_positions
+
+__all__ = [
+    "Attended",
+    "Block",
+    "FeedForward",
+    "ModelOutput",
+    "Positions",
+    "SelfAttention",
+    "Stack",
+    "StackState",
+    "make_positions",
+]

@@ -1,0 +1,58 @@
+"""Memories; importing this package registers them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..registry import MEMORIES
+from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
+from .convolution import ConvolutionControl
+from .gated_recurrent_cache import GatedRecurrentCache
+from .grc import GRC, StreamGRC
+
+__all__ = [
+    "GRC",
+    "ConvolutionControl",
+    "Context",
+    "Entry",
+    "GatedRecurrentCache",
+    "LayerMemory",
+    "ModelMemory",
+    "Query",
+    "Reading",
+    "StreamGRC",
+    "Trace",
+    "create_memory",
+    "memory_spec",
+]
+
+
+def memory_spec(memory: str | dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of a memory given as None, "name", or {"name": ..., option: value}.
+
+    Raises:
+        ValueError: unknown name or option (with a suggestion), or a dict without "name".
+    """
+    if memory is None:
+        return None
+    options = {"name": memory} if isinstance(memory, str) else dict(memory)
+    if "name" not in options:
+        raise ValueError(f"memory={memory!r} must be a name or have the key 'name' (known: {', '.join(MEMORIES.names())})")
+    name = options.pop("name")
+    MEMORIES.check(name, options)
+    return name, options
+
+
+def create_memory(memory: str | dict[str, Any] | None, width: int, heads: int, **known: Any) -> LayerMemory | ModelMemory:
+    """Build a memory for a layer of `width` and `heads`.
+
+    `known` holds what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets it,
+    unless the user set it.
+    """
+    spec = memory_spec(memory)
+    if spec is None:
+        return LayerMemory()
+    name, options = spec
+    entry = MEMORIES.entry(name)
+    facts = {k: v for k, v in known.items() if k in entry.options and k not in options}
+    return entry.factory(width, heads, **facts, **options)

@@ -1,0 +1,45 @@
+"""Adapters for transformers' attention layers: ViT and BERT. Imports nothing of transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..memories.base import Query
+from .adapters import Host, Site, map_size, no_mask, padding_of, register_adapter
+
+
+@register_adapter("transformers.models.vit.modeling_vit.ViTAttention")
+def vit_attention(site: Site) -> Host:
+    """ViT: one class token in front of the grid of patches, a slot for every token."""
+    layer, config = site.layer, site.layer.config
+    image, patch = _pair(config.image_size), _pair(config.patch_size)
+    grid = (image[0] // patch[0], image[1] // patch[1])
+    known = {"length": grid[0] * grid[1] + 1, "size": grid, "prefix": 1}
+    return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, partial(_vit_query, grid), known)  # type: ignore[arg-type]
+
+
+def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
+    no_mask(attention_mask)
+    return Query(hidden_states, size=map_size(hidden_states.shape[1], 1, grid))
+
+
+@register_adapter("transformers.models.bert.modeling_bert.BertSelfAttention")
+def bert_attention(site: Site) -> Host:
+    """BERT as an encoder: each row's valid tokens are spread over the slots."""
+    layer, config = site.layer, site.layer.config
+    if layer.is_decoder:
+        raise ValueError("BERT with is_decoder=True is causal, and a shared cache would show each token its future")
+    projection = site.parent().output.dense  # type: ignore[union-attr]
+    known = {"length": site.length()}
+    return Host(config.hidden_size, config.num_attention_heads, projection, _bert_query, known)  # type: ignore[arg-type]
+
+
+def _bert_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
+    return Query(hidden_states, padding_BN=padding_of(attention_mask, hidden_states.shape[1]))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))

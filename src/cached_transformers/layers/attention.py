@@ -1,0 +1,176 @@
+"""The attention sublayer: the one place where projections, positions, a memory and an attention core meet.
+
+    x -> norm -> q, k, v -> memory.read -> core -> memory.combine -> output projection -> memory.finish
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..attentions.base import Attention
+from ..attentions.softmax import SoftmaxAttention
+from ..memories.base import Context, LayerMemory, Query, Reading
+from ..state import State
+from .positions import Positions
+
+
+class Attended(NamedTuple):
+    """Result of a `SelfAttention`, with what the memory's `write` needs."""
+
+    y_BND: Tensor
+    k_BHNE: Tensor
+    v_BHNE: Tensor
+    query: Query
+    reading: Reading
+    auxiliary_loss: Tensor | None
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with a memory.
+
+    Args:
+        width: D. heads: H.
+        core: attention mechanism; exact softmax attention when None.
+        memory: layer memory; none when None.
+        positions: scheme for queries and keys (rotary, bias); tokens are embedded by the model.
+        norm: applied to the input and to hidden states that a memory stores; identity when None.
+        causal: no output depends on a later token.
+        bias: whether the projections of q, k, v have biases (the output projection always has).
+        reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
+        dropout: on the output.
+
+    Raises:
+        ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the layer
+            is causal and the memory or the core has no causal form.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        core: Attention | None = None,
+        memory: LayerMemory | None = None,
+        positions: Positions | None = None,
+        norm: nn.Module | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        reduction: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        self.width, self.heads, self.causal = width, heads, causal
+        self.norm = norm if norm is not None else nn.Identity()
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.output = nn.Linear(width, width)
+        self.core = core if core is not None else SoftmaxAttention()
+        self.memory = memory if memory is not None else LayerMemory()
+        self.positions = positions if positions is not None else Positions()
+        self.reduction = reduction
+        self.dropout = nn.Dropout(dropout)
+        self._check()
+
+    def _check(self) -> None:
+        memory, core = type(self.memory).__name__, type(self.core).__name__
+        if self.memory.insertion == "kv" and not self.core.accepts_context:
+            raise ValueError(f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)")
+        if self.causal and not self.core.supports_causal:
+            raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
+        if self.causal and not self.memory.causal:
+            raise ValueError(
+                f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
+                "take its causal form (for GRC: memory='grc_stream')"
+            )
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Rows first..last of the fused projection."""
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:last]
+        return F.linear(x, self.qkv.weight[first:last], bias)
+
+    def project_kv(self, hidden_BMD: Tensor) -> tuple[Tensor, Tensor]:
+        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections."""
+        k, v = self._linear(self.norm(hidden_BMD), self.width, 3 * self.width).chunk(2, -1)
+        return self._heads(k), self._heads(v)
+
+    def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.reduction is None:
+            q, k, v = self.qkv(h_BND).chunk(3, -1)
+        else:
+            q = self._linear(h_BND, 0, self.width)
+            k, v = self._linear(self.reduction(h_BND, size), self.width, 3 * self.width).chunk(2, -1)
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        positions_BNP: Tensor | None = None,
+        *,
+        state: State = (),
+        padding_BN: Tensor | None = None,
+        context: Context | None = None,
+        bias_BHNM: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> Attended:
+        """Attend over the segment and what the memory offers.
+
+        Args:
+            x_BND: tokens, before the norm.
+            positions_BNP: needed by schemes that act on queries and keys, and by memories that store positions.
+            state: the memory's state.
+            padding_BN: bool, True = padding.
+            context: keys and values from a model memory; a layer memory's own context comes before it.
+            bias_BHNM: added to the logits (a shift mask).
+            size: (height, width) of the token map.
+        """
+        h_BND = self.norm(x_BND)
+        q, k, v = self._project(h_BND, size)
+        query = Query(h_BND, q, positions_BNP, padding_BN, size)
+        reading = self.memory.read(state, query, self.project_kv)
+        context = reading.context if reading.context is not None else context
+        placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM)
+        result = self.core(
+            placed_q,
+            placed_k,
+            v,
+            causal=self.causal,
+            key_padding_mask=padding_BN,
+            context=context,
+            bias_BHNM=bias,
+            x_BND=h_BND,
+        )
+        y_BHNE = self.memory.combine(result.out_BHNV, query, reading)
+        y_BND = self.output(y_BHNE.transpose(1, 2).flatten(2))
+        y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
+        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
+
+    def _place(
+        self, q: Tensor, k: Tensor, positions_BNP: Tensor | None, context: Context | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Context | None]:
+        """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
+        all_positions = positions_BNP
+        if context is not None:
+            keep = context.valid_BM[:, None, :, None]
+            k_BHME = torch.where(keep, context.k_BHME, 0)  # a NaN in an empty slot would survive a mask on the logits
+            v_BHME = torch.where(keep, context.v_BHME, 0)
+            k_BHME = self.positions.rotate(k_BHME, context.positions_BMP)
+            context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
+            if positions_BNP is not None:
+                rows = positions_BNP.shape[0]
+                all_positions = torch.cat([context.positions_BMP.expand(rows, -1, -1), positions_BNP], 1)
+        if positions_BNP is None or all_positions is None:
+            return q, k, bias, context
+        own = self.positions.bias(positions_BNP, all_positions)
+        if own is not None:
+            bias = own if bias is None else own + bias
+        return self.positions.rotate(q, positions_BNP), self.positions.rotate(k, positions_BNP), bias, context

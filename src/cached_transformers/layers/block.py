@@ -1,0 +1,205 @@
+"""The transformer block and the stack of blocks that every model of this package is made of.
+
+The stack threads the state: it hands each layer memory its own part, lets the model memory open and close the segment, and
+seals what leaves. It also commits shared caches before the first block, outside of any region that a compiler may recompute.
+
+Legend: B rows, N tokens, M slots, D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..memories.base import Context, LayerMemory, ModelMemory, Trace
+from ..memories.gated_recurrent_cache import commit_caches
+from ..state import State, seal
+from .attention import SelfAttention
+from .feed_forward import DropPath, FeedForward
+
+
+class StackState(NamedTuple):
+    """State of a whole model: tokens seen by each row, the model memory's state, each layer memory's state."""
+
+    clock_B: Tensor
+    model: State
+    layers: State
+
+
+class ModelOutput(NamedTuple):
+    """What every model returns: outputs, the state after the segment, and the sum of auxiliary losses (a scalar)."""
+
+    outputs: Tensor
+    state: Any
+    auxiliary_loss: Tensor
+
+
+class SlotAttention(nn.Module):
+    """Residual cross-attention of the tokens over the slots of a model memory ("sublayer" insertion)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x_BND: Tensor, slots_BMD: Tensor) -> Tensor:
+        """Attend every slot; a memory marks empty slots by the values that it gives them."""
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in (self.query(self.norm(x_BND)), *self.key_value(slots_BMD).chunk(2, -1))
+        )
+        return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: attention with a memory, then feed-forward, each behind a residual connection.
+
+    Args:
+        attention: the attention sublayer, with its norm. feed_forward: likewise.
+        slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
+        drop_path: rate of stochastic depth.
+    """
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        feed_forward: FeedForward,
+        *,
+        slot_attention: SlotAttention | None = None,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = attention, feed_forward
+        self.slot_attention = slot_attention
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        positions_BNP: Tensor | None = None,
+        *,
+        state: State = (),
+        padding_BN: Tensor | None = None,
+        context: Context | None = None,
+        slots_BMD: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, State, Trace, Tensor | None]:
+        """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None."""
+        attended = self.attention(
+            x_BND, positions_BNP, state=state, padding_BN=padding_BN, context=context, size=size
+        )
+        y_BND = x_BND + self.drop_path(attended.y_BND)
+        if self.slot_attention is not None and slots_BMD is not None:
+            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD))
+        y_BND = y_BND + self.drop_path(self.feed_forward(y_BND))
+        trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
+        state, loss = self.attention.memory.write(state, trace)
+        losses = [part for part in (attended.auxiliary_loss, loss) if part is not None]
+        return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
+
+
+class Stack(nn.Module):
+    """Blocks, an optional model memory round them, and a final norm.
+
+    Args:
+        blocks: one factory call a layer; `make_block(index)` returns a `Block`.
+        depth: number of layers.
+        model_memory: a memory that spans the layers.
+        width: D, for the final norm; None for no final norm.
+    """
+
+    def __init__(
+        self,
+        make_block: Callable[[int], Block],
+        depth: int,
+        *,
+        model_memory: ModelMemory | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be at least 1 layer")
+        self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
+        self.model_memory = model_memory if model_memory is not None else ModelMemory()
+        self.norm = nn.LayerNorm(width) if width is not None else nn.Identity()
+        self.activation_checkpointing = False
+
+    def layer_memories(self) -> list[LayerMemory]:
+        """The memory of each layer, from the first to the last."""
+        return [block.attention.memory for block in self.blocks]  # type: ignore[union-attr, misc]
+
+    def init_state(self, batch_size: int, like: Tensor | None = None) -> StackState:
+        """State of `batch_size` rows that have seen nothing, on the device and in the dtype of `like` (or the weights)."""
+        like = like if like is not None else next(self.parameters())
+        clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        layers = tuple(memory.init_state(batch_size, like) for memory in self.layer_memories())
+        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
+
+    @staticmethod
+    def clock_positions(state: StackState, length: int) -> Tensor:
+        """(B, length, 1): positions of the next `length` tokens, counted from where each row's clock stands."""
+        return (state.clock_B[:, None] + torch.arange(length, device=state.clock_B.device))[..., None]
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        state: StackState | None = None,
+        *,
+        positions_BNP: Tensor | None = None,
+        padding_BN: Tensor | None = None,
+        inputs: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> ModelOutput:
+        """Run one segment.
+
+        Args:
+            x_BND: embedded tokens.
+            state: what `init_state` or the last segment gave; None for rows that have seen nothing.
+            positions_BNP: positions of the tokens; by default they continue where each row's clock stands.
+            padding_BN: bool, True = padding.
+            inputs: the model's raw inputs, for model memories that look at them.
+            size: (height, width) of the token map.
+        """
+        if self.training:
+            commit_caches(self)
+        if state is None:
+            state = self.init_state(x_BND.shape[0], x_BND)
+        n = x_BND.shape[1]
+        if positions_BNP is None:
+            positions_BNP = self.clock_positions(state, n)
+        entry = self.model_memory.enter(state.model, x_BND, positions_BNP, padding_BN, inputs)
+        x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
+        for block, layer_state in zip(self.blocks, state.layers, strict=True):
+            x, layer_state, trace, loss = self._run(
+                block,
+                x,
+                entry.positions_BNP,
+                state=layer_state,
+                padding_BN=entry.padding_BN,
+                context=entry.context,
+                slots_BMD=entry.slots_BMD,
+                size=size,
+            )
+            layers.append(layer_state)
+            traces.append(trace)
+            if loss is not None:
+                losses.append(loss)
+        x, model_state, loss = self.model_memory.exit(state.model, x, traces)
+        if loss is not None:
+            losses.append(loss)
+        seen = n if padding_BN is None else (~padding_BN).sum(1)
+        after = seal(StackState(state.clock_B + seen, model_state, tuple(layers)))
+        return ModelOutput(self.norm(x), after, torch.stack(losses).sum())
+
+    def _run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+        return block(*args, **kwargs)

@@ -1,0 +1,50 @@
+"""The position-wise feed-forward sublayer.
+
+Legend: B rows, N tokens, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
+class FeedForward(nn.Module):
+    """norm -> linear -> activation -> linear, 2 B N D F multiply-adds.
+
+    Args:
+        width: D. hidden: F. norm: applied to the input; identity when None.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, *, norm: nn.Module | None = None, activation: str = "gelu", dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
+        self.norm = norm if norm is not None else nn.Identity()
+        self.enter = nn.Linear(width, hidden)
+        self.activation = ACTIVATIONS[activation]()
+        self.leave = nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        hidden = self.dropout(self.activation(self.enter(self.norm(x_BND))))
+        return self.dropout(self.leave(hidden))
+
+
+class DropPath(nn.Module):
+    """Drops a residual branch for whole rows during training, and scales the rest (stochastic depth, arXiv:1603.09382)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"drop_path={rate} must lie in [0, 1)")
+        self.rate = rate
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return x_BND
+        keep = x_BND.new_empty(x_BND.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return x_BND * keep / (1 - self.rate)

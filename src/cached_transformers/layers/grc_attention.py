@@ -1,0 +1,54 @@
+"""GRC attention as one layer (arXiv:2312.12742, Algorithm 1); the mechanism itself is in `memories/grc.py`.
+
+Legend: B rows, N tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..attentions.base import Attention
+from ..memories.grc import GRC
+from .attention import SelfAttention
+from .positions import Positions
+
+
+class GRCAttention(SelfAttention):
+    """Self-attention with a gated recurrent cache, as one drop-in layer: (B, N, D) -> (B, N, D).
+
+    Args:
+        width: D. heads: H. length: M, slots of the cache.
+        core, positions, norm, bias, dropout: as `SelfAttention`. reduction: for keys and values of the self branch.
+        grc: further options of `cached_transformers.memories.grc.GRC` (variant, ratio, candidate, ...).
+
+    Example:
+        >>> layer = GRCAttention(384, 6, length=197, ratio=0.5)
+        >>> y = layer(torch.randn(8, 197, 384)).y_BND
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int,
+        *,
+        core: Attention | None = None,
+        positions: Positions | None = None,
+        norm: nn.Module | None = None,
+        bias: bool = True,
+        reduction: nn.Module | None = None,
+        dropout: float = 0.0,
+        **grc: object,
+    ) -> None:
+        memory = GRC(width, heads, length, bias=bias, **grc)  # type: ignore[arg-type]
+        super().__init__(
+            width,
+            heads,
+            core=core,
+            memory=memory,
+            positions=positions,
+            norm=norm,
+            bias=bias,
+            reduction=reduction,
+            dropout=dropout,
+        )

@@ -1,0 +1,59 @@
+"""A control, not a memory: only the positional convolution that the released GRC code adds to every attention layer.
+
+The published comparisons lack it: the cached models have this convolution, the plain ones do not, and a convolution alone is
+worth accuracy (arXiv:2312.12742; annosubmission/GRC-Cache, core/GRC_Attention.py). A claim about the cache needs this control.
+
+Legend: B rows, N tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..registry import MEMORIES
+from .base import LayerMemory, Query, Reading
+from .grc import cache_width
+from .memory_branch import PositionalConvolution
+
+
+@MEMORIES.register(
+    "convolution",
+    paper="arXiv:2312.12742 (control)",
+    equations="y + conv3x3(x), D channels in ratio * D groups, class tokens excluded",
+    state="none",
+    cost="9 N D / ratio multiply-adds per row and layer",
+    gradient="everywhere",
+)
+class ConvolutionControl(LayerMemory):
+    """No memory; adds the released code's grouped 3 x 3 convolution of the input to the attention's output.
+
+    Args:
+        width: D. heads: H.
+        ratio: the number of groups is ratio * D, as beside a cache of that ratio.
+        prefix: class tokens, which the convolution skips.
+        sequence: convolve along one dimension (text) with 3 taps instead of over a map.
+    """
+
+    causal = False
+
+    def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
+        super().__init__()
+        groups = cache_width(width, heads, ratio)
+        self.sequence = sequence
+        self.convolution: nn.Module = (
+            nn.Conv1d(width, width, 3, padding=1, groups=groups)
+            if sequence
+            else PositionalConvolution(width, groups, prefix)
+        )
+
+    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
+        if not self.sequence:
+            return y_BND + self.convolution(query.x_BND, query.size)
+        x_BND = query.x_BND
+        if query.padding_BN is not None:  # a row must not depend on how far it is padded
+            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
+        return y_BND + self.convolution(x_BND.transpose(1, 2)).transpose(1, 2)
+
+    def close_gate(self) -> None:
+        for parameter in self.convolution.parameters():
+            nn.init.zeros_(parameter)

@@ -1,0 +1,104 @@
+"""Interpolation of tokens to slots ("interp" in Algorithm 1 of arXiv:2312.12742, which leaves the mode open).
+
+nearest: slot i takes token floor(i L / M) of the row's L valid tokens (what the released code does).
+linear:  half-pixel centres, (i + 1/2) L / M - 1/2, edges clamped.
+area:    the mean over tokens floor(i L / M) up to ceil((i + 1) L / M), as adaptive average pooling; loses nothing when
+         there are many more tokens than slots.
+
+Legend: B rows, N tokens, M slots, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Interpolation = Literal["nearest", "linear", "area"]
+
+
+def interpolate(
+    x_BNC: Tensor,
+    length: int,
+    mode: Interpolation = "nearest",
+    padding_BN: Tensor | None = None,
+    *,
+    size: tuple[int, int] | None = None,
+    to_size: tuple[int, int] | None = None,
+    prefix: int = 0,
+) -> Tensor:
+    """Tokens to slots, (B, N, C) -> (B, length, C).
+
+    Args:
+        padding_BN: True = padding; each row then spreads its own valid tokens over all slots. A row without any gives zeros.
+        size, to_size: maps of tokens and slots for two-dimensional interpolation; `prefix` tokens in front pass unchanged.
+
+    Raises:
+        ValueError: the number of tokens is not that of the map, or a map is combined with padding.
+    """
+    if padding_BN is not None:
+        if to_size is not None:
+            raise ValueError("two-dimensional interpolation takes no padding mask; build the cache without a map size")
+        return _interpolate_valid(x_BNC, length, mode, padding_BN)
+    if size is not None and to_size is not None and size != to_size:
+        if size[0] * size[1] + prefix != x_BNC.shape[1]:
+            raise ValueError(
+                f"{x_BNC.shape[1]} tokens are not a map of {size[0]} x {size[1]} behind {prefix} class token(s)"
+            )
+        image = x_BNC[:, prefix:].transpose(1, 2).unflatten(2, size)
+        resized = _resize_2d(image, to_size, mode).flatten(2).transpose(1, 2)
+        return torch.cat([x_BNC[:, :prefix], resized], 1) if prefix else resized
+    n = x_BNC.shape[1]
+    if n == length:
+        return x_BNC
+    if mode == "nearest":
+        return x_BNC[:, torch.arange(length, device=x_BNC.device) * n // length]
+    x_BCN = x_BNC.transpose(1, 2)
+    if mode == "linear":
+        return F.interpolate(x_BCN, size=length, mode="linear", align_corners=False).transpose(1, 2)
+    return F.adaptive_avg_pool1d(x_BCN, length).transpose(1, 2)
+
+
+def _resize_2d(image_BCHW: Tensor, size: tuple[int, int], mode: Interpolation) -> Tensor:
+    if mode == "linear":
+        return F.interpolate(image_BCHW, size=size, mode="bilinear", align_corners=False)
+    if mode == "area":
+        return F.adaptive_avg_pool2d(image_BCHW, size)
+    height, width = image_BCHW.shape[2:]
+    rows = torch.arange(size[0], device=image_BCHW.device) * height // size[0]
+    columns = torch.arange(size[1], device=image_BCHW.device) * width // size[1]
+    return image_BCHW[:, :, rows[:, None], columns]
+
+
+def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_BN: Tensor) -> Tensor:
+    """Each row over its own valid tokens, wherever they stand in the row."""
+    order_BN = torch.argsort(padding_BN.to(torch.uint8), dim=1, stable=True)  # valid tokens first, in their order
+    count_B1 = (~padding_BN).sum(1, keepdim=True)
+    slot_M = torch.arange(length, device=x_BNC.device)
+
+    def take(index_BM: Tensor) -> Tensor:
+        token_BM = order_BN.gather(1, index_BM)
+        return x_BNC.gather(1, token_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
+
+    last_B1 = (count_B1 - 1).clamp(min=0)
+    if mode == "nearest":
+        out = take(slot_M * count_B1 // length)
+    elif mode == "linear":
+        place_BM = (slot_M + 0.5) * (count_B1.to(x_BNC.dtype) / length) - 0.5
+        place_BM = torch.minimum(place_BM.clamp(min=0), last_B1.to(x_BNC.dtype))
+        low_BM = place_BM.long()
+        high_BM = torch.minimum(low_BM + 1, last_B1)
+        out = torch.lerp(take(low_BM), take(high_BM), (place_BM - low_BM)[..., None].to(x_BNC.dtype))
+    else:
+        first_BM = slot_M * count_B1 // length
+        end_BM = -(-(slot_M + 1) * count_B1 // length)
+        sorted_BNC = x_BNC.gather(1, order_BN[..., None].expand_as(x_BNC))
+        total_BNC = F.pad(sorted_BNC.masked_fill(padding_BN.gather(1, order_BN)[..., None], 0).cumsum(1), (0, 0, 1, 0))
+
+        def upto(index_BM: Tensor) -> Tensor:
+            return total_BNC.gather(1, index_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
+
+        out = (upto(end_BM) - upto(first_BM)) / (end_BM - first_BM).clamp(min=1)[..., None]
+    return out.masked_fill(count_B1[..., None] == 0, 0)

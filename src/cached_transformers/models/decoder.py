@@ -1,0 +1,106 @@
+"""Causal language model that carries a memory from segment to segment.
+
+Legend: B rows, N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers.block import ModelOutput, StackState
+from ..layers.positions import make_positions
+from ..registry import MODELS
+from ..state import reset as reset_rows
+from .parts import initialise, make_stack
+
+
+@MODELS.register("language_model")
+class LanguageModel(nn.Module):
+    """Decoder-only language model over segments of a stream.
+
+    Args:
+        vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
+        memory: None, a name, or {"name": ..., option: value}; layer memories and model memories alike.
+        attention: name of the attention core, which must have a causal form.
+        positions: "rotary" (default), "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
+        tied: whether the output projection shares the embedding's weights.
+        dropout: after embeddings and sublayers.
+
+    Raises:
+        ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 256,
+        depth: int = 4,
+        heads: int = 4,
+        feed_forward: int = 1024,
+        memory: str | dict[str, Any] | None = None,
+        attention: str = "softmax",
+        positions: str = "rotary",
+        tied: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = make_positions(positions, width=width, heads=heads)
+        self.dropout = nn.Dropout(dropout)
+        self.stack = make_stack(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=self.positions,
+            dropout=dropout,
+            causal=True,
+            sequence=True,
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        initialise(self)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def init_state(self, batch_size: int) -> StackState:
+        """State of rows that have seen nothing."""
+        return self.stack.init_state(batch_size)
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.stack.activation_checkpointing = enabled
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: StackState | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits (B, N, V) for the next token at each place of the segment.
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the last segment; None for the start of a stream.
+            reset: (B,) bool, rows that begin a new document and forget.
+            padding: (B, N) bool, True = padding.
+        """
+        rows = inputs_BN.shape[0]
+        if state is None:
+            state = self.init_state(rows)
+        elif state.clock_B.shape[0] != rows:
+            raise ValueError(f"the state has {state.clock_B.shape[0]} rows, the segment {rows}; rows keep their place in a stream")
+        if reset is not None:
+            state = reset_rows(state, self.init_state(rows), reset)
+        x_BND = self.embedding(inputs_BN)
+        positions_BNP = self.stack.clock_positions(state, inputs_BN.shape[1])
+        placed = self.positions.embed(positions_BNP)
+        x_BND = self.dropout(x_BND if placed is None else x_BND + placed)
+        out = self.stack(x_BND, state, positions_BNP=positions_BNP, padding_BN=padding, inputs=inputs_BN)
+        return out._replace(outputs=self.head(out.outputs))

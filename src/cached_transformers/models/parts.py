@@ -1,0 +1,71 @@
+"""What the models have in common: building a stack from names, and initial weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..layers.attention import SelfAttention
+from ..layers.block import Block, SlotAttention, Stack
+from ..layers.feed_forward import FeedForward
+from ..layers.positions import Positions
+from ..memories import create_memory
+from ..memories.base import LayerMemory, ModelMemory
+from ..registry import ATTENTIONS
+
+
+def make_stack(
+    width: int,
+    depth: int,
+    heads: int,
+    feed_forward: int,
+    *,
+    memory: str | dict[str, Any] | None,
+    attention: str,
+    positions: Positions | None = None,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    causal: bool = False,
+    **known: Any,
+) -> Stack:
+    """Stack of pre-norm blocks; `known` are facts that a memory may ask for (length, size, prefix, sequence).
+
+    Raises:
+        ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
+    """
+    if heads < 1 or width % heads:
+        raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+    first = create_memory(memory, width, heads, depth=depth, **known)
+    spans = isinstance(first, ModelMemory)
+
+    def make_block(index: int) -> Block:
+        own = LayerMemory() if spans else first if index == 0 else create_memory(memory, width, heads, depth=depth, **known)
+        layer = SelfAttention(
+            width,
+            heads,
+            core=ATTENTIONS.create(attention, dropout=dropout),
+            memory=own,  # type: ignore[arg-type]
+            positions=positions,
+            norm=nn.LayerNorm(width),
+            causal=causal,
+            dropout=dropout,
+        )
+        return Block(
+            layer,
+            FeedForward(width, feed_forward, norm=nn.LayerNorm(width), dropout=dropout),
+            slot_attention=SlotAttention(width, heads) if first.insertion == "sublayer" else None,
+            drop_path=drop_path * index / max(depth - 1, 1),
+        )
+
+    return Stack(make_block, depth, model_memory=first if spans else None, width=width)  # type: ignore[arg-type]
+
+
+def initialise(model: nn.Module) -> None:
+    """Truncated normal (0.02) for linear maps and embeddings, zero biases; memories keep the initial values of their own."""
+    skip = {id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()}
+    for module in model.modules():
+        if id(module) not in skip and isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]

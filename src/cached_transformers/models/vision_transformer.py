@@ -1,0 +1,92 @@
+"""Vision Transformer (arXiv:2010.11929) with a memory in every layer.
+
+Legend: B rows, N tokens (class token and patches), D model width, H image height, W image width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.block import ModelOutput, StackState
+from ..layers.positions import LearnedPositions
+from ..registry import MODELS
+from .parts import initialise, make_stack
+
+
+@MODELS.register("vision_transformer", paper="arXiv:2010.11929")
+class VisionTransformer(nn.Module):
+    """Image classifier: patches, class token, learned positions, pre-norm blocks.
+
+    Args:
+        image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
+        classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
+        memory: None, a name, or {"name": ..., option: value}; its cache has one slot per token by default.
+        attention: name of the attention core.
+        dropout: after embeddings and sublayers. drop_path: stochastic depth of the last layer, growing linearly from 0.
+
+    Raises:
+        ValueError: sizes that do not fit, unknown names, images of another size.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        patch_size: int,
+        channels: int = 3,
+        classes: int = 1000,
+        width: int = 384,
+        depth: int = 12,
+        heads: int = 6,
+        feed_forward: int = 1536,
+        memory: str | dict[str, Any] | None = None,
+        attention: str = "softmax",
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")
+        side = image_size // patch_size
+        self.image_size, self.channels, self.size = image_size, channels, (side, side)
+        self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = LearnedPositions(side * side + 1, width)
+        self.dropout = nn.Dropout(dropout)
+        self.stack = make_stack(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            dropout=dropout,
+            drop_path=drop_path,
+            length=side * side + 1,
+            prefix=1,
+        )
+        self.head = nn.Linear(width, classes)
+        initialise(self)
+
+    def init_state(self, batch_size: int) -> StackState:
+        """State of rows that have seen nothing."""
+        return self.stack.init_state(batch_size)
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.stack.activation_checkpointing = enabled
+
+    def forward(
+        self, inputs_BCHW: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
+    ) -> ModelOutput:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        expected = (self.channels, self.image_size, self.image_size)
+        if tuple(inputs_BCHW.shape[1:]) != expected:
+            raise ValueError(f"images of shape {tuple(inputs_BCHW.shape[1:])}, but this model takes {expected}; resize them")
+        x_BND = self.patches(inputs_BCHW).flatten(2).transpose(1, 2)
+        x_BND = torch.cat([self.class_token.expand(x_BND.shape[0], -1, -1), x_BND], 1)
+        x_BND = self.dropout(x_BND + self.positions.weight)
+        out = self.stack(x_BND, state, inputs=inputs_BCHW, size=self.size)
+        return out._replace(outputs=self.head(out.outputs[:, 0]))

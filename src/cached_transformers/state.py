@@ -1,0 +1,131 @@
+"""State: the tree of tensors that a model carries from one segment to the next, and every operation on it.
+
+A state is a tensor, or a (named) tuple of states; nothing else. In particular there is no None, no Python number and no
+list that grows: emptiness is a mask or a counter tensor, so that the structure (shapes, dtypes, devices, strides) is the
+same before and after every segment and one compiled graph serves them all. The first dimension of every tensor is the row
+of the batch.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+State: TypeAlias = Any
+"""A Tensor or a (named) tuple of states. Python's type system cannot say this without losing the named tuples' types."""
+
+
+def map_state(fn: Callable[..., Tensor], state: State, *others: State) -> State:
+    """Apply `fn` to each tensor of `state`, together with the tensors in the same place of `others`."""
+    if isinstance(state, Tensor):
+        return fn(state, *others)
+    children = [map_state(fn, *parts) for parts in zip(state, *others, strict=True)]
+    return type(state)(*children) if hasattr(state, "_fields") else tuple(children)
+
+
+def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Pairs of (path, tensor), e.g. ("layers.0.cache_BMC", ...), in a fixed order."""
+    if isinstance(state, Tensor):
+        yield prefix or "state", state
+        return
+    names = getattr(state, "_fields", range(len(state)))
+    for name, part in zip(names, state, strict=True):
+        yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
+
+
+def seal(state: State) -> State:
+    """Copy every tensor into the canonical (contiguous) layout.
+
+    Compiled code is specialised to strides: a slice of a longer buffer has foreign strides and would cost a recompilation.
+    """
+    return map_state(lambda t: t.clone(memory_format=torch.contiguous_format), state)
+
+
+def detach(state: State) -> State:
+    """Cut the graph: no gradient flows through the result into earlier segments."""
+    return map_state(torch.Tensor.detach, state)
+
+
+def reset(state: State, fresh: State, rows_B: Tensor) -> State:
+    """Give the rows marked in `rows_B` (bool) the values of `fresh`; the others keep theirs, bit for bit."""
+
+    def choose(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(rows_B.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old)
+
+    return map_state(choose, state, fresh)
+
+
+def reorder(state: State, index_B: Tensor) -> State:
+    """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search."""
+    return map_state(lambda t: t.index_select(0, index_B), state)
+
+
+def repeat(state: State, times: int) -> State:
+    """Each row `times` times in a row, as for the beams of one sentence."""
+    return map_state(lambda t: t.repeat_interleave(times, 0), state)
+
+
+def to(state: State, device: torch.device | str) -> State:
+    """Move every tensor to `device`; dtypes stay."""
+    return map_state(lambda t: t.to(device), state)
+
+
+def nbytes(state: State) -> int:
+    """Bytes that the state occupies."""
+    return sum(t.numel() * t.element_size() for _, t in named_tensors(state))
+
+
+def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Path, shape and dtype of each tensor: what must not change from segment to segment."""
+    return [(name, tuple(t.shape), t.dtype) for name, t in named_tensors(state)]
+
+
+def summary(state: State) -> str:
+    """A table for people: one line a tensor, and the total."""
+    lines = [f"{name:<40} {tuple(t.shape)!s:<20} {t.dtype}" for name, t in named_tensors(state)]
+    return "\n".join([*lines, f"{nbytes(state):,} bytes"])
+
+
+def save(state: State, path: str | os.PathLike[str]) -> None:
+    """Write the state as one safetensors file; the file appears whole or not at all."""
+    target = Path(path)
+    tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | os.PathLike[str], like: State) -> State:
+    """Read a state that `save` wrote, into the structure of `like` (for instance `model.init_state(rows)`).
+
+    Raises:
+        ValueError: the file holds a state of another structure; the message names the first difference.
+    """
+    stored = load_file(path)
+    expected = dict(named_tensors(like))
+    if stored.keys() != expected.keys():
+        difference = ", ".join(sorted(stored.keys() ^ expected.keys()))
+        raise ValueError(f"{path} holds the state of another model: these tensors are in one only: {difference}")
+    for name, t in expected.items():
+        found = stored[name]
+        if (found.shape, found.dtype) != (t.shape, t.dtype):
+            raise ValueError(
+                f"{path}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} {t.dtype}; "
+                "build the state with the same number of rows and the same memory settings"
+            )
+    names = iter(expected)
+    return map_state(lambda t: stored[next(names)].to(t.device), like)
