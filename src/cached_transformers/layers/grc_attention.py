@@ -5,12 +5,15 @@ Legend: B rows, N tokens, D model width.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..attentions.base import Attention
-from ..memories.grc import GRC
+from ..memories.grc import GRC, cache_width
 from .attention import SelfAttention
 from .positions import Positions
+from .reduction import SpatialReduction
 
 
 class GRCAttention(SelfAttention):
@@ -18,7 +21,8 @@ class GRCAttention(SelfAttention):
 
     Args:
         width: D. heads: H. length: M, slots of the cache.
-        core, positions, norm, bias, dropout: as `SelfAttention`. reduction: for keys and values of the self branch.
+        core, positions, norm, bias, dropout: as `SelfAttention`. 
+        reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none.
         grc: further options of `cached_transformers.memories.grc.GRC` (variant, ratio, candidate, ...).
 
     Example:
@@ -36,11 +40,20 @@ class GRCAttention(SelfAttention):
         positions: Positions | None = None,
         norm: nn.Module | None = None,
         bias: bool = True,
-        reduction: nn.Module | None = None,
+        reduction: int = 1,
         dropout: float = 0.0,
-        **grc: object,
+        **grc: Any,
     ) -> None:
-        memory = GRC(width, heads, length, bias=bias, **grc)  # type: ignore[arg-type]
+        reduce = reduction > 1
+        cache = cache_width(width, heads, grc.get("ratio", 0.5))
+        memory = GRC(
+            width,
+            heads,
+            length,
+            bias=bias,
+            reduction=SpatialReduction(cache, reduction) if reduce else None,
+            **grc,
+        )
         super().__init__(
             width,
             heads,
@@ -49,6 +62,6 @@ class GRCAttention(SelfAttention):
             positions=positions,
             norm=norm,
             bias=bias,
-            reduction=reduction,
+            reduction=SpatialReduction(width, reduction) if reduce else None,
             dropout=dropout,
         )
