@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from golden import Golden, Place, released_places
+from grc.golden import Golden, Place, released_places
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from golden import Golden, Place, check_gradients, close, load, paper_places, released_places
-from mini_pvt import MiniPVT
-from mini_pvt import places as mini_pvt_places
+from grc.golden import Golden, Place, check_gradients, close, load, paper_places, released_places
+from grc.mini_pvt import MiniPVT
+from grc.mini_pvt import places as mini_pvt_places
 from torch import Tensor
 
 from cached_transformers import GRCAttention

@@ -21,7 +21,7 @@ class GRCAttention(SelfAttention):
 
     Args:
         width: D. heads: H. length: M, slots of the cache.
-        core, positions, norm, bias, dropout: as `SelfAttention`. 
+        core, positions, norm, bias, dropout: as `SelfAttention`.
         reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none.
         grc: further options of `cached_transformers.memories.grc.GRC` (variant, ratio, candidate, ...).
 
