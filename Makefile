@@ -1,0 +1,52 @@
+# `make` lists the targets. Two variables choose where things run:
+#   make test PYTHON=python3.12       the interpreter that creates the environment, when there is none yet
+#   make test VENV=../env             the environment itself; what it lacks is installed into it
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt torch
+# Tests that need the data folder beside the project may skip only where that folder is absent.
+TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
+
+demo: $(VENV)/.installed-demo  ## train with and without a memory, on digits and on ListOps, and compare
+	$(BIN)/cached compare recipes/demo_digits.yaml
+	$(BIN)/cached compare recipes/demo_listops.yaml
+
+test: lint docs  ## everything that must hold before a commit: lint, docs, fast tests
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few seconds
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
+
+lint: $(VENV)/.installed-dev  ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
+	$(BIN)/cached benchmark
+
+docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
+	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
+
+clean:  ## remove the environment, caches and build outputs (not runs/)
+	rm -rf .venv build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp makes later runs instant until a dependency changes.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[$*]"
+	touch $@
+
+# Stamps come from a pattern; without this make would delete them as intermediate files.
+.PRECIOUS: $(VENV)/.installed-%
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)

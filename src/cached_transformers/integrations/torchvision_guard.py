@@ -1,0 +1,252 @@
+"""Keeps torchvision importable beside a torch that its compiled operators were not built for.
+
+Such a pair (a CUDA wheel of torchvision beside a CPU build of torch, for instance) fails at `import torchvision` with
+"operator torchvision::nms does not exist", and timm and most of transformers fail with it. `ensure_torchvision` loads
+the compiled operators when they fit, and only when they do not registers stand-ins written in torch. What has no
+stand-in (deformable convolution, the other RoI poolings, image decoders) still fails where it is called.
+
+RoI Align: Mask R-CNN, arXiv:1703.06870, section 3. The operators' signatures and conventions are torchvision's.
+
+Shapes: N boxes (in order of score: H head block, R rest), K regions, B images, C channels, Y x X feature map,
+P x Q bins of a region, S samples over all bins, 4 corners of a sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["ensure_torchvision", "nms", "roi_align"]
+
+Operators = Literal["native", "stand-in", "absent"]
+
+_NMS_BLOCK = 512
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    # No stand-in for the quantised form: torchvision attaches a shape rule to the name when it is imported.
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+    "int sampling_ratio, bool aligned) -> Tensor",
+)
+
+
+@functools.cache
+def ensure_torchvision() -> Operators:
+    """Make `import torchvision` work, with its own operators if at all possible. Call it before that import.
+
+    Nothing is registered or patched where torchvision fits torch. Repeated calls do nothing.
+
+    Returns:
+        "native": torchvision's compiled operators are loaded. "stand-in": those of this file are in use, after one
+        warning. "absent": torchvision is not installed.
+    """
+    spec = find_spec("torchvision")
+    if spec is None:
+        return "absent"
+    failure = _load_compiled_operators(spec.submodule_search_locations or [])
+    if failure is None:
+        return "native"
+    _register_stand_ins()
+    _declare_operators_present()
+    warnings.warn(
+        f"torchvision {importlib.metadata.version('torchvision')} was not built for torch {torch.__version__}: its "
+        f"compiled operators do not load ({failure}), and slower stand-ins for nms and roi_align are in use; install "
+        "the torchvision that matches your torch (https://github.com/pytorch/vision#installation) to be rid of them",
+        stacklevel=2,
+    )
+    return "stand-in"
+
+
+def nms(boxes_N4: Tensor, scores_N: Tensor, iou_threshold: float) -> Tensor:
+    """Greedy non-maximum suppression; equal scores keep their order.
+
+    Args:
+        boxes_N4: corners (x1, y1, x2, y2).
+        scores_N: one score a box.
+        iou_threshold: a box is dropped when its intersection over union with a better kept box exceeds this.
+
+    Returns:
+        Indices (int64) of the kept boxes, best first.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if boxes_N4.dim() != 2 or boxes_N4.shape[1] != 4 or scores_N.shape != boxes_N4.shape[:1]:
+        shapes = f"boxes {tuple(boxes_N4.shape)} and scores {tuple(scores_N.shape)}"
+        raise ValueError(f"nms got {shapes}; it takes boxes (N, 4) and scores (N,)")
+    rest_R = scores_N.argsort(descending=True, stable=True)
+    kept: list[Tensor] = []
+    while len(rest_R):
+        head_H, rest_R = rest_R[:_NMS_BLOCK], rest_R[_NMS_BLOCK:]
+        head_boxes_H4 = boxes_N4[head_H]
+        keep_H = _greedy(_iou(head_boxes_H4, head_boxes_H4) > iou_threshold)
+        suppressed_R = (_iou(head_boxes_H4[keep_H], boxes_N4[rest_R]) > iou_threshold).any(0)
+        kept.append(head_H[keep_H])
+        rest_R = rest_R[~suppressed_R]
+    return torch.cat(kept) if kept else rest_R
+
+
+def roi_align(
+    input_BCYX: Tensor,
+    rois_K5: Tensor,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    sampling_ratio: int,
+    aligned: bool,
+) -> Tensor:
+    """Mean of bilinear samples in every bin of every region; differentiable in the feature map.
+
+    Args:
+        input_BCYX: feature map.
+        rois_K5: image index and corners (x1, y1, x2, y2), in units of the image.
+        spatial_scale: feature-map pixels per unit of `rois_K5`.
+        pooled_height: bins along y.
+        pooled_width: bins along x.
+        sampling_ratio: samples per bin and axis; 0 or less takes one per started pixel of the bin.
+        aligned: shift coordinates by half a pixel; without it regions are also at least one pixel wide and high.
+
+    Returns:
+        (K, C, pooled_height, pooled_width), in the type of the feature map.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if input_BCYX.dim() != 4 or rois_K5.dim() != 2 or rois_K5.shape[1] != 5:
+        shapes = f"input {tuple(input_BCYX.shape)} and rois {tuple(rois_K5.shape)}"
+        raise ValueError(f"roi_align got {shapes}; it takes input (B, C, Y, X) and rois (K, 5)")
+    batch, channels, height, width = input_BCYX.shape
+    dtype = torch.promote_types(torch.promote_types(input_BCYX.dtype, rois_K5.dtype), torch.float32)
+    corners_K4 = rois_K5[:, 1:].detach().to(dtype) * spatial_scale - (0.5 if aligned else 0.0)
+    x_axis = _bins_of(corners_K4[:, 0], corners_K4[:, 2], pooled_width, sampling_ratio, aligned)
+    y_axis = _bins_of(corners_K4[:, 1], corners_K4[:, 3], pooled_height, sampling_ratio, aligned)
+
+    # Bins hold unequal numbers of samples, so all samples lie flat, region after region and bin after bin.
+    bins = pooled_height * pooled_width
+    per_bin_K = y_axis.samples_K * x_axis.samples_K
+    region_S = torch.arange(len(rois_K5), device=rois_K5.device).repeat_interleave(per_bin_K * bins)
+    place_S = torch.arange(len(region_S), device=rois_K5.device) - _starts(per_bin_K * bins)[region_S]
+    bin_S, sample_S = place_S // per_bin_K[region_S], place_S % per_bin_K[region_S]
+    row_S, column_S = sample_S // x_axis.samples_K[region_S], sample_S % x_axis.samples_K[region_S]
+    y_S2, y_weight_S2 = _neighbours(y_axis.coordinate(region_S, bin_S // pooled_width, row_S), height)
+    x_S2, x_weight_S2 = _neighbours(x_axis.coordinate(region_S, bin_S % pooled_width, column_S), width)
+
+    image_S = rois_K5[:, 0].long()[region_S]
+    pixel_S4 = ((image_S[:, None] * height + y_S2)[:, :, None] * width + x_S2[:, None, :]).flatten(1)
+    weight_S4 = (y_weight_S2[:, :, None] * x_weight_S2[:, None, :]).flatten(1) / per_bin_K[region_S, None]
+    pooled = F.embedding_bag(
+        pixel_S4.flatten(),
+        input_BCYX.to(dtype).permute(0, 2, 3, 1).reshape(batch * height * width, channels),
+        offsets=_starts(per_bin_K.repeat_interleave(bins)) * 4,
+        mode="sum",
+        per_sample_weights=weight_S4.flatten(),
+    )
+    grid = (len(rois_K5), pooled_height, pooled_width, channels)
+    return pooled.reshape(grid).permute(0, 3, 1, 2).to(input_BCYX.dtype)
+
+
+class _Bins(NamedTuple):
+    """The bins of every region along one axis."""
+
+    start_K: Tensor
+    size_K: Tensor
+    samples_K: Tensor
+
+    def coordinate(self, region_S: Tensor, bin_S: Tensor, sample_S: Tensor) -> Tensor:
+        """Position of each sample, in pixels: the samples of a bin stand at the middles of its equal parts."""
+        part_S = (sample_S.to(self.size_K.dtype) + 0.5) / self.samples_K[region_S]
+        return self.start_K[region_S] + (bin_S + part_S) * self.size_K[region_S]
+
+
+def _bins_of(low_K: Tensor, high_K: Tensor, bins: int, sampling_ratio: int, aligned: bool) -> _Bins:
+    extent_K = high_K - low_K if aligned else (high_K - low_K).clamp(min=1.0)
+    size_K = extent_K / bins
+    # An inside-out region has no samples of its own and gives 0.
+    samples_K = torch.full_like(size_K, sampling_ratio) if sampling_ratio > 0 else size_K.ceil().clamp(min=0)
+    return _Bins(low_K, size_K, samples_K.long())
+
+
+def _neighbours(coordinate_S: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The two pixels round each coordinate and their bilinear weights: 0 beyond one pixel outside the map."""
+    inside_S = (coordinate_S >= -1) & (coordinate_S <= size)
+    # where() also keeps a NaN from becoming an index.
+    clamped_S = torch.where(inside_S, coordinate_S, 0.0).clamp(0, size - 1)
+    low_S = clamped_S.floor()
+    pixel_S2 = torch.stack((low_S, (low_S + 1).clamp(max=size - 1)), dim=1).long()
+    high_weight_S = clamped_S - low_S
+    return pixel_S2, torch.stack((1 - high_weight_S, high_weight_S), dim=1) * inside_S[:, None]
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each of consecutive runs of the given lengths begins."""
+    return counts.cumsum(0) - counts
+
+
+def _greedy(overlap_HH: Tensor) -> Tensor:
+    """Which boxes a greedy pass keeps, best first: those that no kept box before them overlaps.
+
+    Each round settles at least one more link of every chain of overlaps, so it ends, and at the greedy answer.
+    """
+    before_HH = overlap_HH.triu(diagonal=1)
+    keep_H = torch.ones_like(before_HH[0])
+    while True:
+        settled_H = ~(before_HH & keep_H[:, None]).any(0)
+        if torch.equal(settled_H, keep_H):
+            return keep_H
+        keep_H = settled_H
+
+
+def _iou(a_N4: Tensor, b_R4: Tensor) -> Tensor:
+    """Intersection over union (N, R); the quotient is widened so that it meets the threshold as a Python float."""
+    size_NR2 = (torch.min(a_N4[:, None, 2:], b_R4[:, 2:]) - torch.max(a_N4[:, None, :2], b_R4[:, :2])).clamp(min=0)
+    shared_NR = size_NR2[..., 0] * size_NR2[..., 1]
+    area_N = (a_N4[:, 2:] - a_N4[:, :2]).prod(1)
+    area_R = (b_R4[:, 2:] - b_R4[:, :2]).prod(1)
+    return (shared_NR / (area_N[:, None] + area_R - shared_NR)).double()
+
+
+def _load_compiled_operators(folders: Sequence[str]) -> str | None:
+    """Load torchvision's own library, as `torchvision.extension` will; says why it does not load, else None."""
+    details = (ExtensionFileLoader, EXTENSION_SUFFIXES)
+    for folder in folders:
+        spec = FileFinder(folder, details).find_spec("_C")
+        if spec is None or spec.origin is None:
+            continue
+        try:
+            torch.ops.load_library(spec.origin)
+        except OSError as error:
+            return str(error.__cause__ or error).partition("\n")[0]
+        return None
+    return "it has none"
+
+
+@functools.cache
+def _register_stand_ins() -> torch.library.Library:
+    """Define the operators; the cache keeps the library alive, and with it the definitions."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    library.impl("nms", nms, "CompositeExplicitAutograd")
+    library.impl("roi_align", roi_align, "CompositeImplicitAutograd")
+    return library
+
+
+def _declare_operators_present() -> None:
+    """Import torchvision and make its question "are the operators there?" answer yes.
+
+    Only after the import: during it a yes would attach rules to operators that have no stand-in.
+    """
+    importlib.import_module("torchvision")
+    # The module by its full name: `torchvision.ops.roi_align`, the attribute, is the function.
+    for name in ("torchvision.extension", "torchvision.ops.roi_align"):
+        vars(importlib.import_module(name))["_has_ops"] = lambda: True

@@ -1,0 +1,43 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+# Tests are small and may run side by side.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The data folder beside the project, or the one that CACHED_TRANSFORMERS_SHARED names.
+
+    Without it the test is skipped; with CI_REQUIRE_SHARED=1 it fails.
+    """
+    folder = Path(os.environ.get("CACHED_TRANSFORMERS_SHARED") or PROJECT.parent / "shared")
+    if folder.is_dir():
+        return folder
+    reason = f"no data folder at {folder}; CACHED_TRANSFORMERS_SHARED can name another place"
+    if os.environ.get("CI_REQUIRE_SHARED") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def tmp_run(tmp_path: Path) -> Path:
+    """An empty folder for one run."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder

@@ -1,0 +1,80 @@
+"""Every module of the package imports with the core dependencies alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+# Runs in an interpreter of its own: there, whatever does not belong to a core dependency cannot be found.
+PROGRAM = """
+import importlib, json, pkgutil, re, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+def closure(names):
+    found, todo = set(), list(names)
+    while todo:
+        name = normal(todo.pop())
+        if name in found:
+            continue
+        try:
+            needs = requires(name) or []
+        except PackageNotFoundError:  # for another system, by a marker
+            continue
+        found.add(name)
+        todo += [re.match(r"[\\w.-]+", need).group() for need in needs if "extra ==" not in need]
+    return found
+
+core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich"])
+allowed = set(sys.stdlib_module_names) | {"cached_transformers"}
+allowed |= {top for top, owners in packages_distributions().items() if core & {normal(o) for o in owners}}
+
+class OnlyCore:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, OnlyCore())
+failures, imported = {}, []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+        imported.append(name)
+    except BaseException as error:
+        failures[name] = repr(error)
+print(json.dumps({"imported": imported, "failures": failures}))
+"""
+
+
+def import_with_core_only(*names: str) -> dict[str, dict[str, str] | list[str]]:
+    command = [sys.executable, "-c", PROGRAM, *names]
+    done = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def module_names() -> list[str]:
+    paths = [path.relative_to(SOURCE).with_suffix("") for path in sorted(SOURCE.rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    return [name for name in names if not name.endswith("__main__")]  # importing that one runs the command
+
+
+def test_every_module_imports_with_core_dependencies_only() -> None:
+    names = module_names()
+    result = import_with_core_only(*names)
+    assert result["failures"] == {}
+    assert result["imported"] == names
+
+
+@pytest.mark.parametrize("module", ["timm", "torchvision", "matplotlib", "sklearn", "transformers"])
+def test_the_refusal_is_real(module: str) -> None:
+    result = import_with_core_only(module)
+    assert result == {"imported": [], "failures": {module: f"ModuleNotFoundError(\"No module named '{module}'\")"}}

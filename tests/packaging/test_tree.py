@@ -1,0 +1,73 @@
+"""Rules about the files themselves."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import cached_transformers
+
+PROJECT = Path(__file__).resolve().parents[2]
+# A path from the root of somebody's machine; a URL's path has a host in front of its slash.
+MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:(?:work|root|farm)/|(?:home|Users|tmp)/\w)")
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in done.stdout.split("\0") if name and (path := PROJECT / name).is_file()]
+
+
+@pytest.mark.parametrize("folder", ["src", "tests"])
+def test_no_file_is_longer_than_500_lines(folder: str) -> None:
+    lengths = {p.relative_to(PROJECT): len(p.read_text().splitlines()) for p in (PROJECT / folder).rglob("*.py")}
+    assert lengths
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("data at /" + "work/shared", True),
+        ("'/" + "root/venv'", True),
+        ("cd /" + "tmp/clone", True),
+        ("/" + "home/jane/data", True),
+        ("https://example.org/work/page", False),
+        ("tmp_path / 'work/' ", False),
+        ("a/" + "tmp/b, the root/leaf ratio", False),
+    ],
+)
+def test_machine_paths_are_recognised(text: str, matches: bool) -> None:
+    assert bool(MACHINE_PATH.search(text)) is matches
+
+
+def test_no_tracked_file_names_a_path_of_one_machine() -> None:
+    found = []
+    for path in tracked_files():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:  # an image or an array
+            continue
+        found += [
+            f"{path.relative_to(PROJECT)}:{n}: {line}" for n, line in enumerate(lines, 1) if MACHINE_PATH.search(line)
+        ]
+    assert found == []
+
+
+def test_public_names_exist() -> None:
+    names = [m.name for m in pkgutil.walk_packages(cached_transformers.__path__, "cached_transformers.")]
+    modules = [importlib.import_module(n) for n in ["cached_transformers", *names] if not n.endswith("__main__")]
+    missing = [f"{m.__name__}.{name}" for m in modules for name in getattr(m, "__all__", ()) if not hasattr(m, name)]
+    assert missing == []
+    repeated = [m.__name__ for m in modules if len(set(getattr(m, "__all__", ()))) != len(getattr(m, "__all__", ()))]
+    assert repeated == []
+
+
+def test_package_is_marked_as_typed() -> None:
+    assert (Path(cached_transformers.__file__).parent / "py.typed").is_file()
