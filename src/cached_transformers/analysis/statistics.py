@@ -261,7 +261,10 @@ def summarise(
     for name, values in values_by_variant.items():
         _finite(values, f"values of variant {name!r}")
     base = values_by_variant[reference]
-    rows = [_row(name, list(v), None if name == reference else list(base), level) for name, v in values_by_variant.items()]
+    rows = [
+        _row(name, list(values), None if name == reference else list(base), level)
+        for name, values in values_by_variant.items()
+    ]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["p_adjusted"] = adjusted
     return rows

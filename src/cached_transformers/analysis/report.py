@@ -1,0 +1,307 @@
+"""Reports: one self-contained HTML page for a run, and one for a comparison (or a folder of comparisons).
+
+A page asks nothing of the network and needs no other file. What it states is computed from the numbers beside it; the
+sentences that interpret a comparison come from `wording.comparison_summary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cached_transformers.analysis import plots
+from cached_transformers.analysis.page import (
+    Cell,
+    collapsible,
+    environment_text,
+    facts,
+    figure,
+    page,
+    paragraph,
+    table,
+    write_page,
+)
+from cached_transformers.analysis.run_folder import Comparison, Run, find_comparisons, read_run
+from cached_transformers.analysis.style import COLOURS, inline_svg, looks
+from cached_transformers.analysis.wording import (
+    MISSING,
+    Metric,
+    comparison_summary,
+    run_summary,
+    short_count,
+    short_p,
+    short_seconds,
+)
+
+FILE_NAME = "report.html"
+GATES_CAPTION = (
+    "Share sigma(lambda) that each head gives to the memory; the rest goes to self-attention. Numbers by head are of "
+    "the first seed: heads have no common order over seeds, so only the means by layer are compared."
+)
+MAPS_CAPTION = (
+    "Size of the output of self-attention and of the memory at each place, per layer. Each map has its own scale: "
+    "compare places, not strengths."
+)
+
+
+def write_run_report(run_folder: str | Path) -> Path:
+    """Write `report.html` into a run folder.
+
+    Raises:
+        ValueError: the folder holds no metrics.jsonl, or a damaged file.
+        ImportError: matplotlib is not installed.
+    """
+    run = read_run(run_folder)
+    summary, metric = run.summary, Metric("accuracy")
+    title = str(summary.get("name") or run.folder.resolve().name)
+    parts = [
+        f"<header>{_heading(1, title)}",
+        facts(
+            {
+                "task": summary.get("task"),
+                "variant": summary.get("variant"),
+                "seed": summary.get("seed"),
+                "steps": summary.get("steps"),
+                "environment": environment_text(summary.get("environment")),
+            }
+        ),
+        "</header>",
+        paragraph(" ".join(run_summary(run.records, summary, metric)), "summary"),
+        _run_table(summary, metric),
+        _curves({run.name: [run.records]}, "curves", metric.name, None),
+        _gates({run.name: [run.gates]} if run.gates else {}, "gates", None),
+        _maps(run, "maps"),
+        _heading(3, "Configuration") + collapsible("config.yaml", run.config) if run.config else "",
+    ]
+    return write_page(run.folder / FILE_NAME, page(title, "\n".join(filter(None, parts))))
+
+
+def write_compare_report(folder: str | Path, sections: Sequence[str] | None = None) -> Path:
+    """Write `report.html` into a comparison folder, or into a folder that holds several: one section for each.
+
+    Args:
+        sections: names of the sub-folders to report on, in this order; None takes all.
+
+    Raises:
+        ValueError: no compare.json is found, or a damaged file.
+        ImportError: matplotlib is not installed.
+    """
+    folder = Path(folder)
+    comparisons = find_comparisons(folder, sections)
+    if len(comparisons) == 1:
+        title = comparisons[0].title
+        body = _comparison(comparisons[0], folder, 1, "a")
+    else:
+        title = f"Comparisons in {folder.resolve().name}"
+        bodies = [_comparison(c, folder, 2, f"s{i}") for i, c in enumerate(comparisons, start=1)]
+        body = "\n".join([f"<header>{_heading(1, title)}</header>", *bodies])
+    return write_page(folder / FILE_NAME, page(title, body))
+
+
+def _comparison(comparison: Comparison, root: Path, level: int, identifier: str) -> str:
+    data, metric, runs = comparison.data, Metric(comparison.metric), comparison.runs()
+    split, reference = str(data.get("split", "test")), comparison.reference
+    gates = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
+    sentences = comparison_summary(comparison.statistics, reference, metric, split, data.get("baselines") or {})
+    records = {name: [run.records for run in group] for name, group in runs.items()}
+    parts = [
+        f"<section><header>{_heading(level, comparison.title)}",
+        facts(
+            {
+                "command": data.get("command"),
+                "date": data.get("date"),
+                "seeds": ", ".join(map(str, data.get("seeds", []))),
+                "environment": environment_text(data.get("environment")),
+            }
+        ),
+        "</header>",
+        paragraph(" ".join(sentences), "summary"),
+        _variant_table(comparison, metric, split),
+        _differences(comparison, identifier),
+        _curves(records, f"{identifier}-curves", metric.name, reference) if records else "",
+        _cost(comparison, identifier),
+        _gates({name: group for name, group in gates.items() if group}, f"{identifier}-gates", reference),
+        *(_maps(group[0], f"{identifier}-maps{i}", name) for i, (name, group) in enumerate(runs.items())),
+        _run_links(runs, root, metric),
+        _configs(runs),
+        "</section>",
+    ]
+    return "\n".join(filter(None, parts))
+
+
+def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
+    variants = comparison.variants
+    base = next(v for v in variants if v["name"] == comparison.reference)
+    several = len(variants) > 2
+    header = ["variant", f"{split} {metric.name}", f"difference to {comparison.reference}", "p"]
+    header += ["p (Holm)"] if several else []
+    header += ["parameters", "operations", "time per step"]
+    rows = []
+    for variant, row in zip(variants, comparison.statistics, strict=True):
+        difference = row["difference"] or {"mean": None, "low": None, "high": None}
+        cells: list[Cell | str] = [
+            Cell(row["name"], mark=_mark(comparison, row["name"])),
+            Cell(metric.value(row["mean"]), metric.interval(row["low"], row["high"])),
+            Cell(metric.difference(difference["mean"]), metric.interval(difference["low"], difference["high"], True)),
+            short_p(row["p_value"]),
+        ]
+        cells += [short_p(row["p_adjusted"])] if several else []
+        for key, write in (("parameters", short_count), ("flops", short_count), ("seconds_per_step", short_seconds)):
+            cells.append(Cell(write(variant.get(key)), _relative(variant.get(key), base.get(key))))
+        rows.append(cells)
+    for name, value in (comparison.data.get("baselines") or {}).items():
+        rows.append([Cell(f"baseline: {name}"), metric.value(value), *[MISSING] * (len(header) - 2)])
+    return table(header, rows, _table_caption(comparison))
+
+
+def _table_caption(comparison: Comparison) -> str:
+    text = (
+        "Mean over seeds; in brackets the 95 % t interval. Differences pair the runs of the same seed; p is of the "
+        "paired t-test. Operations are of one forward pass at the batch of the comparison, a multiply-add as two."
+    )
+    smallest = {r["p_sign_flip_smallest"] for r in comparison.statistics} - {None}
+    if smallest:
+        flips = ", ".join(
+            f"{r['name']} {short_p(r['p_sign_flip'])}" for r in comparison.statistics if r["p_sign_flip"] is not None
+        )
+        text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
+    notes = {f"{r['name']}: {r['note']}" for r in comparison.statistics if r["note"]}
+    return text + "".join(f" {note}." for note in sorted(notes))
+
+
+def _differences(comparison: Comparison, identifier: str) -> str:
+    rows = [
+        plots.Difference(r["name"], **r["difference"]) for r in comparison.statistics if r["difference"] is not None
+    ]
+    if not rows:
+        return ""
+    metric = Metric(comparison.metric)
+    words = "; ".join(
+        f"{r.name} {metric.difference(r.mean)} {metric.interval(r.low, r.high, True)}".strip() for r in rows
+    )
+    svg = inline_svg(
+        plots.differences(rows, comparison.reference, comparison.metric),
+        f"{identifier}-differences",
+        f"Differences to {comparison.reference}: {words}",
+    )
+    return _heading(3, "Differences") + figure(
+        svg,
+        "Mean paired difference, with its 95 % interval where there is one. An interval over zero shows no difference.",
+    )
+
+
+def _cost(comparison: Comparison, identifier: str) -> str:
+    points = [
+        plots.Point(row["name"], float(variant["flops"]), row["mean"], row["low"], row["high"])
+        for variant, row in zip(comparison.variants, comparison.statistics, strict=True)
+        if variant.get("flops")
+    ]
+    if not points:
+        return ""
+    metric = Metric(comparison.metric)
+    words = "; ".join(f"{p.name} {metric.value(p.mean)} at {short_count(p.flops)} operations" for p in points)
+    svg = inline_svg(
+        plots.metric_against_flops(points, metric.name, comparison.reference),
+        f"{identifier}-cost",
+        f"{metric.name} against operations per forward pass: {words}",
+    )
+    return _heading(3, f"{metric.name.capitalize()} against cost") + figure(
+        svg, "Mean over seeds with its 95 % interval, over the operations of one forward pass."
+    )
+
+
+def _curves(runs: Mapping[str, Sequence[plots.Records]], identifier: str, metric: str, reference: str | None) -> str:
+    try:
+        drawn = plots.learning_curves(runs, metric, reference)
+    except ValueError:  # nothing recorded yet: no section
+        return ""
+    svg = inline_svg(drawn, identifier, f"Learning curves of {', '.join(runs)}")
+    several = any(len(seeds) > 1 for seeds in runs.values())
+    caption = "Mean over seeds; the band runs from the lowest to the highest seed." if several else "One seed."
+    return _heading(3, "Learning curves") + figure(svg, caption)
+
+
+def _gates(layers_by_variant: Mapping[str, Sequence[Any]], identifier: str, reference: str | None) -> str:
+    if not layers_by_variant:
+        return ""
+    svg = inline_svg(
+        plots.gates(layers_by_variant, reference),
+        identifier,
+        f"Memory share by layer and head of {', '.join(layers_by_variant)}",
+    )
+    return _heading(3, "Gates") + figure(svg, GATES_CAPTION)
+
+
+def _maps(run: Run, identifier: str, name: str = "") -> str:
+    maps = run.feature_maps()
+    if maps is None:
+        return ""
+    drawn = plots.feature_maps(maps["image"], maps["self"], maps["memory"])
+    svg = inline_svg(drawn, identifier, "Images with the outputs of self-attention and of the memory, layer by layer")
+    return _heading(3, f"Feature maps: {name}" if name else "Feature maps") + figure(svg, MAPS_CAPTION)
+
+
+def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
+    rows: list[list[Cell | str]] = []
+    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test")):
+        values = summary.get(key)
+        if values:
+            step = values.get("step")
+            shown = [metric.value(values.get(metric.name)), Metric("loss").value(values.get("loss"))]
+            rows.append([label, *shown, MISSING if step is None else f"{step:,}"])
+    for name, value in (summary.get("baselines") or {}).items():
+        rows.append([f"baseline: {name}", metric.value(value), MISSING, MISSING])
+    cost = facts(
+        {
+            "parameters": _or_nothing(short_count, summary.get("parameters")),
+            "operations": _or_nothing(short_count, summary.get("flops")),
+            "time per step": _or_nothing(short_seconds, summary.get("seconds_per_step")),
+            "training time": _or_nothing(short_seconds, summary.get("train_seconds")),
+        }
+    )
+    return (table(["", metric.name, "loss", "step"], rows) if rows else "") + cost
+
+
+def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> str:
+    if not runs:
+        return ""
+    rows = []
+    for name, group in runs.items():
+        for run in group:
+            report = run.folder / FILE_NAME
+            link = quote(report.relative_to(root).as_posix()) if report.is_file() else ""
+            best, test = run.summary.get("best") or {}, run.summary.get("test") or {}
+            rows.append(
+                [
+                    Cell(f"{name}, {run.folder.name}", link=link),
+                    metric.value(best.get(metric.name)),
+                    metric.value(test.get(metric.name)),
+                    short_seconds(run.summary.get("train_seconds")),
+                ]
+            )
+    return _heading(3, "Runs") + table(["run", "best on validation", "test", "training time"], rows)
+
+
+def _configs(runs: Mapping[str, Sequence[Run]]) -> str:
+    shown = [collapsible(name, group[0].config) for name, group in runs.items() if group[0].config]
+    return _heading(3, "Configurations") + "".join(shown) if shown else ""
+
+
+def _mark(comparison: Comparison, name: str) -> str:
+    colour = looks([v["name"] for v in comparison.variants], comparison.reference)[name].colour
+    return next(f"var(--{key})" for key, (light, _) in COLOURS.items() if light == colour)
+
+
+def _relative(value: float | None, base: float | None) -> str:
+    return f"{value / base:.3g} \N{MULTIPLICATION SIGN}" if value and base else ""
+
+
+def _or_nothing(write: Any, value: float | None) -> str:
+    return "" if value is None else write(value)
+
+
+def _heading(level: int, text: str) -> str:
+    return f"<h{level}>{escape(text)}</h{level}>"
