@@ -140,11 +140,12 @@ def test_roi_align_without_regions_keeps_the_graph() -> None:
     assert images.grad is not None and not images.grad.any()
 
 
-def test_roi_align_of_a_diverged_box_is_zero_and_others_are_untouched() -> None:
+@pytest.mark.parametrize("sampling_ratio", [2, -1])
+def test_roi_align_of_a_diverged_box_is_zero_and_others_are_untouched(sampling_ratio: int) -> None:
     images = torch.randn(1, 2, 6, 6)
     good = torch.tensor([[0.0, 1, 1, 4, 4]])
-    rois = torch.cat((torch.tensor([[0.0, float("nan"), 1, 4, 4]]), good))
-    for sampling_ratio in (2, -1):
+    for broken in (float("nan"), float("inf")):
+        rois = torch.cat((torch.tensor([[0.0, 0, 0, broken, 6]]), good))
         pooled = roi_align(images, rois, 1.0, 2, 2, sampling_ratio, True)
         assert not pooled[0].any()
         torch.testing.assert_close(pooled[1:], roi_align(images, good, 1.0, 2, 2, sampling_ratio, True))

@@ -171,8 +171,9 @@ class _Bins(NamedTuple):
 def _bins_of(low_K: Tensor, high_K: Tensor, bins: int, sampling_ratio: int, aligned: bool) -> _Bins:
     extent_K = high_K - low_K if aligned else (high_K - low_K).clamp(min=1.0)
     size_K = extent_K / bins
-    # An inside-out region has no samples of its own and gives 0.
-    samples_K = torch.full_like(size_K, sampling_ratio) if sampling_ratio > 0 else size_K.ceil().clamp(min=0)
+    # An inside-out region has no samples of its own and gives 0, like one that diverged to NaN or infinity.
+    adaptive_K = size_K.ceil().nan_to_num(posinf=0.0).clamp(min=0)
+    samples_K = torch.full_like(size_K, sampling_ratio) if sampling_ratio > 0 else adaptive_K
     return _Bins(low_K, size_K, samples_K.long())
 
 
