@@ -145,10 +145,10 @@ def test_roi_align_of_a_diverged_box_is_zero_and_others_are_untouched(sampling_r
     images = torch.randn(1, 2, 6, 6)
     good = torch.tensor([[0.0, 1, 1, 4, 4]])
     for broken in (float("nan"), float("inf")):
-        rois = torch.cat((torch.tensor([[0.0, 0, 0, broken, 6]]), good))
-        pooled = roi_align(images, rois, 1.0, 2, 2, sampling_ratio, True)
+        rois = torch.cat((torch.tensor([[0.0, 0, 0, broken, 3]]), good))
+        pooled = roi_align(images, rois, 1.0, 1, 3, sampling_ratio, True)
         assert not pooled[0].any()
-        torch.testing.assert_close(pooled[1:], roi_align(images, good, 1.0, 2, 2, sampling_ratio, True))
+        torch.testing.assert_close(pooled[1:], roi_align(images, good, 1.0, 1, 3, sampling_ratio, True))
 
 
 def test_roi_align_of_low_precision_maps_computes_in_float32() -> None:
