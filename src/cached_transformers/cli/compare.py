@@ -1,0 +1,243 @@
+"""`cached compare`: variants of one recipe, trained from the same seeds on the same data order, and paired statistics.
+
+Finished runs are kept: the same command continues an interrupted comparison, and more seeds or variants extend it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cached_transformers.analysis.statistics import summarise
+from cached_transformers.cli.variants import Variant, prepare
+from cached_transformers.config import RunConfig, config_hash, config_to_yaml, load_config
+from cached_transformers.training.distributed import pick_device
+from cached_transformers.training.metrics import jsonable
+from cached_transformers.training.run import environment, read_run_config, run_training
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser("compare", help="train variants of a recipe over several seeds, and compare them")
+    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all variants")
+    parser.add_argument(
+        "--with", dest="variants", required=True, metavar="A,B,...", help="plain, a memory, or memory:option=value:..."
+    )
+    parser.add_argument("--seeds", default="3", help="how many (3 means 0,1,2), or a list such as 0,1,7")
+    parser.add_argument(
+        "--control",
+        default="",
+        metavar="conv,flops",
+        help="conv: no memory but its positional convolution; flops: no memory, wider feed-forward at equal FLOPs",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare_NAME)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is missing, then write compare.json and the report."""
+    from cached_transformers.analysis.report import write_compare_report
+
+    if any(override.startswith("training.seed=") for override in arguments.overrides):
+        raise ValueError("training.seed is set by --seeds in a comparison; drop the override")
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs {arguments.jobs} must be at least 1")
+    seeds = parse_seeds(arguments.seeds)
+    recipe = load_config(arguments.recipe, arguments.overrides)
+    folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
+    variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control)
+    comparison = Comparison(recipe, variants, seeds, folder, baselines)
+    console = Console()
+    comparison.train_missing(arguments.jobs, console)
+    path = comparison.write(shlex.join(["cached", *sys.argv[1:]]))
+    print_table(comparison, console)
+    try:
+        path = write_compare_report(folder)
+    except ImportError as error:
+        console.print(f"no report: {error}", markup=False, highlight=False)
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from `3` (0, 1, 2) or `0,1,7`.
+
+    Raises:
+        ValueError: not whole numbers, none, negative, or one twice.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        numbers = []
+    seeds = list(range(numbers[0])) if len(numbers) == 1 and "," not in text else numbers
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")
+    return seeds
+
+
+class Comparison:
+    """The runs of a comparison and what is known of them.
+
+    Args:
+        recipe: what all variants share.
+        variants: the arms; the reference is "plain" when it is among them, else the first.
+        seeds: every variant runs with every seed.
+        folder: where runs and results go.
+        baselines: accuracies of guessers, for the report.
+    """
+
+    def __init__(
+        self,
+        recipe: RunConfig,
+        variants: list[Variant],
+        seeds: list[int],
+        folder: Path,
+        baselines: dict[str, float] | None,
+    ) -> None:
+        self.recipe, self.variants, self.seeds, self.folder, self.baselines = (
+            recipe,
+            variants,
+            seeds,
+            folder,
+            baselines,
+        )
+        names = [variant.name for variant in variants]
+        self.reference = "plain" if "plain" in names else names[0]
+        self.metric = recipe.training.metric
+        self.split = "validation" if recipe.training.test == "none" else "test"
+
+    def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
+        """The summary of a finished run; None when it has to be trained (on)."""
+        folder = self.folder / variant.run_name(seed)
+        path = folder / "summary.json"
+        if not path.is_file():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
+        return summary if same and summary["steps"] == variant.config.training.steps else None
+
+    def finished(self, variant: Variant) -> list[dict[str, Any]]:
+        """Summaries of a variant's finished runs, in order of the seeds."""
+        return [s for s in (self.summary(variant, seed) for seed in self.seeds) if s is not None]
+
+    def values(self) -> dict[str, list[float]]:
+        """Scores by variant, in order of the seeds."""
+        part = "best" if self.split == "validation" else "test"
+        return {v.name: [s[part][self.metric] for s in self.finished(v)] for v in self.variants}
+
+    def train_missing(self, jobs: int, console: Console) -> None:
+        """Train every run that is not finished, seed by seed, and print the table after each."""
+        missing = [(v, s) for s in self.seeds for v in self.variants if self.summary(v, s) is None]
+        kept = len(self.seeds) * len(self.variants) - len(missing)
+        if kept:
+            console.print(f"{kept} finished runs kept, {len(missing)} to train", highlight=False)
+        for variant in self.variants:
+            if "flops_ratio" in variant.facts:
+                facts = variant.facts
+                console.print(
+                    f"{variant.name}: feed_forward {facts['feed_forward']}, "
+                    f"{facts['flops_ratio']:.4f} of the dearest variant's FLOPs",
+                    highlight=False,
+                )
+        if jobs == 1:
+            for variant, seed in missing:
+                folder = self.folder / variant.run_name(seed)
+                run_training(variant.seeded(seed), folder, "auto", console, variant.name)
+                print_table(self, console)
+            return
+        with ThreadPoolExecutor(jobs) as pool:
+            for _ in pool.map(lambda item: self._train_apart(item, jobs), missing):
+                print_table(self, console)
+
+    def _train_apart(self, item: tuple[Variant, int], jobs: int) -> None:
+        """Train one run in a process of its own; its output goes to `log.txt` in the run folder."""
+        variant, seed = item
+        folder = self.folder / variant.run_name(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        threads = str(max(1, (os.cpu_count() or 1) // jobs))
+        environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        with tempfile.TemporaryDirectory() as scratch, (folder / "log.txt").open("a", encoding="utf-8") as log:
+            recipe = Path(scratch) / "recipe.yaml"
+            recipe.write_text(config_to_yaml(variant.seeded(seed)), encoding="utf-8")
+            module = [sys.executable, "-m", "cached_transformers.cli.main", "train", str(recipe)]
+            command = [*module, "--out", str(folder), "--variant", variant.name]
+            status = subprocess.run(command, stdout=log, stderr=log, env=environ, check=False).returncode
+        if status:
+            raise RuntimeError(f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}")
+
+    def write(self, command: str) -> Path:
+        """Write compare.json; returns its path."""
+        result = {
+            "recipe": self.recipe.name,
+            "seeds": self.seeds,
+            "metric": self.metric,
+            "split": self.split,
+            "reference": self.reference,
+            "date": datetime.date.today().isoformat(),
+            "command": command,
+            "environment": environment(pick_device(self.recipe.training.device)),
+            "baselines": self.baselines,
+            "variants": [self._row(variant) for variant in self.variants],
+            "statistics": summarise(self.values(), self.reference),
+        }
+        path = self.folder / "compare.json"
+        temporary = path.with_name(".compare.json")
+        temporary.write_text(json.dumps(jsonable(result), indent=1, allow_nan=False), encoding="utf-8")
+        temporary.replace(path)
+        return path
+
+    def _row(self, variant: Variant) -> dict[str, Any]:
+        summaries = self.finished(variant)
+        return {
+            "name": variant.name,
+            "parameters": summaries[0]["parameters"],
+            "flops": summaries[0]["flops"],
+            "seconds_per_step": sum(s["seconds_per_step"] for s in summaries) / len(summaries),
+            "values": self.values()[variant.name],
+            "runs": [variant.run_name(seed) for seed in self.seeds],
+            **variant.facts,
+        }
+
+
+def print_table(comparison: Comparison, console: Console) -> None:
+    """The table so far: mean, interval, difference to the reference and p-value of each variant with a finished run."""
+    values = {name: scores for name, scores in comparison.values().items() if scores}
+    if comparison.reference not in values:
+        return
+    title = f"{comparison.split} {comparison.metric}, reference {comparison.reference}"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    table.add_column("variant")
+    for column in ("seeds", "mean", "95 % interval", "difference", "95 % interval", "p"):
+        table.add_column(column, justify="right")
+    scale = 100.0 if comparison.metric == "accuracy" else 1.0
+    for row in summarise(values, comparison.reference):
+        difference = row["difference"] or {"mean": None, "low": None, "high": None}
+        cells = [_number(row["mean"], scale), _interval(row, scale)]
+        cells += [_number(difference["mean"], scale, sign="+"), _interval(difference, scale, sign="+")]
+        p_value = "" if row["p_value"] is None else f"{row['p_value']:.3f}"
+        table.add_row(row["name"], str(len(values[row["name"]])), *cells, p_value)
+    console.print(table)
+
+
+def _number(value: float | None, scale: float, sign: str = "") -> str:
+    return "" if value is None else f"{scale * value:{sign}.{2 if scale == 100 else 4}f}"
+
+
+def _interval(row: dict[str, Any], scale: float, sign: str = "") -> str:
+    if row["low"] is None or row["high"] is None:
+        return ""
+    return f"{_number(row['low'], scale, sign)} to {_number(row['high'], scale, sign)}"

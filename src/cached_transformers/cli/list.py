@@ -1,0 +1,66 @@
+"""`cached list`: names, papers and first lines of everything that is registered, and the recipes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry
+from cached_transformers.resources import recipes_folder
+from cached_transformers.yaml_tree import parse_yaml
+
+KINDS = ("memories", "attentions", "models", "datasets", "recipes")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser("list", help="list memories, attentions, models, datasets and recipes")
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind only (default: all)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the list."""
+    kinds = (arguments.kind,) if arguments.kind else KINDS
+    rows = {kind: recipe_rows() if kind == "recipes" else part_rows(registries()[kind]) for kind in kinds}
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    console = Console(highlight=False)
+    for kind in kinds:
+        table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table.add_column("name", no_wrap=True)
+        table.add_column("what it is", overflow="fold")
+        table.add_column("paper", no_wrap=True)
+        for row in rows[kind]:
+            table.add_row(row["name"], row["summary"], row["paper"] or "")
+        console.print(table)
+        console.print()
+    return 0
+
+
+def registries() -> dict[str, Registry[Any]]:
+    """All registries by the word of the command line, filled."""
+    # Importing the packages fills the registries.
+    from cached_transformers import attentions, data, memories, models  # noqa: F401
+
+    return {"memories": MEMORIES, "attentions": ATTENTIONS, "models": MODELS, "datasets": DATASETS}
+
+
+def part_rows(registry: Registry[Any]) -> list[dict[str, Any]]:
+    """Name, summary and paper of each registered part."""
+    return [{"name": entry.name, "summary": entry.summary, "paper": entry.paper} for entry in registry]
+
+
+def recipe_rows() -> list[dict[str, Any]]:
+    """Name and description of each recipe."""
+    rows = []
+    for path in sorted(recipes_folder().glob("*.yaml")):
+        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
+    return rows

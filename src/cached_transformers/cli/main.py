@@ -1,0 +1,93 @@
+"""Entry point of the `cached` command: arguments in, exit status out, and the one place where errors become messages.
+
+Exit status: 0 done; 1 failed at run time; 2 bad input; 128 + n stopped by signal n (130 after Ctrl-C).
+Set CACHED_DEBUG=1 to see the traceback of an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cached_transformers import __version__
+from cached_transformers.cli import benchmark, compare, evaluate, explain, plot, train
+from cached_transformers.cli import list as list_command
+from cached_transformers.training.trainer import Interrupted
+
+EXAMPLES = """\
+examples:
+  cached list memories                                     what there is
+  cached explain grc                                       what one of them does, and its options
+  cached train digits_vit_grc training.steps=200           train a recipe with one value changed
+  cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
+  cached compare digits_vit_plain --with plain,grc --seeds 3
+  cached plot curves runs/digits_vit_grc                   a figure from what a run recorded
+  cached benchmark --help                                  speed and memory
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="cached",
+        description="Train, compare and look into transformers with a memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for module in (list_command, explain, train, evaluate, compare, plot, benchmark):
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = build_parser()
+    arguments = parse(parser, argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return arguments.run(arguments)
+    except BrokenPipeError:  # the reader of a pipe has gone, as in `cached list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ValueError, ImportError, FileNotFoundError, OSError, RuntimeError) as error:
+        return report(error, 2 if isinstance(error, (ValueError, ImportError, FileNotFoundError)) else 1)
+    except Interrupted as stop:
+        print(f"{stop}; run the same command again (with --resume auto, the default) to continue", file=sys.stderr)
+        return 128 + stop.signal_number
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments, with `key=value` allowed before, between and after options."""
+    arguments, rest = parser.parse_known_args(argv)
+    stray = [word for word in rest if word.startswith("-") or "=" not in word]
+    if stray or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(stray or rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def report(error: Exception, status: int) -> int:
+    """Print an error for people and pass the exit status on."""
+    if os.environ.get("CACHED_DEBUG") == "1":
+        traceback.print_exception(error)
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The arms of a comparison: a memory by name and options, or a control that has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.config import RunConfig, check_sections, fill_from_data
+from cached_transformers.registry import MODELS
+from cached_transformers.training.run import build_dataset, build_model, example_inputs, with_memory
+from cached_transformers.yaml_tree import parse_yaml
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm: its name, and the recipe's configuration with the change that makes it."""
+
+    name: str
+    config: RunConfig
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def seeded(self, seed: int) -> RunConfig:
+        """The configuration of one run."""
+        return dataclasses.replace(self.config, training=dataclasses.replace(self.config.training, seed=seed))
+
+    def run_name(self, seed: int) -> str:
+        """Folder of one run, relative to the comparison."""
+        return f"{re.sub(r'[^A-Za-z0-9._=-]', '_', self.name)}/seed_{seed}"
+
+
+def parse_variant(text: str) -> str | dict[str, Any] | None:
+    """The `model.memory` of a variant: None for plain, a name, or a mapping for `name:key=value:key=value`.
+
+    Raises:
+        ValueError: an option is not of the form key=value.
+    """
+    name, *options = text.split(":")
+    if name == "plain":
+        if options:
+            raise ValueError(f"variant {text!r}: plain has no memory, so it takes no options")
+        return None
+    memory: dict[str, Any] = {"name": name}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (equals and key):
+            raise ValueError(f"variant {text!r}: {option!r} is not of the form key=value, e.g. grc:ratio=0.25")
+        memory[key] = parse_yaml(value, f"option {key} of variant {text}")
+    return memory if options else name
+
+
+def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Variant], dict[str, float] | None]:
+    """Checked variants, controls last, and the accuracies of guessers that the data set offers.
+
+    Raises:
+        ValueError: an unknown variant, option or control, or the same variant twice.
+    """
+    if len(set(names)) < len(names):
+        raise ValueError(f"--with {','.join(names)} names a variant twice")
+    wanted = [control for control in controls.split(",") if control]
+    for control in wanted:
+        if control not in ("conv", "flops"):
+            raise ValueError(f"--control {control!r} is unknown; use conv, flops or conv,flops")
+    for name in names:  # before the data are built, which may take long
+        check_sections(with_memory(recipe, parse_variant(name)))
+    train = build_dataset(recipe, "train")
+    scored = train if recipe.training.test == "none" else build_dataset(recipe, "test")
+    recipe = fill_from_data(recipe, train.describe())
+    variants = [Variant(name, with_memory(recipe, parse_variant(name))) for name in names]
+    if "conv" in wanted:
+        variants.append(Variant("control-conv", with_memory(recipe, "convolution")))
+    if "flops" in wanted:
+        variants.append(flops_control(variants, train))
+    return variants, scored.baselines(train) if hasattr(scored, "baselines") else None
+
+
+def flops_control(variants: list[Variant], dataset: Any) -> Variant:
+    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs.
+
+    Raises:
+        ValueError: the model has no option `feed_forward`.
+    """
+    plain = with_memory(variants[0].config, None)
+    if "feed_forward" not in MODELS.entry(plain.model["name"]).options:
+        raise ValueError(
+            f"--control flops widens model.feed_forward, which model {plain.model['name']!r} does not have"
+        )
+    inputs, keywords = example_inputs(dataset)
+
+    def cost(config: RunConfig) -> int:
+        return count_flops(build_model(config), *inputs, **keywords)
+
+    def widened(width: int) -> RunConfig:
+        return dataclasses.replace(plain, model={**plain.model, "feed_forward": width})
+
+    target = max(cost(variant.config) for variant in variants)
+    width = nearest_width(lambda w: cost(widened(w)), target)
+    ratio = cost(widened(width)) / target
+    return Variant("control-flops", widened(width), {"feed_forward": width, "flops_ratio": ratio})
+
+
+def nearest_width(cost: Callable[[int], int], target: int) -> int:
+    """The width whose cost is nearest to `target`; cost grows linearly with width."""
+    base, slope = cost(1), cost(2) - cost(1)
+    return max(1, 1 + round((target - base) / slope))

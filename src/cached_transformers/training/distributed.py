@@ -1,0 +1,102 @@
+"""Data-parallel training by torchrun: process group, wrapping, and sums that are exact for uneven shares.
+
+A process that torchrun did not start is a world of one, in which every function here does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, seen from one of them."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all processes (float64, so that counts and long sums stay exact)."""
+        total = values.to(self.device, torch.float64)
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every process, in order of rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def world(device: str = "auto") -> Iterator[World]:
+    """The world that torchrun describes in the environment; its process group lives as long as the `with` block.
+
+    Args:
+        device: auto, cpu, cuda or cuda:N. Under torchrun `cuda` means the card of the local rank.
+
+    Raises:
+        ValueError: the device does not exist.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None
+    chosen = pick_device(device, local_rank)
+    if size == 1:
+        yield World(chosen)
+        return
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(chosen, dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The torch device for `training.device`.
+
+    Raises:
+        ValueError: unknown, or not on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"training.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"training.device={name!r}: this machine has no CUDA device; use training.device=cpu")
+    if device.type == "cuda" and local_rank is not None:
+        return torch.device("cuda", local_rank)
+    return device
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """The model as it is, or with its gradients averaged over the processes after each backward pass."""
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)

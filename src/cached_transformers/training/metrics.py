@@ -1,0 +1,164 @@
+"""Loss, running sums, evaluation of a split, and the files that metrics go to."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.extras import require
+from cached_transformers.training.checkpoint import capture_rng, restore_rng
+from cached_transformers.training.distributed import World
+from cached_transformers.training.loader import evaluation_batches
+
+# B rows, K classes
+
+
+def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits (B, K), targets (B) and the auxiliary loss (or None) of one batch, on `device`.
+
+    A model may return a `ModelOutput` or, as models of others do, the logits alone.
+    """
+    padding = {} if batch.padding is None else {"padding": batch.padding.to(device, non_blocking=True)}
+    output = model(batch.inputs.to(device, non_blocking=True), **padding)
+    targets_B = batch.targets.to(device, non_blocking=True)
+    if isinstance(output, Tensor):
+        return output, targets_B, None
+    return output.outputs, targets_B, output.auxiliary_loss
+
+
+def sums(logits_BK: Tensor, targets_B: Tensor) -> Tensor:
+    """[sum of cross entropies in nats, correct rows, rows] as float64."""
+    loss = F.cross_entropy(logits_BK.float(), targets_B, reduction="sum")
+    correct = (logits_BK.argmax(-1) == targets_B).sum()
+    return torch.stack([loss.detach().double(), correct.double(), loss.new_tensor(len(targets_B)).double()])
+
+
+def averages(total: Tensor) -> dict[str, float]:
+    """{loss, accuracy} from what `sums` added up."""
+    loss, correct, rows = total.tolist()
+    return {"loss": loss / rows, "accuracy": correct / rows}
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a `with` block that leaves no trace: modes, buffers and random states come back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    rng = capture_rng()
+    try:
+        with torch.no_grad():
+            yield
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+    finally:
+        for module, mode in modes:  # parents come before their children, so that a child frozen in eval stays so
+            if module.training != mode:
+                module.train(mode)
+        restore_rng(rng)
+
+
+def evaluate(model: nn.Module, dataset: Any, world: World, batch_size: int) -> dict[str, float]:
+    """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32.
+
+    Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    with untouched(model):
+        for batch in evaluation_batches(dataset, batch_size, world.rank, world.size):
+            logits_BK, targets_B, _ = forward(model, batch, world.device)
+            total += sums(logits_BK, targets_B)
+    return averages(world.sum(total))
+
+
+def jsonable(value: Any) -> Any:
+    """The same tree with null in place of non-finite numbers, which JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, flushed line by line.
+
+    Args:
+        path: the file; it is appended to.
+        step: lines of later steps, which a resumed run will write again, are removed, as is a line cut short.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        text = "".join(f"{json.dumps(line)}\n" for line in kept)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; numbers that JSON does not know (infinities, not a number) become null."""
+        self._file.write(f"{json.dumps(jsonable(line), allow_nan=False)}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    parsed = []
+    for number, line in enumerate(lines, 1):
+        try:
+            parsed.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON; the file was changed by hand") from None
+    return parsed
+
+
+class EventFiles:
+    """TensorBoard event files, when wanted.
+
+    Args:
+        folder: where they go.
+        wanted: True, False, or "auto" (when tensorboard is installed).
+        step: the run continues after this step.
+
+    Raises:
+        ImportError: wanted is True and tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, wanted: Literal["auto", True, False], step: int) -> None:
+        self._writer: Any = None
+        if wanted is True or (wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
+            require("tensorboard", extra="logging")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add the numbers of one metrics line under its split."""
+        if self._writer is None:
+            return
+        for key, value in line.items():
+            if key not in ("step", "split") and isinstance(value, (int, float)):
+                self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
+
+    def close(self) -> None:
+        """Write what is pending and close."""
+        if self._writer is not None:
+            self._writer.close()

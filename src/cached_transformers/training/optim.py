@@ -1,0 +1,112 @@
+"""Optimisers and learning-rate schedules.
+
+The learning rate is a pure function of the step number: there is no scheduler object, and nothing to save or restore.
+The inverse-square-root schedule is that of the Long Range Arena (Tay et al., arXiv:2011.04006).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimiser and its peak learning rate (the `optimizer` section of a recipe)."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 1e-3
+    """Peak learning rate; for the inverse_sqrt schedule the factor in front of 1 / sqrt(step)."""
+    weight_decay: float = 0.05
+    """Decoupled for adamw (times the learning rate), L2 for sgd; on matrices only, see `parameter_groups`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """sgd only."""
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.999]")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"optimizer.learning_rate={self.learning_rate} must be positive and finite")
+        if self.weight_decay < 0 or self.eps <= 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"optimizer.weight_decay={self.weight_decay} must not be negative, optimizer.eps={self.eps} must be "
+                f"positive and optimizer.momentum={self.momentum} must lie in [0, 1)"
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves over the steps (the `schedule` section of a recipe)."""
+
+    name: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
+    warmup_steps: int = 0
+    """Steps of linear growth from zero."""
+    final_ratio: float = 0.0
+    """cosine only: learning rate of the last step, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"schedule.warmup_steps={self.warmup_steps} must not be negative")
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"schedule.final_ratio={self.final_ratio} must lie in [0, 1]")
+
+
+def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
+
+    With warm-up w: constant is peak * min(1, t / w); cosine falls from the peak at t = w to `final_ratio` * peak at
+    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)).
+    """
+    peak, warmup = optimizer.learning_rate, schedule.warmup_steps
+    ramp = min(1.0, step / warmup) if warmup else 1.0
+    if schedule.name == "inverse_sqrt":
+        return peak * ramp / math.sqrt(max(step, warmup, 1))
+    if schedule.name == "constant" or step <= warmup:
+        return peak * ramp
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    floor = schedule.final_ratio
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups: matrices decay; biases, norms, tokens and the per-head gates of a memory do not.
+
+    A parameter counts as a matrix when at least two of its dimensions are longer than one, so a gate kept as
+    (1, H, 1, 1) is a vector. Names in `model.no_weight_decay()` (a convention of timm) do not decay either.
+    """
+    named = getattr(model, "no_weight_decay", None)
+    exempt = set(named()) if callable(named) else set()
+    decay: list[nn.Parameter] = []
+    keep: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            matrix = sum(size > 1 for size in parameter.shape) >= 2 and name not in exempt
+            (decay if matrix else keep).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimiser over the trainable parameters of `model`.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    if not any(group["params"] for group in groups):
+        raise ValueError("the model has no trainable parameter; set requires_grad on some of them")
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Give every parameter group the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

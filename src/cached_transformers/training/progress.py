@@ -1,0 +1,60 @@
+"""What a person sees while a run trains: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class Reporter:
+    """Shows metrics lines and messages; use it as a context manager around the training loop.
+
+    Args:
+        label: name of the run.
+        steps: steps of the whole run.
+        console: where to write; None is silent.
+    """
+
+    def __init__(self, label: str, steps: int, console: Console | None) -> None:
+        self.label = label
+        self.steps = steps
+        self.console = console
+        self._bar: Progress | None = None
+        self._task = None
+        if console is not None and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[values]}"), console=console)
+            self._task = self._bar.add_task(Text(label).plain, total=steps, values="")
+
+    def __enter__(self) -> Reporter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """The run has reached `step`."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
+    def line(self, values: Mapping[str, Any]) -> None:
+        """Show one metrics line: in the bar while training, as text for evaluations and in files."""
+        text = f"loss {values['loss']:.4f}  accuracy {values['accuracy']:.2%}"
+        if values["split"] == "train":
+            text += f"  learning rate {values['learning_rate']:.2e}"
+            if self._bar is not None and self._task is not None:
+                self._bar.update(self._task, values=text)
+                return
+        self.message(f"{self.label}  step {values['step']:>6}/{self.steps}  {values['split']:<10}  {text}")
+
+    def message(self, text: str) -> None:
+        """Show one line of text, as it is."""
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,246 @@
+"""One run from configuration to report: data, model, training, test, and the files of the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from cached_transformers.config import RunConfig, config_from_dict, config_to_yaml, fill_from_data
+from cached_transformers.registry import DATASETS, MODELS
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
+from cached_transformers.training.distributed import World, world
+from cached_transformers.training.metrics import evaluate, jsonable, untouched
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.trainer import Trainer
+from cached_transformers.yaml_tree import parse_yaml
+
+MAPPED_IMAGES = 8
+"""Images whose feature maps a run keeps."""
+
+
+def run_training(
+    config: RunConfig, folder: Path, resume: str = "auto", console: Console | None = None, variant: str | None = None
+) -> dict[str, Any]:
+    """Train, test and report one run; returns what `summary.json` holds.
+
+    Args:
+        config: from `load_config`; options that the data determine are filled in.
+        folder: the run folder, made when absent.
+        resume: "auto", "never", or the path of a checkpoint.
+        console: where progress goes; None is silent.
+        variant: name of the arm of a comparison.
+
+    Raises:
+        ValueError: the configuration, the data or the checkpoint do not fit.
+        Interrupted: asked to stop; a checkpoint was saved.
+        RuntimeError, OSError: training failed or a file could not be written.
+    """
+    with world(config.training.device) as processes:
+        label = config.name if variant is None else f"{variant}, seed {config.training.seed}"
+        reporter = Reporter(label, config.training.steps, console if processes.main else None)
+        with main_first(processes):
+            train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+            test = None if config.training.test == "none" else build_dataset(config, "test")
+        config = fill_from_data(config, train.describe())
+        model = build_model(config)
+        trainer = Trainer(config, model, train, validation, folder, processes, reporter)
+        trainer.resume(resume)
+        if processes.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durably(folder / "config.yaml", config_to_yaml(config).encode())
+        processes.barrier()
+        if trainer.step == config.training.steps:
+            reporter.message(f"training is complete already ({trainer.step} steps)")
+        trainer.fit()
+        tested = _test(trainer, test, processes)
+        summary: dict[str, Any] = {}
+        if processes.main:
+            summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
+            _write_json(folder / "summary.json", summary)
+            write_figures(model, validation, folder, processes)
+            _write_report(folder, reporter)
+        processes.barrier()
+    return summary
+
+
+@contextlib.contextmanager
+def main_first(processes: World) -> Iterator[None]:
+    """Let the main process go first, so that the others find what it has put into a cache on disk."""
+    if not processes.main:
+        processes.barrier()
+    yield
+    if processes.main:
+        processes.barrier()
+
+
+def build_dataset(config: RunConfig, split: str) -> Any:
+    """One split of the configured data."""
+    return DATASETS.create(**config.data, split=split)
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The configured model with weights that depend on `training.seed` alone."""
+    seed_everything(config.training.seed)
+    return MODELS.create(**config.model)
+
+
+def load_run(folder: Path, checkpoint: str = "best") -> tuple[RunConfig, nn.Module, int]:
+    """Configuration, model with its trained weights, and step of a run folder.
+
+    Args:
+        folder: a run folder.
+        checkpoint: "best", "last", or the path of a step folder.
+
+    Raises:
+        ValueError: not a run folder, or the checkpoint is missing or damaged.
+    """
+    config = read_run_config(folder)
+    path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
+    stored = read_checkpoint(path)
+    model = build_model(config)
+    try:
+        model.load_state_dict(stored.weights)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from None
+    return config, model, stored.step
+
+
+def read_run_config(folder: Path) -> RunConfig:
+    """The resolved configuration of a run folder (ValueError when it is none)."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no config.yaml")
+    return config_from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+
+
+def example_inputs(dataset: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model for the first row of a dataset alone: what FLOPs are counted on."""
+    batch = dataset.collate([dataset[0]])
+    return (batch.inputs,), {} if batch.padding is None else {"padding": batch.padding}
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    """Versions, device and date, for the record."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": f"{torch.device(device).type} ({name})",
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree that the package runs from; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None
+
+
+def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
+    """Evaluate the chosen checkpoint on the test split; the model keeps that checkpoint's weights."""
+    settings = trainer.settings
+    step = trainer.step
+    if settings.test != "last" and trainer.best is not None:
+        stored = read_checkpoint(trainer.checkpoints.named("best"))
+        trainer.model.load_state_dict(stored.weights)
+        step = stored.step
+    if test is None:
+        return None
+    values = evaluate(trainer.model, test, processes, settings.evaluation_batch_size or settings.batch_size)
+    trainer.reporter.line({"step": step, "split": "test", **values})
+    return {"step": step, **values}
+
+
+def _summary(
+    trainer: Trainer, variant: str | None, tested: dict[str, Any] | None, data: tuple[Any, Any]
+) -> dict[str, Any]:
+    from cached_transformers.analysis.flops import count_flops, count_parameters
+
+    train, scored = data
+    config = trainer.config
+    inputs, keywords = example_inputs(scored)
+    device = trainer.world.device
+    moved = {key: value.to(device) for key, value in keywords.items()}
+    return {
+        "name": config.name,
+        "task": config.data["name"],
+        "variant": variant or memory_name(config),
+        "seed": config.training.seed,
+        "steps": trainer.step,
+        "parameters": count_parameters(trainer.model),
+        "flops": count_flops(trainer.model, *(value.to(device) for value in inputs), **moved),
+        "seconds_per_step": trainer.train_seconds / trainer.step,
+        "train_seconds": trainer.train_seconds,
+        "skipped_steps": trainer.skipped,
+        "best": trainer.best,
+        "final": trainer.latest,
+        "test": tested,
+        "environment": environment(device),
+        "baselines": scored.baselines(train) if hasattr(scored, "baselines") else None,
+    }
+
+
+def memory_name(config: RunConfig) -> str:
+    """Name of the model's memory, "plain" when it has none."""
+    memory = config.model.get("memory")
+    return "plain" if memory is None else memory if isinstance(memory, str) else memory["name"]
+
+
+def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World) -> None:
+    """Write `gates.json` and, for images, `feature_maps.npz`, when the model has a gated memory."""
+    from cached_transformers.analysis.feature_maps import collect_feature_maps
+    from cached_transformers.analysis.gates import collect_gates
+
+    with untouched(model):
+        gates = collect_gates(model)
+        if not gates:
+            return
+        _write_json(folder / "gates.json", {"layers": gates})
+        images = dataset.collate([dataset[index] for index in range(min(MAPPED_IMAGES, len(dataset)))]).inputs
+        if not images.is_floating_point():
+            return
+        maps = collect_feature_maps(model, images.to(processes.device))
+    if maps is not None:
+        arrays = {key: np.asarray(value) for key, value in maps.items()}
+        np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
+
+
+def _write_report(folder: Path, reporter: Reporter) -> None:
+    from cached_transformers.analysis.report import write_run_report
+
+    try:
+        path = write_run_report(folder)
+    except ImportError as error:
+        reporter.message(f"no report: {error}")
+        return
+    reporter.message(f"report: {path}")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}")
+    write_durably(temporary, json.dumps(jsonable(value), indent=1).encode())
+    temporary.replace(path)
+
+
+def with_memory(config: RunConfig, memory: str | dict[str, Any] | None) -> RunConfig:
+    """The same configuration with another memory in the model."""
+    return dataclasses.replace(config, model={**config.model, "memory": memory})

@@ -1,0 +1,118 @@
+"""Training over segments: a long batch is cut into segments, the state crosses them, the gradient crosses `bptt` of them.
+
+The loop is the module that DDP and FSDP wrap, not the model inside: whatever the number of segments, the wrapper sees one
+forward for each backward.
+
+Legend: B rows, N tokens of all segments, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..state import State, detach
+
+IGNORED = -100
+"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""
+
+
+class SegmentLoop(nn.Module):
+    """Runs a model over the segments of a batch and returns one loss (truncated backpropagation through time).
+
+    Args:
+        model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V).
+        segment_length: tokens in a segment; the last one may be shorter.
+        bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
+        passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states after
+            each segment into the state that the next pass begins with; the loss is that of the last pass.
+
+    Raises:
+        ValueError: a size below 1, or several passes over a model without a stack.
+
+    Example:
+        >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
+        >>> loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
+        >>> loss.backward()
+    """
+
+    def __init__(self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1) -> None:
+        super().__init__()
+        for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if passes > 1 and not hasattr(model, "stack"):
+            raise ValueError(
+                f"passes={passes} needs a model with a stack, whose memory says how to go on; take passes=1"
+            )
+        self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """The loss of the batch, and the state after it, cut from the graph.
+
+        Args:
+            inputs_BN: token ids.
+            targets_BN: token ids to predict; -100 takes no part.
+            state: state after the last batch; None for the start of streams.
+            reset: (B,) bool, rows that begin a new document at the first token of this batch.
+            padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
+
+        Returns:
+            Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of the
+            auxiliary losses; and the state. One backward gives the gradient of every window of `bptt` segments.
+
+        Raises:
+            ValueError: there is no token, or the shapes of inputs, targets and padding differ.
+        """
+        _check_shapes(inputs_BN, targets_BN, padding)
+        if padding is not None:
+            targets_BN = targets_BN.masked_fill(padding, IGNORED)
+        for _ in range(self.passes - 1):
+            _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
+            state, reset = self.model.stack.model_memory.next_pass(states), None  # type: ignore[union-attr, operator]
+        loss, states = self._run(inputs_BN, targets_BN, state, reset, padding)
+        return loss, detach(states[-1])
+
+    def _run(
+        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor, list[State]]:
+        """One pass: its loss, and the state after each segment."""
+        segments = [t.split(self.segment_length, 1) for t in (inputs_BN, targets_BN)]
+        paddings = [None] * len(segments[0]) if padding is None else padding.split(self.segment_length, 1)
+        total, auxiliary, states = inputs_BN.new_zeros((), dtype=torch.float32), 0.0, []
+        for index, (inputs, targets, padded) in enumerate(zip(*segments, paddings, strict=True)):
+            if index and index % self.bptt == 0:
+                state = detach(state)
+            start: dict[str, Any] = {"reset": reset} if index == 0 and reset is not None else {}
+            logits, state, extra = self.model(inputs, state, padding=padded, **start)
+            total = total + _summed_cross_entropy(logits, targets)
+            auxiliary = auxiliary + extra
+            states.append(state)
+        count = (targets_BN != IGNORED).sum().clamp(min=1)
+        return total / count + auxiliary / len(states), states
+
+
+def _summed_cross_entropy(logits_BNV: Tensor, targets_BN: Tensor) -> Tensor:
+    """Sum over tokens, in float32 or wider: half precision cannot add thousands of terms."""
+    wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:
+    if inputs_BN.dim() != 2 or inputs_BN.shape[1] == 0:
+        raise ValueError(f"inputs of shape {tuple(inputs_BN.shape)} must be (rows, tokens) with at least one token")
+    for name, other in {"targets": targets_BN, "padding": padding_BN}.items():
+        if other is not None and other.shape != inputs_BN.shape:
+            raise ValueError(
+                f"{name} of shape {tuple(other.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape)}"
+            )

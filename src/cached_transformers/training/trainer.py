@@ -1,0 +1,348 @@
+"""The training loop: one plain loop over steps, with evaluation, checkpoints, exact resume and clean interruption.
+
+A step number is everything the loop needs to know about its place: data order and learning rate are functions of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys
+from cached_transformers.training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    capture_rng,
+    read_checkpoint,
+    restore_rng,
+    seed_everything,
+)
+from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.interruption import Interrupted, stop_requests
+from cached_transformers.training.loader import TrainingOrder, mixed_seed, training_batches
+from cached_transformers.training.metrics import EventFiles, MetricsFile, averages, evaluate, forward, sums
+from cached_transformers.training.optim import build_optimizer, learning_rate, set_learning_rate
+from cached_transformers.training.progress import Reporter
+
+
+class Trainer:
+    """Trains one model in one run folder.
+
+    Args:
+        config: the resolved configuration.
+        model: any module of the model protocol (logits, or a `ModelOutput`), on any device.
+        training_data, validation_data: datasets of the data protocol.
+        folder: the run folder.
+        world: the processes that train together; only the main one writes.
+        reporter: what shows the progress.
+
+    Raises:
+        ValueError: settings that this model, data or machine cannot satisfy.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        training_data: Any,
+        validation_data: Any,
+        folder: Path,
+        world: World,
+        reporter: Reporter,
+    ) -> None:
+        self.config = config
+        self.settings = settings = config.training
+        self.world, self.folder, self.reporter = world, folder, reporter
+        self.training_data, self.validation_data = training_data, validation_data
+        check_precision(settings.precision, world.device)
+        share = (world.rank, world.size, settings.accumulate)
+        self.order = TrainingOrder(len(training_data), settings.batch_size, settings.seed, 0, *share)
+        if settings.activation_checkpointing:
+            enable_activation_checkpointing(model)
+        self.model = model.to(world.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
+        self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
+        self.step = 0
+        self.skipped = 0
+        self.bad_in_a_row = 0
+        self.best: dict[str, Any] | None = None
+        self.latest: dict[str, Any] | None = None
+        self.train_seconds = 0.0
+        self._total = torch.zeros(3, dtype=torch.float64)
+        self._gradient_norm = 0.0
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+        self._saved_step = 0
+        # Every process draws its own dropout; the first draws what a single process would.
+        seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
+
+    # ------------------------------------------------------------------------------------------- resume
+
+    def resume(self, mode: str) -> None:
+        """Continue from a checkpoint: "auto" (the newest valid one, if any), "never", or a path.
+
+        Raises:
+            ValueError: the checkpoint is bad, or belongs to another configuration; the message says why.
+        """
+        if mode == "never":
+            if self.checkpoints.paths():
+                raise ValueError(
+                    f"{self.folder} holds a run already; continue it with --resume auto, or use another --out"
+                )
+            return
+        if mode == "auto":
+            checkpoint, problems = self.checkpoints.newest_valid()
+            for problem in problems:
+                self.reporter.message(f"skipped: {problem}")
+            if checkpoint is None:
+                return
+        else:
+            checkpoint = read_checkpoint(Path(mode))
+        differences = differing_keys(checkpoint.config, config_to_dict(self.config))
+        if differences:
+            listed = "\n  ".join(differences)
+            raise ValueError(
+                f"{checkpoint.path} belongs to another configuration; use another --out, or undo these changes "
+                f"(only {', '.join(MAY_DIFFER)} may change):\n  {listed}"
+            )
+        if checkpoint.step > self.settings.steps:
+            raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
+        self._load(checkpoint)
+        if mode != "auto":
+            self._branch_off()
+        self.reporter.message(f"continuing from {checkpoint.path}")
+
+    def _branch_off(self) -> None:
+        """Go on from an earlier checkpoint: later ones are set aside, and a best one that is gone no longer counts."""
+        if self.best is not None and not self.checkpoints.path(self.best["step"]).is_dir():
+            self.reporter.message(
+                f"the best checkpoint so far, step {self.best['step']}, is not in {self.folder} any more"
+            )
+            self.best = None
+        self.world.barrier()
+        if self.world.main:
+            self.checkpoints.set_aside_after(self.step, self.best["step"] if self.best else None)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.training
+        self.model.load_state_dict(checkpoint.weights)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step = self._saved_step = checkpoint.step
+        self.best, self.latest = state["best"], state["latest"]
+        self.skipped, self.bad_in_a_row = state["skipped"], state["bad_in_a_row"]
+        self.train_seconds, self._seconds_before = (state["train_seconds"], state["seconds"])
+        self._total = state["total"]
+        if self.world.rank < len(state["rng"]):
+            restore_rng(state["rng"][self.world.rank])
+
+    def save(self) -> None:
+        """Write a checkpoint of this step (main process); the others wait.
+
+        Raises:
+            OSError: it could not be written; the message names the path.
+        """
+        weights = self.model.state_dict()
+        rng = self.world.gather(capture_rng())
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rng": rng,
+            "best": self.best,
+            "latest": self.latest,
+            "skipped": self.skipped,
+            "bad_in_a_row": self.bad_in_a_row,
+            "train_seconds": self.train_seconds,
+            "seconds": self.seconds,
+            "total": self._total,
+        }
+        if self.world.main:
+            best = self.best["step"] if self.best else None
+            self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, best)
+        self._saved_step = self.step
+        self.world.barrier()
+
+    # --------------------------------------------------------------------------------------------- loop
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds since the start of the run, over all its resumptions."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def fit(self) -> None:
+        """Train up to `training.steps`.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM arrived; a checkpoint was saved first.
+            RuntimeError: too many steps in a row had a non-finite loss or gradient.
+            OSError: metrics or a checkpoint could not be written.
+        """
+        settings, world = self.settings, self.world
+        self.order.start = self.step
+        batches = training_batches(self.training_data, self.order, settings.workers)
+        wrapped = wrap(self.model, world)
+        runner: Callable[..., Any] = torch.compile(wrapped) if settings.compile else wrapped
+        with self._open_files(), stop_requests() as stop, self.reporter:
+            self.reporter.advance(self.step)
+            while self.step < settings.steps:
+                started = time.perf_counter()
+                self._train_step(wrapped, runner, batches)
+                self.train_seconds += time.perf_counter() - started
+                self.reporter.advance(self.step)
+                if self._due(settings.log_every):
+                    self._log_training()
+                evaluated = self._due(settings.evaluate_every)
+                improved = self._evaluate() if evaluated else False
+                if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
+                    self.save()
+                self._stop_if_asked(stop)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.settings.steps
+
+    def _train_step(self, wrapped: nn.Module, runner: Callable[..., Any], batches: Iterator[Any]) -> None:
+        """One optimiser step: forward and backward for each piece, clip, update; skipped when a value is not finite."""
+        settings = self.settings
+        self.step += 1
+        self.model.train()
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        set_learning_rate(self.optimizer, self._learning_rate())
+        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        for piece in range(settings.accumulate):
+            waits = isinstance(wrapped, DistributedDataParallel) and piece < settings.accumulate - 1
+            with wrapped.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+                total += self._backward(runner, next(batches))
+        total = self.world.sum(total).cpu()
+        self.scaler.unscale_(self.optimizer)
+        limit = math.inf if settings.clip_norm is None else settings.clip_norm
+        self._gradient_norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        finite = math.isfinite(float(total[0])) and math.isfinite(self._gradient_norm)
+        if finite:
+            self.scaler.step(self.optimizer)
+            self._total += total
+        else:
+            # Running averages and caches have seen the bad values; one that is not a number would never recover.
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._count_bad(finite)
+
+    def _backward(self, runner: Callable[..., Any], batch: Any) -> Tensor:
+        """Forward and backward of one piece; returns its sums of loss, correct rows and rows."""
+        settings, device = self.settings, self.world.device
+        half = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.precision]
+        with torch.autocast(device.type, half, enabled=settings.precision != "float32"):
+            logits_BK, targets_B, auxiliary = forward(runner, batch, device)
+        loss = F.cross_entropy(logits_BK.float(), targets_B, label_smoothing=settings.label_smoothing)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        self.scaler.scale(loss / settings.accumulate).backward()
+        return sums(logits_BK.detach(), targets_B) if torch.isfinite(loss) else loss.new_full((3,), math.nan).double()
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.config.optimizer, self.config.schedule, self.step, self.settings.steps)
+
+    def _count_bad(self, finite: bool) -> None:
+        """Keep count of skipped steps; stop the run when they do not end."""
+        if finite:
+            self.bad_in_a_row = 0
+            return
+        self.skipped += 1
+        self.bad_in_a_row += 1
+        self.reporter.message(f"step {self.step}: loss or gradient is not finite; the step was skipped")
+        if self.bad_in_a_row >= self.settings.max_bad_steps:
+            raise RuntimeError(
+                f"{self.bad_in_a_row} steps in a row had a non-finite loss or gradient (training.max_bad_steps="
+                f"{self.settings.max_bad_steps}), the last at step {self.step}; lower optimizer.learning_rate, add "
+                f"schedule.warmup_steps, or use training.precision=float32. "
+                f"The newest checkpoint is step {self._saved_step}."
+            )
+
+    # ------------------------------------------------------------------------------------------ metrics
+
+    @contextlib.contextmanager
+    def _open_files(self) -> Iterator[None]:
+        self._files: list[MetricsFile | EventFiles] = []
+        if self.world.main:
+            self._files.append(MetricsFile(self.folder / "metrics.jsonl", self.step))
+            self._files.append(EventFiles(self.folder / "tensorboard", self.settings.tensorboard, self.step))
+        try:
+            yield
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        for file in self._files:
+            file.write(line)
+        self.reporter.line(line)
+
+    def _log_training(self) -> None:
+        """One line with the averages since the last line; steps that were skipped are not in them."""
+        if self._total[2] == 0:
+            return
+        line = {"step": self.step, "split": "train", **averages(self._total), "learning_rate": self._learning_rate()}
+        line |= {"gradient_norm": self._gradient_norm, "skipped": self.skipped, "seconds": round(self.seconds, 3)}
+        self._total = torch.zeros(3, dtype=torch.float64)
+        self._write(line)
+
+    def _evaluate(self) -> bool:
+        """Evaluate on the validation split; whether this is the best step so far."""
+        size = self.settings.evaluation_batch_size or self.settings.batch_size
+        values = evaluate(self.model, self.validation_data, self.world, size)
+        self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
+        self.latest = {"step": self.step, **values}
+        improved = self.best is None or self._score(self.latest) > self._score(self.best)
+        if improved:
+            self.best = self.latest
+        return improved
+
+    def _score(self, values: dict[str, Any]) -> float:
+        """What the best step has most of; a loss that is not a number is worse than all."""
+        if self.settings.metric == "accuracy":
+            return values["accuracy"]
+        return -math.inf if math.isnan(values["loss"]) else -values["loss"]
+
+    def _stop_if_asked(self, stop: list[int]) -> None:
+        """Save and leave when any process was asked to stop; all processes decide alike."""
+        asked = int(self.world.sum(torch.tensor([float(stop[0] if stop else 0)], device=self.world.device)).max())
+        if not asked:
+            return
+        if self._saved_step != self.step:
+            self.save()
+        raise Interrupted(stop[0] if stop else signal.SIGTERM, self.step)
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse float16 where it is not supported (ValueError)."""
+    if precision == "float16" and device.type != "cuda":
+        raise ValueError(
+            f"training.precision='float16' needs a CUDA device, this run uses {device.type}; use bfloat16 or float32"
+        )
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Raises:
+        ValueError: the model does not offer it.
+    """
+    for name, argument in (("set_activation_checkpointing", True), ("set_grad_checkpointing", True)):
+        if hasattr(model, name):
+            getattr(model, name)(argument)
+            return
+    raise ValueError(
+        f"training.activation_checkpointing=true: {type(model).__name__} does not offer it; set it to false"
+    )

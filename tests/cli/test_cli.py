@@ -1,0 +1,166 @@
+"""The command line: help, messages, exit statuses, and each command's answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import standin
+import yaml
+
+from cached_transformers import __version__
+from cached_transformers.cli import main as main_module
+from cached_transformers.cli.main import main
+from cached_transformers.training.checkpoint import Checkpoints
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "standin.yaml"
+    path.write_text(yaml.safe_dump(standin.recipe()), encoding="utf-8")
+    return str(path)
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = main(arguments)
+    except SystemExit as stop:  # argparse ends the process itself
+        status = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
+    status, out, _ = call(capsys)
+    assert status == 0
+    for command in ("list", "explain", "train", "evaluate", "compare", "plot", "benchmark"):
+        assert f"  cached {command} " in out
+
+
+def test_version(capsys):
+    assert call(capsys, "--version") == (0, f"cached-transformers {__version__}\n", "")
+
+
+def test_list_names_every_kind_and_json_is_complete(capsys):
+    status, out, _ = call(capsys, "list", "--json")
+    rows = json.loads(out)
+    assert status == 0
+    assert {"grc", "grc_stream", "convolution"} <= {row["name"] for row in rows["memories"]}
+    assert {"listops", "digits"} <= {row["name"] for row in rows["datasets"]}
+    assert {"vision_transformer", "sequence_classifier"} <= {row["name"] for row in rows["models"]}
+    assert "digits_vit_grc" in {row["name"] for row in rows["recipes"]}
+    assert all(
+        row["summary"] for kind in ("memories", "attentions", "models", "datasets", "recipes") for row in rows[kind]
+    )
+    _, out, _ = call(capsys, "list", "memories")
+    assert "grc" in out and "digits_vit_grc" not in out
+
+
+def test_explain_shows_facts_and_options_with_defaults(capsys):
+    status, out, _ = call(capsys, "explain", "grc")
+    assert status == 0
+    for part in (
+        "grc (memory)",
+        "arXiv:2312.12742",
+        "equations:",
+        "state:",
+        "cost:",
+        "gradient:",
+        "ratio: float = 0.5",
+    ):
+        assert part in out
+    status, _, err = call(capsys, "explain", "gcr")
+    assert status == 2 and err.startswith("error: unknown name 'gcr'; did you mean 'grc'?")
+
+
+def test_dry_run_prints_a_configuration_that_trains_the_same(capsys, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = call(capsys, "train", recipe, "training.steps=5", "--dry-run", "model.width=8")
+    assert status == 0
+    tree = yaml.safe_load(out)
+    assert tree["training"]["steps"] == 5 and tree["model"]["width"] == 8
+    assert "# filled in from the data: model.classes" in out
+    assert [p.name for p in tmp_path.iterdir()] == ["standin.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["training.stesp=3"], "error: unknown key 'training.stesp'; did you mean 'training.steps'?"),
+        (["training.steps=x"], "error: training.steps='x' must be a whole number, not str"),
+        (["--resume", "missing"], "error: missing is not a checkpoint: there is no such folder"),
+        (["training.precision=float16"], "error: training.precision='float16' needs a CUDA device"),
+        (["training.batch_size=64"], "error: training.batch_size=64 exceeds the 50 training rows"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_line(capsys, recipe, tmp_path, arguments, message):
+    status, _, err = call(capsys, "train", recipe, "--out", str(tmp_path / "run"), *arguments)
+    assert status == 2
+    assert err.startswith(message) and "Traceback" not in err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_stray_words_are_refused(capsys, recipe):
+    status, _, err = call(capsys, "train", recipe, "--outt", "x")
+    assert status == 2 and "unrecognized arguments: --outt" in err
+    status, _, err = call(capsys, "list", "memories", "a=b")
+    assert status == 2 and "unrecognized arguments: a=b" in err
+
+
+def test_debug_shows_the_traceback(capsys, recipe, monkeypatch):
+    monkeypatch.setenv("CACHED_DEBUG", "1")
+    status, _, err = call(capsys, "train", recipe, "training.steps=x")
+    assert status == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ValueError("v"), 2, "error: v"),
+        (ImportError("i"), 2, "error: i"),
+        (FileNotFoundError(2, "No such file", "f"), 2, "error: No such file: f"),
+        (OSError(28, "disk is full"), 1, "error: disk is full"),
+        (RuntimeError("r"), 1, "error: r"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_each_kind_of_failure_has_its_status(capsys, monkeypatch, error, status, message):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(main_module.explain, "run", fail)
+    assert call(capsys, "explain", "grc") == (status, "", f"{message}\n")
+
+
+def test_a_run_that_diverges_ends_with_status_1(capsys, recipe, tmp_path):
+    arguments = ("data.poison=0", "training.max_bad_steps=2", "--out", str(tmp_path / "run"))
+    status, out, err = call(capsys, "train", recipe, *arguments)
+    assert status == 1 and err.startswith("error: 2 steps in a row had a non-finite loss")
+    assert out.count("the step was skipped") == 2
+
+
+def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_path):
+    run = tmp_path / "run"
+    status, out, err = call(capsys, "train", recipe, "--out", str(run))
+    assert status == 0, err
+    assert "validation" in out and f"report: {run / 'report.html'}" in out.replace("\n", "")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    status, out, _ = call(capsys, "evaluate", str(run), "--json")
+    scores = json.loads(out)
+    assert status == 0 and scores["step"] == summary["best"]["step"]
+    assert scores["scores"] == [
+        {"memory": "carry", "accuracy": summary["test"]["accuracy"], "loss": summary["test"]["loss"]}
+    ]
+    last = Checkpoints(run / "checkpoints").named("last")
+    status, out, _ = call(capsys, "evaluate", str(run), "--checkpoint", str(last), "--split", "validation", "--json")
+    assert json.loads(out)["scores"][0]["loss"] == pytest.approx(summary["final"]["loss"])
+    status, out, _ = call(capsys, "train", recipe, "--out", str(run))
+    assert status == 0 and "training is complete already (12 steps)" in out
+
+
+def test_evaluate_names_what_is_missing(capsys, tmp_path):
+    status, _, err = call(capsys, "evaluate", str(tmp_path))
+    assert status == 2 and "is not a run folder: it has no config.yaml" in err
+    status, _, err = call(capsys, "evaluate", str(tmp_path), "--memory", "carry,resett")
+    assert status == 2 and "did you mean 'reset'" in err

@@ -1,0 +1,162 @@
+"""Comparisons: variants, controls, seeds, results, and going on after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import standin
+import yaml
+
+from cached_transformers.analysis.statistics import summarise
+from cached_transformers.cli import compare
+from cached_transformers.cli.compare import parse_seeds
+from cached_transformers.cli.main import main
+from cached_transformers.cli.variants import nearest_width, parse_variant
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.run import load_run
+
+TINY = [
+    "digits_vit_plain",
+    "model.width=16",
+    "model.depth=2",
+    "model.heads=2",
+    "model.feed_forward=16",
+    "training.steps=3",
+    "training.evaluate_every=3",
+    "training.tensorboard=false",
+    "schedule.warmup_steps=1",
+]
+
+
+def test_seeds_are_a_number_or_a_list():
+    assert parse_seeds("3") == [0, 1, 2]
+    assert parse_seeds("0,5") == [0, 5]
+    assert parse_seeds("4,") == [4]
+    for text in ("0", "a", "1,1", "-1,2", ""):
+        with pytest.raises(ValueError, match="--seeds"):
+            parse_seeds(text)
+
+
+def test_a_variant_is_a_name_and_options():
+    assert parse_variant("plain") is None
+    assert parse_variant("grc") == "grc"
+    assert parse_variant("grc:ratio=0.25:variant=released") == {"name": "grc", "ratio": 0.25, "variant": "released"}
+    with pytest.raises(ValueError, match="'ratio' is not of the form key=value"):
+        parse_variant("grc:ratio")
+    with pytest.raises(ValueError, match="plain has no memory"):
+        parse_variant("plain:ratio=1")
+
+
+@pytest.mark.parametrize(("target", "width"), [(1070, 10), (1074, 10), (1076, 11), (100, 1)])
+def test_the_control_takes_the_nearest_width(target, width):
+    assert nearest_width(lambda w: 970 + 10 * w, target) == width
+
+
+def test_digits_with_memory_and_both_controls(tmp_path, capsys):
+    out = tmp_path / "comparison"
+    arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    names = ["plain", "grc", "grc:ratio=0.25", "control-conv", "control-flops"]
+    assert [v["name"] for v in result["variants"]] == [s["name"] for s in result["statistics"]] == names
+    assert (result["reference"], result["metric"], result["split"], result["seeds"]) == (
+        "plain",
+        "accuracy",
+        "test",
+        [0, 1],
+    )
+    rows = {v["name"]: v for v in result["variants"]}
+    assert rows["control-flops"]["flops"] == pytest.approx(rows["grc"]["flops"], rel=0.02)
+    assert rows["control-flops"]["flops_ratio"] == pytest.approx(rows["control-flops"]["flops"] / rows["grc"]["flops"])
+    assert rows["plain"]["flops"] < rows["grc:ratio=0.25"]["flops"] < rows["grc"]["flops"]
+    for row in result["variants"]:
+        for folder, value in zip(row["runs"], row["values"], strict=True):
+            summary = json.loads((out / folder / "summary.json").read_text(encoding="utf-8"))
+            assert summary["test"]["accuracy"] == value
+            assert summary["parameters"] == row["parameters"]
+    values = {v["name"]: v["values"] for v in result["variants"]}
+    assert result["statistics"] == json.loads(json.dumps(summarise(values, "plain")))
+    assert 0.05 < result["baselines"]["majority class"] < 0.2
+    assert (out / "report.html").is_file() and "control-flops: feed_forward" in printed
+    assert (out / "grc" / "seed_0" / "gates.json").is_file()
+    assert (out / "grc" / "seed_0" / "feature_maps.npz").is_file()
+    assert not (out / "plain" / "seed_0" / "gates.json").exists()
+
+    config, _, _ = load_run(out / "grc" / "seed_0")
+    assert config.model["memory"] == "grc" and config.model["image_size"] == 8
+
+
+def test_memory_can_be_emptied_and_shuffled(tmp_path, capsys):
+    run = tmp_path / "run"
+    more = ["model.memory=grc", "training.steps=30", "training.evaluate_every=30", "optimizer.learning_rate=0.01"]
+    assert main(["train", *TINY, *more, "--out", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--memory", "carry,reset,shuffle", "--json"]) == 0
+    carry, reset, shuffle = (row["loss"] for row in json.loads(capsys.readouterr().out)["scores"])
+    assert len({carry, reset, shuffle}) == 3
+    assert main(["evaluate", str(run), "--memory", "shuffle", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"][0]["loss"] == shuffle
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "standin.yaml"
+    path.write_text(yaml.safe_dump(standin.recipe()), encoding="utf-8")
+    return str(path)
+
+
+def test_finished_runs_are_kept_and_the_comparison_grows(recipe, tmp_path, capsys, monkeypatch):
+    trained = []
+    original = compare.run_training
+
+    def counting(config, folder, *rest):
+        trained.append(str(folder.relative_to(tmp_path / "out")))
+        if len(trained) == 2:
+            raise OSError(28, "No space left on device")
+        return original(config, folder, *rest)
+
+    monkeypatch.setattr(compare, "run_training", counting)
+    arguments = ["compare", recipe, "--with", "plain", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--seeds", "2"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert main([*arguments, "--seeds", "2"]) == 0
+    assert "1 finished runs kept, 1 to train" in capsys.readouterr().out
+    assert main([*arguments, "--seeds", "3"]) == 0
+    assert trained == ["plain/seed_0", "plain/seed_1", "plain/seed_1", "plain/seed_2"]
+    result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
+    assert len(result["variants"][0]["values"]) == 3
+    assert main([*arguments, "--seeds", "3", "optimizer.learning_rate=0.5"]) == 2
+    assert "optimizer.learning_rate: 0.01 -> 0.5" in capsys.readouterr().err
+
+
+def test_parallel_jobs_give_the_results_of_one_after_another(tmp_path, capsys):
+    results = []
+    for jobs in ("1", "2"):
+        out = tmp_path / jobs
+        assert main(["compare", *TINY, "--with", "plain", "--seeds", "2", "--jobs", jobs, "--out", str(out)]) == 0
+        results.append(json.loads((out / "compare.json").read_text(encoding="utf-8"))["variants"][0]["values"])
+        curves = [read_metrics(out / "plain" / f"seed_{seed}" / "metrics.jsonl")[0]["loss"] for seed in (0, 1)]
+        assert curves[0] != curves[1]
+    assert results[0] == results[1]
+    assert (tmp_path / "2" / "plain" / "seed_0" / "log.txt").read_text(encoding="utf-8").count("validation") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--with", "plain,gcr"], "unknown memory 'gcr'; did you mean 'grc'"),
+        (["--with", "grc:ratoi=1"], "option of memory 'grc' 'ratoi'; did you mean 'ratio'"),
+        (["--with", "plain,plain"], "names a variant twice"),
+        (["--with", "plain", "--control", "conf"], "--control 'conf' is unknown"),
+        (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),
+        (["--with", "plain", "training.seed=3"], "set by --seeds"),
+        (["--with", "plain", "--control", "flops"], "which model 'standin_mlp' does not have"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(recipe, tmp_path, capsys, arguments, message):
+    assert main(["compare", recipe, "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,139 @@
+"""Checkpoints: whole or absent, checked when read, and honest about what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from cached_transformers.training import checkpoint as module
+from cached_transformers.training.checkpoint import Checkpoints, capture_rng, read_checkpoint, restore_rng
+
+CONFIG = {"training": {"steps": 9}}
+
+
+def save(checkpoints: Checkpoints, step: int, best: int | None = None):
+    weights = {"w": torch.full((3, 2), float(step)), "cache": torch.arange(4.0)}
+    return checkpoints.save(step, CONFIG, weights, {"numbers": [step, 0.5], "t": torch.ones(2)}, best)
+
+
+def test_what_is_saved_is_read_back(tmp_path):
+    path = save(Checkpoints(tmp_path / "checkpoints"), 7)
+    stored = read_checkpoint(path)
+    assert (stored.step, stored.config) == (7, CONFIG)
+    assert torch.equal(stored.weights["w"], torch.full((3, 2), 7.0))
+    assert stored.training["numbers"] == [7, 0.5]
+
+
+def test_tied_weights_are_saved(tmp_path):
+    shared = torch.ones(2, 2)
+    path = Checkpoints(tmp_path).save(1, CONFIG, {"a": shared, "b": shared.t()}, {}, None)
+    assert set(read_checkpoint(path).weights) == {"a", "b"}
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3, 4, 5):
+        save(checkpoints, step, best=min(step, 2))
+    assert [p.name for p in checkpoints.paths()] == ["step_00000002", "step_00000004", "step_00000005"]
+    assert checkpoints.named("last").name == "step_00000005"
+    assert checkpoints.named("best").name == "step_00000002"
+
+
+def damage_truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def damage_flip(path):
+    content = bytearray((path / "training.pt").read_bytes())
+    content[40] ^= 1
+    (path / "training.pt").write_bytes(bytes(content))
+
+
+def damage_remove(path):
+    (path / "training.pt").unlink()
+
+
+def damage_meta(path):
+    (path / "meta.json").write_text("{}", encoding="utf-8")
+
+
+def damage_format(path):
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    (path / "meta.json").write_text(json.dumps({**meta, "format": 99}), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, r"step_00000002 is damaged: model\.safetensors .* does not match its checksum"),
+        (damage_flip, r"step_00000002 is damaged: training\.pt .* does not match its checksum"),
+        (damage_remove, r"step_00000002 is damaged: training\.pt is missing"),
+        (damage_meta, r"step_00000002 is not a checkpoint: meta\.json"),
+        (damage_format, r"step_00000002 has checkpoint format 99, this version reads 1"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_and_the_one_before_taken(tmp_path, damage, message):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    damage(save(checkpoints, 2))
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path / "step_00000002")
+    found, problems = checkpoints.newest_valid()
+    assert found is not None and found.step == 1
+    assert len(problems) == 1 and "step_00000002" in problems[0]
+    damage_remove(tmp_path / "step_00000001")
+    with pytest.raises(ValueError, match="no checkpoint in .* can be read"):
+        checkpoints.newest_valid()
+
+
+def test_no_checkpoint_is_not_an_error(tmp_path):
+    assert Checkpoints(tmp_path / "none").newest_valid() == (None, [])
+    with pytest.raises(ValueError, match="there is no such folder"):
+        read_checkpoint(tmp_path / "none")
+
+
+@pytest.mark.parametrize("failing", ["model.safetensors", "training.pt", "meta.json"])
+def test_a_full_disk_leaves_earlier_checkpoints_and_no_debris(tmp_path, monkeypatch, failing):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1, best=1)
+    original = module.write_durably
+
+    def full(path, content):
+        if path.name == failing:
+            path.write_bytes(content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(path, content)
+
+    monkeypatch.setattr(module, "write_durably", full)
+    with pytest.raises(OSError, match=r"step_00000002 could not be written \(No space left on device\)") as error:
+        save(checkpoints, 2, best=2)
+    assert error.value.errno == errno.ENOSPC
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step_00000001"]
+    assert read_checkpoint(checkpoints.named("best")).step == 1
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    for step in (1, 2, 3):
+        save(checkpoints, step, best=step)
+    checkpoints.set_aside_after(1, best=1)
+    assert [p.name for p in checkpoints.paths()] == ["step_00000001"]
+    assert checkpoints.named("best").name == checkpoints.named("last").name == "step_00000001"
+    assert sorted(p.name for p in tmp_path.glob("superseded*")) == [
+        "superseded_step_00000002_0",
+        "superseded_step_00000003_0",
+    ]
+
+
+def test_random_states_come_back_through_a_file(tmp_path):
+    random.gauss(0, 1), np.random.randn(), torch.randn(3)
+    path = Checkpoints(tmp_path).save(1, CONFIG, {"w": torch.ones(1)}, {"rng": capture_rng()}, None)
+    expected = (random.gauss(0, 1), random.random(), np.random.randn(), torch.randn(2).tolist())
+    restore_rng(read_checkpoint(path).training["rng"])
+    assert (random.gauss(0, 1), random.random(), np.random.randn(), torch.randn(2).tolist()) == expected

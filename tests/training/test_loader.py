@@ -1,0 +1,77 @@
+"""Data order: a pure function of (seed, epoch), the same for any start, process count, pieces and workers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import standin
+import torch
+
+from cached_transformers.training.loader import SeededRows, TrainingOrder, evaluation_batches, training_batches
+
+
+def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:
+    return list(itertools.islice(order, count))
+
+
+def test_an_epoch_holds_every_row_once_and_epochs_differ():
+    batches = take(TrainingOrder(12, 4, seed=3), 6)
+    first, second = (list(itertools.chain(*batches[i : i + 3])) for i in (0, 3))
+    assert sorted(index for _, index in first) == sorted(index for _, index in second) == list(range(12))
+    assert {epoch for epoch, _ in first} == {0} and {epoch for epoch, _ in second} == {1}
+    assert [index for _, index in first] != [index for _, index in second]
+
+
+def test_starting_later_continues_the_same_order():
+    whole = take(TrainingOrder(10, 3, seed=1), 9)
+    for start in range(9):
+        assert take(TrainingOrder(10, 3, seed=1, start=start), 9 - start) == whole[start:]
+
+
+def test_processes_and_pieces_together_take_the_rows_of_one_process():
+    whole = take(TrainingOrder(20, 8, seed=1), 4)
+    for world_size, accumulate in ((2, 1), (1, 4), (2, 2)):
+        pieces = [
+            take(TrainingOrder(20, 8, 1, 0, rank, world_size, accumulate), 4 * accumulate) for rank in range(world_size)
+        ]
+        for step in range(4):
+            parts = [p for mine in pieces for p in mine[step * accumulate : (step + 1) * accumulate]]
+            assert list(itertools.chain(*parts)) == whole[step]
+
+
+def test_seeds_differ():
+    assert take(TrainingOrder(50, 10, seed=0), 1) != take(TrainingOrder(50, 10, seed=1), 1)
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"batch_size=8 must be a multiple of 3 processes"):
+        TrainingOrder(20, 8, 0, world_size=3)
+    with pytest.raises(ValueError, match=r"batch_size=8 exceeds the 7 training rows"):
+        TrainingOrder(7, 8, 0)
+
+
+def test_augmentation_depends_on_seed_epoch_and_row_alone_and_spares_the_global_generator():
+    rows = SeededRows(standin.StandinRows("train"), seed=5)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = rows[(0, 3)][0]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(7)
+    assert torch.equal(rows[(0, 3)][0], first)
+    assert not torch.equal(rows[(1, 3)][0], first)
+    assert not torch.equal(SeededRows(standin.StandinRows("train"), seed=6)[(0, 3)][0], first)
+
+
+def test_workers_deliver_the_same_batches():
+    data = standin.StandinRows("train")
+    batches = [training_batches(data, TrainingOrder(len(data), 8, seed=2), workers) for workers in (0, 2)]
+    for _ in range(8):
+        alone, together = (next(b) for b in batches)
+        assert torch.equal(alone.inputs, together.inputs) and torch.equal(alone.targets, together.targets)
+
+
+def test_evaluation_covers_every_row_once_for_uneven_shares():
+    data = standin.StandinRows("validation", size=11)
+    seen = [b.inputs for rank in range(3) for b in evaluation_batches(data, 2, rank, 3)]
+    assert sorted(torch.cat(seen)[:, 0].tolist()) == sorted(data.points[:, 0].tolist())

@@ -1,0 +1,301 @@
+"""The loop: what it writes, what it leaves alone, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import standin
+import torch
+from torch import nn
+
+from cached_transformers.config import config_from_dict, fill_from_data, load_config
+from cached_transformers.training import checkpoint as checkpoint_module
+from cached_transformers.training.checkpoint import read_checkpoint
+from cached_transformers.training.distributed import World, world
+from cached_transformers.training.metrics import MetricsFile, evaluate, read_metrics
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.run import build_dataset, build_model, load_run, run_training
+from cached_transformers.training.trainer import Trainer
+from cached_transformers.yaml_tree import apply_override
+
+CPU = World(torch.device("cpu"))
+
+
+def make(folder: Path, *overrides: str, model: nn.Module | None = None) -> Trainer:
+    tree = copy.deepcopy(standin.recipe())
+    for override in overrides:
+        apply_override(tree, override)
+    config = config_from_dict(tree)
+    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+    config = fill_from_data(config, train.describe())
+    folder.mkdir(parents=True, exist_ok=True)
+    reporter = Reporter("test", config.training.steps, None)
+    return Trainer(config, model or build_model(config), train, validation, folder, CPU, reporter)
+
+
+def fitted(folder: Path, *overrides: str) -> Trainer:
+    trainer = make(folder, *overrides)
+    trainer.fit()
+    return trainer
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_it_learns(tmp_path):
+    trainer = fitted(tmp_path, "training.steps=150", "training.evaluate_every=150", "data.size=200")
+    assert trainer.best["accuracy"] > 0.85
+
+
+def test_metrics_and_checkpoints_are_those_asked_for(tmp_path):
+    fitted(tmp_path, "training.save_every=5", "training.keep=9")
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if line["split"] == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in lines if line["split"] == "validation"] == [4, 8, 12]
+    steps = {int(p.name[5:]) for p in (tmp_path / "checkpoints").glob("step_*")}
+    assert steps >= {5, 10, 12}
+    losses = {line["step"]: line["loss"] for line in lines if line["split"] == "validation"}
+    assert all(0 < loss < 5 for loss in losses.values())
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
+    first, again = (weights(fitted(tmp_path / name)) for name in ("a", "b"))
+    assert_equal(first, again)
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+    other = weights(fitted(tmp_path / "c", "training.seed=1"))
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_accumulation_and_workers_do_not_change_what_is_learned(tmp_path):
+    options = ("model.dropout=0.0", "model.rate=0.0", "training.clip_norm=0.5")
+    whole = weights(fitted(tmp_path / "a", *options))
+    pieces = weights(fitted(tmp_path / "b", *options, "training.accumulate=4"))
+    workers = weights(fitted(tmp_path / "c", *options, "training.workers=1"))
+    assert_equal(whole, workers)
+    for name in whole:
+        torch.testing.assert_close(whole[name], pieces[name], rtol=1e-4, atol=1e-5)
+
+
+def test_how_often_it_is_evaluated_changes_nothing_in_training(tmp_path):
+    often = fitted(tmp_path / "a", "training.evaluate_every=1")
+    once = fitted(tmp_path / "b", "training.evaluate_every=12")
+    assert_equal(weights(often), weights(once))
+
+
+def test_evaluation_leaves_mode_buffers_and_random_states():
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Dropout().eval()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, inputs):
+            self.count += 1
+            return torch.randn(len(inputs), 4)
+
+    model = Restless().train()
+    model.frozen.eval()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    values = evaluate(model, standin.StandinRows("validation"), CPU, 7)
+    assert model.training and not model.frozen.training and model.count == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert 0 <= values["accuracy"] <= 1
+
+
+def test_evaluation_weighs_every_row_alike():
+    config = config_from_dict({**standin.recipe(), "model": {"name": "standin_mlp", "classes": 4}})
+    model = build_model(config).eval()
+    data = standin.StandinRows("validation", size=11)
+    logits = model(data.points).outputs
+    values = evaluate(model, data, CPU, 4)
+    assert values["loss"] == pytest.approx(nn.functional.cross_entropy(logits, data.labels).item(), rel=1e-6)
+    assert values["accuracy"] == pytest.approx((logits.argmax(1) == data.labels).double().mean().item())
+
+
+def test_label_smoothing_and_auxiliary_loss_reach_the_weights_but_not_the_reported_loss(tmp_path):
+    class Auxiliary(standin.StandinMLP):
+        def forward(self, inputs):
+            output = super().forward(inputs)
+            return output._replace(auxiliary_loss=self.head.bias.sum())
+
+    plain = make(tmp_path / "a")
+    auxiliary = make(tmp_path / "b", model=Auxiliary(classes=4))
+    auxiliary.model.load_state_dict(plain.model.state_dict())
+    smooth = make(tmp_path / "c", "training.label_smoothing=0.3")
+    for trainer in (plain, auxiliary, smooth):
+        torch.manual_seed(0)
+        trainer.fit()
+    first = [metrics(tmp_path / name)[0]["loss"] for name in "abc"]
+    biases = [trainer.model.head.bias.sum().item() for trainer in (plain, auxiliary, smooth)]
+    assert biases[1] < biases[0] - 0.01
+    assert not torch.equal(plain.model.head.weight, smooth.model.head.weight)
+    assert abs(first[0] - first[2]) < 0.2
+
+
+def test_bfloat16_trains_close_to_float32(tmp_path):
+    full, half = (fitted(tmp_path / p, f"training.precision={p}") for p in ("float32", "bfloat16"))
+    gap = abs(full.latest["loss"] - half.latest["loss"])
+    assert 0 < gap < 0.05
+
+
+def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
+    trainer = fitted(tmp_path, "data.poison=49", "training.steps=30", "data.augment=false")
+    assert trainer.skipped > 0 and trainer.bad_in_a_row == 0
+    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    assert metrics(tmp_path)[-2]["skipped"] == trainer.skipped
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
+    trainer = make(tmp_path, "data.poison=0", "training.max_bad_steps=3")
+    before = weights(trainer)
+    with pytest.raises(RuntimeError, match=r"3 steps in a row .*max_bad_steps=3.* at step 3.*learning_rate"):
+        trainer.fit()
+    assert torch.equal(trainer.model.head.weight, before["head.weight"])
+
+
+def test_clipping_bounds_the_step(tmp_path):
+    options = ("optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "schedule.name=constant")
+    trainer = make(tmp_path, *options, "schedule.warmup_steps=0", "training.steps=1", "training.clip_norm=0.001")
+    before = torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+    trainer.fit()
+    after = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    assert (after - before).norm().item() == pytest.approx(0.001 * 0.01, rel=1e-3)
+
+
+def test_what_the_machine_or_model_cannot_do_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"precision='float16' needs a CUDA device"):
+        make(tmp_path, "training.precision=float16")
+    with pytest.raises(ValueError, match="StandinMLP does not offer it"):
+        make(tmp_path, "training.activation_checkpointing=true")
+    with pytest.raises(ValueError, match="is no device"), world("gpu"):
+        pass
+
+
+def test_the_best_by_loss_ignores_a_loss_that_is_not_a_number(tmp_path):
+    trainer = make(tmp_path, "training.metric=loss")
+    nan, good = {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 3.0}
+    assert trainer._score(good) > trainer._score(nan)
+
+
+def test_a_full_disk_stops_the_run_but_spares_what_is_saved(tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    original = checkpoint_module.write_durably
+
+    def full(path, content):
+        if trainer.step > 4 and path.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        original(path, content)
+
+    monkeypatch.setattr(checkpoint_module, "write_durably", full)
+    with pytest.raises(OSError, match="step_00000008 could not be written"):
+        trainer.fit()
+    monkeypatch.undo()
+    again = make(tmp_path)
+    again.resume("auto")
+    assert again.step == 4
+    again.fit()
+    whole = fitted(tmp_path / "whole")
+    assert_equal(weights(again), weights(whole))
+    assert metrics(tmp_path) == metrics(tmp_path / "whole")
+
+
+def test_resuming_into_another_configuration_lists_the_differences(tmp_path):
+    fitted(tmp_path)
+    trainer = make(tmp_path, "optimizer.learning_rate=0.5", "training.seed=3", "training.steps=20")
+    with pytest.raises(ValueError) as error:
+        trainer.resume("auto")
+    assert "optimizer.learning_rate: 0.01 -> 0.5" in str(error.value)
+    assert "training.seed: 0 -> 3" in str(error.value)
+    assert "training.steps:" not in str(error.value)
+    with pytest.raises(ValueError, match="holds a run already"):
+        make(tmp_path).resume("never")
+    with pytest.raises(ValueError, match=r"beyond training\.steps=4"):
+        make(tmp_path, "training.steps=4").resume("auto")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        make(tmp_path).resume(str(tmp_path / "nowhere"))
+
+
+def test_going_back_to_a_named_checkpoint_repeats_the_run(tmp_path):
+    fitted(tmp_path, "training.keep=9")
+    final = read_checkpoint(tmp_path / "checkpoints" / "step_00000012").weights
+    before = metrics(tmp_path)
+    trainer = make(tmp_path, "training.keep=9")
+    trainer.resume(str(tmp_path / "checkpoints" / "step_00000004"))
+    assert [line["step"] for line in metrics(tmp_path)][-1] == 12
+    trainer.fit()
+    assert_equal(weights(trainer), final)
+    assert metrics(tmp_path) == before
+    assert len(list((tmp_path / "checkpoints").glob("superseded_*"))) == 2
+
+
+def test_more_steps_continue_a_finished_run(tmp_path):
+    fitted(tmp_path, "schedule.name=constant")
+    trainer = make(tmp_path, "schedule.name=constant", "training.steps=20")
+    trainer.resume("auto")
+    trainer.fit()
+    whole = fitted(tmp_path / "whole", "schedule.name=constant", "training.steps=20")
+    assert_equal(weights(trainer), weights(whole))
+
+
+def test_a_run_with_a_shared_cache_resumes_to_the_bit(tmp_path):
+    options = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.evaluate_every=3"]
+    options += ["schedule.name=constant", "schedule.warmup_steps=0", "training.tensorboard=false"]
+    for folder, steps in (("parts", 5), ("parts", 10), ("whole", 10)):
+        run_training(load_config("digits_vit_grc", [*options, f"training.steps={steps}"]), tmp_path / folder)
+    # Both evaluate at their last step, the one stopped in between also at step 5.
+    paths = [tmp_path / folder / "checkpoints" / "step_00000010" for folder in ("parts", "whole")]
+    parts, whole = (read_checkpoint(path).weights for path in paths)
+    assert any("cache" in name and value.abs().max() > 0 for name, value in whole.items())
+    assert_equal(parts, whole)
+
+
+def test_a_metrics_file_is_cut_at_the_step_and_at_a_broken_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 5, "loss": 2.0}\n{"step": 6, "lo', encoding="utf-8")
+    file = MetricsFile(path, 4)
+    file.write({"step": 5, "loss": float("inf")})
+    file.close()
+    assert read_metrics(path) == [{"step": 1, "loss": 1.0}, {"step": 5, "loss": None}]
+
+
+def test_a_whole_run_leaves_a_complete_folder(tmp_path):
+    config = config_from_dict(standin.recipe())
+    summary = run_training(config, tmp_path / "run")
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert stored == json.loads(json.dumps(summary))
+    assert stored["parameters"] == 16 * 3 + 32 + 4 * 17
+    assert stored["flops"] == 2 * (2 * 16 + 16 * 4)
+    assert stored["variant"] == "plain" and stored["test"]["step"] == stored["best"]["step"]
+    _, model, step = load_run(tmp_path / "run", "best")
+    values = evaluate(model, standin.StandinRows("test"), CPU, 8)
+    assert step == stored["best"]["step"]
+    assert values["loss"] == pytest.approx(stored["test"]["loss"], rel=1e-9)
+    validated = evaluate(model, standin.StandinRows("validation"), CPU, 8)
+    assert validated["accuracy"] == stored["best"]["accuracy"]
+
+
+def test_tensorboard_receives_the_lines(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fitted(tmp_path, "training.tensorboard=true")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = events.Scalars("validation/loss")
+    expected = [(line["step"], line["loss"]) for line in metrics(tmp_path) if line["split"] == "validation"]
+    assert [(p.step, pytest.approx(p.value)) for p in points] == expected
