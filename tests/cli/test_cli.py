@@ -50,9 +50,7 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     assert {"listops", "digits"} <= {row["name"] for row in rows["datasets"]}
     assert {"vision_transformer", "sequence_classifier"} <= {row["name"] for row in rows["models"]}
     assert "digits_vit_grc" in {row["name"] for row in rows["recipes"]}
-    assert all(
-        row["summary"] for kind in ("memories", "attentions", "models", "datasets", "recipes") for row in rows[kind]
-    )
+    assert all(row["summary"] for kind in rows.values() for row in kind)
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
 

@@ -88,7 +88,7 @@ def test_a_bad_checkpoint_is_refused_and_the_one_before_taken(tmp_path, damage, 
     assert found is not None and found.step == 1
     assert len(problems) == 1 and "step_00000002" in problems[0]
     damage_remove(tmp_path / "step_00000001")
-    with pytest.raises(ValueError, match="no checkpoint in .* can be read"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be read"):
         checkpoints.newest_valid()
 
 

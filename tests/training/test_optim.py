@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ def test_cosine_rises_linearly_and_ends_at_its_floor():
     assert rates[:10] == pytest.approx([0.2 * t for t in range(1, 11)])
     assert rates[59] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[-1] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
 
 
 def test_constant_without_warmup_is_constant():

@@ -1,4 +1,4 @@
-"""Stopping and going on, with real processes and real signals: the result is that of a run never stopped, to the bit."""
+"""Stopping and going on, with real processes and signals: the result is that of a run never stopped, to the bit."""
 
 from __future__ import annotations
 
