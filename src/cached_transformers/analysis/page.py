@@ -13,20 +13,19 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--surface); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+main { max-width: 68rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.3rem; margin: 3rem 0 .75rem; padding-top: 1.25rem; border-top: 1px solid var(--grid); }
 h3 { font-size: 1.02rem; margin: 2rem 0 .5rem; }
 p { max-width: 44rem; margin: .5rem 0; }
 a { color: var(--c1); }
 .summary { font-size: 1.05rem; margin: 1.25rem 0; }
-.note, figcaption, caption { color: var(--muted); font-size: .85rem; text-align: left; max-width: 44rem; }
+.note, figcaption { color: var(--muted); font-size: .85rem; text-align: left; max-width: 44rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .75rem 0; font-size: .88rem; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; min-width: 100%; }
-caption { caption-side: bottom; padding-top: .5rem; }
-th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--grid); text-align: left; white-space: nowrap;
+th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--grid); text-align: left; white-space: nowrap;
   vertical-align: top; }
 thead th { color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted); vertical-align: bottom; }
 tbody th { font-weight: 600; }
@@ -76,15 +75,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], caption: 
     """A table whose first column names the row and whose other columns are numbers, aligned right."""
     head = "".join(f'<th scope="col"{_number(i)}>{escape(text)}</th>' for i, text in enumerate(header))
     body = "\n".join("<tr>" + "".join(_cell(i, cell) for i, cell in enumerate(row)) + "</tr>" for row in rows)
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll"><table>{title}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
-    )
+    note = paragraph(caption, "note") if caption else ""  # outside the table: it stays in view where the table scrolls
+    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{note}'
 
 
 def figure(svg: str, caption: str) -> str:
     """A figure with its caption."""
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f'<figure><div class="scroll">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def paragraph(text: str, kind: str = "") -> str:
@@ -98,8 +95,9 @@ def collapsible(title: str, text: str) -> str:
 
 
 def environment_text(environment: Mapping[str, Any] | None) -> str:
-    """The environment of a run in one line: `torch 2.7, python 3.12, ...`."""
-    return ", ".join(f"{key} {value}" for key, value in (environment or {}).items() if value not in (None, ""))
+    """The environment of a run in one line: `torch 2.7, python 3.12, ...`; its date has a line of its own."""
+    shown = {key: value for key, value in (environment or {}).items() if key != "date" and value not in (None, "")}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def write_page(path: Path, text: str) -> Path:

@@ -178,10 +178,9 @@ def metric_against_flops(points: Sequence[Point], metric: str = "accuracy", refe
         low, high = min(p.flops for p in points), max(p.flops for p in points)
         if high > 10 * low:
             ax.set_xscale("log")
-        ax.margins(x=0.1, y=0.12)
+        ax.margins(x=0.18, y=0.12)
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
         ax.set(title=f"{metric} against cost", xlabel="operations per forward pass", ylabel=measure.axis_label)
-        figure.draw_without_rendering()
         _label_points(ax, points, measure, variant_looks)
     return figure
 
@@ -259,11 +258,10 @@ def _figure(
 def _draw_curves(ax: Axes, curves: Mapping[str, _Curve], line_looks: Mapping[str, Look]) -> None:
     for name, curve in curves.items():
         look = line_looks[name]
-        single = {"marker": "o", "ms": 5} if len(curve.steps) == 1 else {}
-        ax.plot(curve.steps, curve.mean, color=look.colour, ls=look.dash, **single)
+        marker = "o" if len(curve.steps) == 1 else ""  # a line needs two points to be seen
+        ax.plot(curve.steps, curve.mean, color=look.colour, ls=look.dash, marker=marker, ms=5)
         ax.fill_between(curve.steps, curve.low, curve.high, color=look.colour, alpha=0.15, lw=0)
     ax.margins(x=0.02)
-    ax.figure.draw_without_rendering()
     low, high = ax.get_ylim()
     ends = [curve.mean[-1] for curve in curves.values()]
     for (name, curve), y in zip(curves.items(), _spread(ends, 0.075 * (high - low)), strict=True):
@@ -308,24 +306,25 @@ def _draw_gate_map(ax: Axes, layers: Sequence[Sequence[float]], ramp: Any) -> No
 
 
 def _label_points(ax: Axes, points: Sequence[Point], measure: Metric, variant_looks: Mapping[str, Look]) -> None:
-    """Names to the right of the points; points of about the same cost share a column of labels that keep apart."""
+    """Names beside the points; of points with about the same cost the cheaper half has its names on the left."""
     low, high = ax.get_ylim()
     left, right = ax.get_xlim()
     log = ax.get_xscale() == "log"
     place = {p.name: (math.log(p.flops) if log else p.flops) for p in points}
     width = (math.log(right) - math.log(left)) if log else right - left
-    columns: list[list[Point]] = []
+    clusters: list[list[Point]] = []
     for p in sorted(points, key=lambda p: p.flops):
-        if columns and place[p.name] - place[columns[-1][-1].name] < 0.12 * width:
-            columns[-1].append(p)
+        if clusters and place[p.name] - place[clusters[-1][-1].name] < 0.2 * width:
+            clusters[-1].append(p)
         else:
-            columns.append([p])
-    for column in columns:
-        heights = _spread([measure.scale * p.mean for p in column], 0.065 * (high - low))
-        x = max(p.flops for p in column)
-        for p, y in zip(column, heights, strict=True):
-            label = ax.annotate(p.name, (x, y), xytext=(9, 0), textcoords="offset points", va="center", fontsize=9)
-            label.set_color(variant_looks[p.name].colour)
+            clusters.append([p])
+    for cluster in clusters:
+        half = len(cluster) // 2
+        for side, group in ((-1, cluster[:half]), (1, cluster[half:])):
+            heights = _spread([measure.scale * p.mean for p in group], 0.065 * (high - low))
+            for p, y in zip(group, heights, strict=True):
+                label = ax.annotate(p.name, (p.flops, y), xytext=(9 * side, 0), textcoords="offset points", fontsize=9)
+                label.set(color=variant_looks[p.name].colour, va="center", ha="left" if side > 0 else "right")
 
 
 def _both(self_maps: Array, memory_maps: Array) -> tuple[tuple[str, Array], tuple[str, Array]]:

@@ -65,6 +65,7 @@ def write_run_report(run_folder: str | Path) -> Path:
                 "variant": summary.get("variant"),
                 "seed": summary.get("seed"),
                 "steps": summary.get("steps"),
+                "date": (summary.get("environment") or {}).get("date"),
                 "environment": environment_text(summary.get("environment")),
             }
         ),
@@ -165,7 +166,7 @@ def _table_caption(comparison: Comparison) -> str:
     smallest = {r["p_sign_flip_smallest"] for r in comparison.statistics} - {None}
     if smallest:
         flips = ", ".join(
-            f"{r['name']} {short_p(r['p_sign_flip'])}" for r in comparison.statistics if r["p_sign_flip"] is not None
+            f"{r['name']} {r['p_sign_flip']:.3g}" for r in comparison.statistics if r["p_sign_flip"] is not None
         )
         text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
     notes = {f"{r['name']}: {r['note']}" for r in comparison.statistics if r["note"]}
@@ -189,7 +190,7 @@ def _differences(comparison: Comparison, identifier: str) -> str:
     )
     return _heading(3, "Differences") + figure(
         svg,
-        "Mean paired difference, with its 95 % interval where there is one. An interval over zero shows no difference.",
+        "Mean paired difference with its 95 % interval. Where that includes zero, no difference can be shown.",
     )
 
 
@@ -268,7 +269,7 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> str:
     if not runs:
         return ""
-    rows = []
+    rows: list[list[Cell | str]] = []
     for name, group in runs.items():
         for run in group:
             report = run.folder / FILE_NAME

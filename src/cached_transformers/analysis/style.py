@@ -142,6 +142,9 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
+    used = {a or b for a, b in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', svg)}
+    # Ids that nothing refers to are dropped (equal images share one), the others made unique in the page.
+    svg = re.sub(r'\sid="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     svg = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{identifier}-", svg)
     for name, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--{name})")
@@ -149,7 +152,7 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
         f'aria-label="{escape(description)}" viewBox="0 0 {width} {height}" '
-        f'style="max-width: {float(width) * 1.25:.0f}px">'
+        f'style="min-width: {float(width) * 0.7:.0f}px; max-width: {float(width) * 1.25:.0f}px">'
     )
     return opening + svg[svg.index(">") + 1 :].strip()
 

@@ -1,0 +1,272 @@
+"""Reports: what they say must follow from the numbers; what is missing is left out; the page needs nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from analysis.folders import VALUES, make_comparison, make_run
+
+from cached_transformers.analysis.page import Cell, table
+from cached_transformers.analysis.report import write_compare_report, write_run_report
+from cached_transformers.analysis.run_folder import read_comparison, read_run
+from cached_transformers.analysis.statistics import summarise
+from cached_transformers.analysis.wording import Metric, comparison_summary, short_count, short_p, short_seconds
+from cached_transformers.cli import plot
+
+pytest.importorskip("matplotlib")
+ACCURACY = Metric("accuracy")
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks nesting and ids, and collects headings, links and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+        assert len(self.ids) == len(set(self.ids))
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        values = dict(attrs)
+        if "id" in values:
+            self.ids.append(values["id"])
+        for key in ("href", "src", "xlink:href"):
+            value = values.get(key) or ""
+            assert not re.match(r"(?i)(https?:)?//", value), f"the page asks for {value}"
+        if tag == "a":
+            self.links.append(values["href"])
+        assert tag not in ("script", "link", "iframe")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+
+
+def read(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_compare_report(tmp_path: Path) -> None:
+    folder = make_comparison(tmp_path / "digits")
+    write_run_report(folder / "grc" / "seed_0")
+    report = read(write_compare_report(folder))
+    sections = ["Differences", "Learning curves", "Accuracy against cost", "Gates", "Feature maps: grc", "Runs"]
+    assert report.headings == ["digits_vit", *sections, "Configurations"]
+    assert report.links == ["grc/seed_0/report.html"]  # the only run report that exists
+    for expected in ("92.13 %", "+1.63 points", "[+1.32, +1.94]", "< 0.001", "1.24 \N{MULTIPLICATION SIGN}", "10.14 %"):
+        assert expected in report.text
+    assert "cannot fall below 0.0625" in report.text and "cached compare digits_vit" in report.text
+
+
+def test_report_of_several_comparisons(tmp_path: Path) -> None:
+    make_comparison(tmp_path / "a", {"plain": [0.5, 0.6], "grc": [0.6, 0.5]}, recipe="first")
+    make_comparison(tmp_path / "b", {"plain": [0.5], "grc": [0.6]}, recipe="second")
+    (tmp_path / "c").mkdir()
+    headings = read(write_compare_report(tmp_path)).headings
+    assert [h for h in headings if h in ("first", "second")] == ["first", "second"]
+    headings = read(write_compare_report(tmp_path, ["b", "a"])).headings
+    assert [h for h in headings if h in ("first", "second")] == ["second", "first"]
+    assert read(write_compare_report(tmp_path, ["b"])).headings[0] == "second"
+
+
+def test_run_report(tmp_path: Path) -> None:
+    report = read(write_run_report(make_run(tmp_path / "run", accuracy=0.938)))
+    assert report.headings == ["digits_vit", "Learning curves", "Gates", "Feature maps", "Configuration"]
+    for expected in ("93.80 %", "251 k", "31.1 M", "27 ms", "memory: grc", "Trained for 1,000 steps"):
+        assert expected in report.text
+
+
+def test_missing_files_leave_their_sections_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", gated=False)
+    (run / "config.yaml").unlink()
+    (run / "summary.json").unlink()
+    report = read(write_run_report(run))
+    assert (
+        report.headings == ["run", "Learning curves"]
+        and "not finished: its last record is of step 1,000" in report.text
+    )
+    folder = make_comparison(tmp_path / "compare", {"plain": [0.5], "grc": [0.6]}, baselines=None)
+    (folder / "grc" / "seed_0" / "metrics.jsonl").unlink()
+    report = read(write_compare_report(folder))
+    assert "Gates" not in report.headings and "Learning curves" in report.headings
+
+
+def test_user_strings_are_escaped(tmp_path: Path) -> None:
+    evil = '<script>alert("$1$")</script>&'
+    folder = make_comparison(tmp_path / "compare", {"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
+    data = json.loads((folder / "compare.json").read_text())
+    data |= {"recipe": evil, "command": evil, "environment": {"torch": evil}, "baselines": {evil: 0.1}}
+    data["variants"][1]["name"] = evil
+    (folder / "compare.json").write_text(json.dumps(data))
+    (folder / "plain" / "seed_0" / "config.yaml").write_text(evil)
+    report = write_compare_report(folder)
+    assert "<script" not in report.read_text() and read(report).text.count(evil) >= 6
+
+
+def test_old_report_survives_a_failed_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before = write_run_report(run).read_bytes()
+    (run / "feature_maps.npz").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"feature_maps\.npz holds no feature maps"):
+        write_run_report(run)
+    assert (run / "report.html").read_bytes() == before and not list(run.glob("*.partial"))
+
+
+def test_statistics_are_made_from_the_values(tmp_path: Path) -> None:
+    folder = make_comparison(
+        tmp_path / "c", {"plain": [0.5, 0.6], "grc": [0.6, 0.7]}, statistics=[{"name": "grc", "mean": 9}]
+    )
+    assert read_comparison(folder).statistics == summarise({"plain": [0.5, 0.6], "grc": [0.6, 0.7]}, "plain")
+
+
+def test_bad_folders_are_named(tmp_path: Path) -> None:
+    for call in (write_run_report, write_compare_report, read_comparison):
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path / "none"))):
+            call(tmp_path / "none")
+    run = make_run(tmp_path / "run")
+    for name, text, message in (
+        ("metrics.jsonl", '{"step": 1}\nnot json\n{"step": 2}\n', r"metrics\.jsonl, line 2 is not JSON"),
+        ("metrics.jsonl", '{"split": "train"}\n', r'line 1 is not a record with a whole number "step"'),
+        ("summary.json", "[]", r"summary\.json must hold a JSON object, not list"),
+        ("gates.json", '{"layers": 3}', r"gates\.json must hold"),
+    ):
+        kept = (run / name).read_text()
+        (run / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_run(run)
+        (run / name).write_text(kept)
+    folder = make_comparison(tmp_path / "c", {"plain": [0.5]})
+    for change, message in (
+        ({"reference": "x"}, "reference='x'"),
+        ({"variants": [{}]}, "lacks what a comparison needs"),
+    ):
+        data = json.loads((folder / "compare.json").read_text()) | change
+        (tmp_path / "compare.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=message):
+            read_comparison(tmp_path)
+
+
+def test_a_line_being_written_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1}\n{"step": 2, "spl')
+    assert [record["step"] for record in read_run(tmp_path).records] == [1]
+
+
+def summary_of(
+    values: dict[str, list[float]], metric: Metric = ACCURACY, baselines: dict[str, float] | None = None
+) -> str:
+    return " ".join(comparison_summary(summarise(values, "plain"), "plain", metric, "test", baselines or {}))
+
+
+def test_summary_claims_what_the_test_shows() -> None:
+    text = summary_of(VALUES)
+    assert (
+        "grc is 1.63 points better than plain, more than chance" in text
+        and "could not give less than p = 0.0625" in text
+    )
+    assert "Between convolution and plain no difference can be shown with 5 seeds (p = 0.08" in text
+    worse = summary_of({"plain": VALUES["grc"], "grc": VALUES["plain"]})
+    assert "grc is 1.63 points worse than plain, more than" in worse
+
+
+def test_summary_corrects_for_several_variants() -> None:
+    plain = [0.50, 0.51, 0.52, 0.53]
+    shifted = [a + d for a, d in zip(plain, [0.01, 0.03, 0.02, 0.04], strict=True)]
+    assert summarise({"plain": plain, "a": shifted}, "plain")[1]["p_value"] < 0.05
+    assert "more than chance" in summary_of({"plain": plain, "a": shifted})
+    assert "more than chance" not in summary_of({"plain": plain, "a": shifted, "b": shifted, "c": shifted})
+
+
+def test_summary_without_a_test() -> None:
+    assert "from one seed nothing can be concluded" in summary_of({"plain": [0.5], "grc": [0.9]})
+    text = summary_of({"plain": [0.5, 0.6], "grc": [0.5, 0.6]})
+    assert "no difference can be shown" in text and "p = 1.000" in text
+    assert "the t-test is undefined" in summary_of({"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
+
+
+def test_summary_of_a_loss_and_of_baselines() -> None:
+    text = summary_of(
+        {"plain": [2.0, 2.1, 2.05], "grc": [1.0, 1.09, 1.06]}, Metric("loss"), {"uniform": 2.0, "zero": 3.0}
+    )
+    assert "grc is 1.01 better than plain" in text or "grc is 1 better than plain" in text
+    assert "baseline “uniform” reaches 2." in text and "No better than that on average: plain." in text
+    assert "No better than that" not in summary_of(VALUES, baselines={"majority class": 0.1})
+
+
+def test_numbers_as_text() -> None:
+    assert [short_count(x) for x in (0, 950, 999.7, 1234, 9.999e5, 27_525_120, 4.6e9)] == [
+        *("0", "950", "1 k", "1.23 k", "1 M", "27.5 M", "4.6 G"),
+    ]
+    assert [short_seconds(x) for x in (2e-5, 0.021, 1.5, 90, 7200)] == ["20 µs", "21 ms", "1.5 s", "1.5 min", "2 h"]
+    assert [short_p(p) for p in (None, 1e-9, 0.05)] == ["\N{EN DASH}", "< 0.001", "0.050"]
+    assert Metric("loss").value(0.12344) == "0.1234" and ACCURACY.difference(-0.0123) == "\N{MINUS SIGN}1.23 points"
+
+
+def test_table_cells() -> None:
+    html = table(["a", "b"], [[Cell("x", link="p?a=1&b"), Cell("1", small="<2>")]], caption="c")
+    assert (
+        '<a href="p?a=1&amp;b">x</a>' in html and "<small>&lt;2&gt;</small>" in html and '<td class="number">1' in html
+    )
+
+
+def command(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    plot.add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["plot", *map(str, words)])
+    return arguments.run(arguments)
+
+
+def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_comparison(tmp_path / "c", {"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
+    run = folder / "grc" / "seed_0"
+    assert command("curves", folder) == 0 and (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out.strip() == str(folder / "curves.png")
+    for kind, target in (("curves", run), ("gates", folder), ("maps", run), ("flops", folder)):
+        assert command(kind, target, "--output", tmp_path / f"{kind}.svg") == 0
+        assert "<svg" in (tmp_path / f"{kind}.svg").read_text()
+    assert command("report", folder, run) == 0
+    assert (folder / "report.html").is_file() and (run / "report.html").is_file()
+
+
+def test_plot_command_refuses(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "plain")
+    for words, message in (
+        (("gates", run), r"no gates\.json"),
+        (("maps", run), r"no feature_maps\.npz"),
+        (("maps", run, run), "draws one run"),
+        (("curves", tmp_path), "neither a run"),
+        (("flops", run), "holds no comparison"),
+        (("curves", run, "--output", "x.gif"), r"\.png, \.svg, \.pdf"),
+        (("report", run, "--output", "x.html"), "does not apply"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(*words)
+
+
+def test_maps_of_grey_images(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    maps = np.zeros((2, 3, 4, 4))
+    np.savez(run / "feature_maps.npz", image=np.zeros((3, 8, 8, 1)), self=maps, memory=maps)
+    assert "Feature maps" in read(write_run_report(run)).headings
