@@ -1,7 +1,7 @@
 """Memory for models that others wrote: `add_memory` and `remove_memory`.
 
-The host's own code runs as it is. Three hooks on each attention layer let the memory in: what the layer receives is noted, the
-merged heads are changed on their way into the output projection, and the projection's result is finished. What a class of
+The host's own code runs as it is. What an attention layer receives is noted by a hook, and its output projection is made to
+mix the memory in before it projects. What a class of
 attention layers calls its projection and its heads, an *adapter* says, in one short function; see `register_adapter`.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
@@ -12,13 +12,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.attention import plain_weights
 from ..memories import create_memory, memory_spec
-from ..memories.base import LayerMemory, Query, Reading
+from ..memories.base import LayerMemory, Query
 from ..memories.grc import commit_caches
 from ..registry import MEMORIES
 
@@ -102,28 +104,30 @@ def _adapter(layer: nn.Module) -> Adapter | None:
 
 
 class Tap:
-    """The hooks of one attention layer. Holds the layer's input between the hooks of one call."""
+    """Lets a memory into one attention layer. Holds the layer's input from its call to that of its projection."""
 
     def __init__(self, memory: LayerMemory, host: Host) -> None:
-        self.memory, self.heads, self.make_query = memory, host.heads, host.query
+        assert host.projection is not None
+        self.memory, self.projection, self.heads, self.make_query = memory, host.projection, host.heads, host.query
         self.query: Query | None = None
-        self.reading = Reading()
 
     def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.query = self.make_query(*args, **kwargs)
 
-    def before_projection(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        y_BND = args[0]
+    def project(self, y_BND: Tensor) -> Tensor:
+        """Stands in the place of the projection's forward; `y_BND` are the merged heads."""
         assert self.query is not None
-        self.reading = self.memory.read((), self.query, None)
+        query, self.query = self.query, None  # keep no activation alive
+        reading = self.memory.read((), query, None)
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return (self.memory.combine(y_BHNE, self.query, self.reading).transpose(1, 2).flatten(2), *args[1:])
-
-    def after_projection(self, projection: nn.Module, args: tuple[Any, ...], y_BND: Tensor) -> Tensor:
-        assert self.query is not None
-        query, reading = self.query, self.reading
-        self.query, self.reading = None, Reading()  # keep no activation alive
+        linear = partial(type(self.projection).forward, self.projection)
+        y_BND = self.memory.project(y_BHNE, query, reading, linear, plain_weights(self.projection))
         return self.memory.finish(y_BND, query, reading)
+
+    def remove(self, layer: nn.Module) -> None:
+        """Give the layer and its projection their own code back."""
+        del self.projection.forward
+        self.handle.remove()
 
 
 class CommitFirst:
@@ -212,15 +216,12 @@ def _attach(layer: nn.Module, host: Host, memory: LayerMemory) -> None:
     layer.memory = memory
     if host.install is not None:
         host.install(layer, memory)
-        layer.memory_hooks = host.uninstall  # type: ignore[assignment]
+        layer.memory_detach = host.uninstall  # type: ignore[assignment]
         return
-    assert host.projection is not None
     tap = Tap(memory, host)
-    layer.memory_hooks = [  # type: ignore[assignment]
-        layer.register_forward_pre_hook(tap.before_attention, with_kwargs=True),
-        host.projection.register_forward_pre_hook(tap.before_projection),
-        host.projection.register_forward_hook(tap.after_projection),
-    ]
+    tap.projection.forward = tap.project  # type: ignore[method-assign]
+    tap.handle = layer.register_forward_pre_hook(tap.before_attention, with_kwargs=True)
+    layer.memory_detach = tap.remove  # type: ignore[assignment]
 
 
 def remove_memory(model: nn.Module) -> nn.Module:
@@ -229,16 +230,11 @@ def remove_memory(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model has no memory.
     """
-    layers = [m for m in model.modules() if "memory_hooks" in vars(m)]
+    layers = [m for m in model.modules() if "memory_detach" in vars(m)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no memory that could be removed")
     for layer in layers:
-        hooks: Any = vars(layer).pop("memory_hooks")
-        if callable(hooks):
-            hooks(layer)
-        else:
-            for handle in hooks:
-                handle.remove()
+        vars(layer).pop("memory_detach")(layer)
         del layer.memory
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, CommitFirst):

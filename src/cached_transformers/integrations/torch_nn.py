@@ -76,8 +76,8 @@ class MultiheadAttentionWithMemory(nn.MultiheadAttention):
             y_BHNE = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         query = Query(x_BND, q, padding_BN=padding_BN)
         reading = self.memory.read((), query, None)
-        y_BND = self.memory.combine(y_BHNE, query, reading).transpose(1, 2).flatten(2)
-        return self.memory.finish(self.out_proj(y_BND), query, reading), weights
+        y_BND = self.memory.project(y_BHNE, query, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
+        return self.memory.finish(y_BND, query, reading), weights
 
 
 def _as_padding(mask: Tensor | None) -> Tensor | None:

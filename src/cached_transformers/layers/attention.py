@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
-from ..memories.base import Context, LayerMemory, Query, Reading
+from ..memories.base import Context, LayerMemory, Query, Reading, Weights
 from ..state import State
 from .positions import Positions
 
@@ -29,6 +29,11 @@ class Attended(NamedTuple):
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
+
+
+def plain_weights(linear: nn.Module) -> Weights:
+    """Weight and bias of an nn.Linear; None for what replaces one (adapters, quantised or parametrised layers)."""
+    return (linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
 class SelfAttention(nn.Module):
@@ -85,10 +90,7 @@ class SelfAttention(nn.Module):
         if self.causal and not self.core.supports_causal:
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
         if self.causal and not self.memory.causal:
-            raise ValueError(
-                f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
-                "take its causal form (for GRC: memory='grc_stream')"
-            )
+            raise ValueError(shows_the_future(memory))
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -129,7 +131,7 @@ class SelfAttention(nn.Module):
             positions_BNP: needed by schemes that act on queries and keys, and by memories that store positions.
             state: the memory's state.
             padding_BN: bool, True = padding.
-            context: keys and values from a model memory; a layer memory's own context comes before it.
+            context: keys and values from a model memory, placed behind those of the layer's own memory.
             bias_BHNM: added to the logits (a shift mask).
             size: (height, width) of the token map.
         """
@@ -137,7 +139,7 @@ class SelfAttention(nn.Module):
         q, k, v = self._project(h_BND, size)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
-        context = reading.context if reading.context is not None else context
+        context = join(reading.context, context)
         placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM)
         result = self.core(
             placed_q,
@@ -149,8 +151,7 @@ class SelfAttention(nn.Module):
             bias_BHNM=bias,
             x_BND=h_BND,
         )
-        y_BHNE = self.memory.combine(result.out_BHNV, query, reading)
-        y_BND = self.output(y_BHNE.transpose(1, 2).flatten(2))
+        y_BND = self.memory.project(result.out_BHNV, query, reading, self.output, plain_weights(self.output))
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
 
@@ -158,19 +159,37 @@ class SelfAttention(nn.Module):
         self, q: Tensor, k: Tensor, positions_BNP: Tensor | None, context: Context | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Context | None]:
         """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
-        all_positions = positions_BNP
         if context is not None:
             keep = context.valid_BM[:, None, :, None]
-            k_BHME = torch.where(keep, context.k_BHME, 0)  # a NaN in an empty slot would survive a mask on the logits
-            v_BHME = torch.where(keep, context.v_BHME, 0)
-            k_BHME = self.positions.rotate(k_BHME, context.positions_BMP)
+            # A NaN in an empty slot would survive a mask on the logits.
+            k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
             context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
-            if positions_BNP is not None:
-                rows = positions_BNP.shape[0]
-                all_positions = torch.cat([context.positions_BMP.expand(rows, -1, -1), positions_BNP], 1)
-        if positions_BNP is None or all_positions is None:
+        if positions_BNP is None:
             return q, k, bias, context
+        all_positions = positions_BNP
+        if context is not None:
+            context = context._replace(k_BHME=self.positions.rotate(context.k_BHME, context.positions_BMP))
+            rows = positions_BNP.shape[0]
+            all_positions = torch.cat([context.positions_BMP.expand(rows, -1, -1), positions_BNP], 1)
         own = self.positions.bias(positions_BNP, all_positions)
         if own is not None:
             bias = own if bias is None else own + bias
         return self.positions.rotate(q, positions_BNP), self.positions.rotate(k, positions_BNP), bias, context
+
+
+def join(first: Context | None, second: Context | None) -> Context | None:
+    """Both contexts, one behind the other; a context of one row serves all rows."""
+    if first is None or second is None:
+        return first if second is None else second
+    rows = max(first.k_BHME.shape[0], second.k_BHME.shape[0])
+    pairs = [[t.expand(rows, *t.shape[1:]) for t in pair] for pair in zip(first, second, strict=True)]
+    (k_BHME, v_BHME), others = (torch.cat(pair, 2) for pair in pairs[:2]), (torch.cat(pair, 1) for pair in pairs[2:])
+    return Context(k_BHME, v_BHME, *others)
+
+
+def shows_the_future(memory: str) -> str:
+    """Message for a memory in a causal model that cannot have it."""
+    return (
+        f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
+        "take its causal form (for GRC: memory='grc_stream')"
+    )

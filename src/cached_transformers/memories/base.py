@@ -23,6 +23,11 @@ from ..state import State
 ProjectKV = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections."""
 
+Linear = Callable[[Tensor], Tensor]
+"""An output projection, (B, N, D) -> (B, N, D)."""
+Weights = tuple[Tensor, Tensor | None] | None
+"""Weight and bias of a plain linear map."""
+
 
 class Context(NamedTuple):
     """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions."""
@@ -90,6 +95,14 @@ class LayerMemory(nn.Module):
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         """Mix the core's per-head result with what was read, before the output projection."""
         return y_BHNE
+
+    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
+        """`combine`, merge the heads, and apply the output projection, (B, N, D).
+
+        A memory overrides this only to save work; `weights` are the projection's weight and bias where it is a plain linear
+        map, None where only calling `linear` is right.
+        """
+        return linear(self.combine(y_BHNE, query, reading).transpose(1, 2).flatten(2))
 
     def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
         """Change the attention's result after the output projection."""

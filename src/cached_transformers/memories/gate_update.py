@@ -1,10 +1,10 @@
 """One update of a gated recurrent cache as pure functions (arXiv:2312.12742, equations 3-5).
 
 `gate_update` gives every row its own new cache. `mean_gate_update` gives their batch mean; it is the same mathematics with two
-savings: the products that involve the cache alone are done once per batch, and the backward keeps only the two gates of each
-row (2 B M C numbers beside the input), recomputing the candidate.
+savings: the products that involve the cache alone are done once per batch, and the backward keeps only the two gates and the
+candidate's logits of each row (3 B M C numbers beside the input), recomputing what costs no matrix product.
 
-Cost in multiply-adds: 4 B M C^2 + 2 M C^2 forward, twice that backward, 2 B M C^2 to recompute the candidate.
+Cost in multiply-adds: 4 B M C^2 + 2 M C^2 forward, twice that backward.
 
 Legend: B rows, M slots, C channels. Rows of the fused weights: update, reset, candidate.
 """
@@ -99,25 +99,25 @@ class _MeanGateUpdate(torch.autograd.Function):
             width = s_BMC.shape[-1]
             known_MC = cache_MC.to(s_BMC.dtype)
             shared = F.linear(known_MC, w_cache[: 2 * width], bias[: 2 * width])
-            u = F.linear(s_BMC, w_tokens[:width]).add_(shared[:, :width]).sigmoid_()
-            r = F.linear(s_BMC, w_tokens[width : 2 * width]).add_(shared[:, width:]).sigmoid_()
-            ctx.save_for_backward(
-                s_BMC, w_tokens, bias, w_cache, norm_weight, norm_bias, known_MC, share_B, u, r
-            )
+            tokens = s_BMC.flatten(0, 1)  # of a slice of wider tokens this is a view, which the products take as it is
+            shape = s_BMC.shape
+            u = (tokens @ w_tokens[:width].T).view(shape).add_(shared[:, :width]).sigmoid_()
+            r = (tokens @ w_tokens[width : 2 * width].T).view(shape).add_(shared[:, width:]).sigmoid_()
+            z = F.linear(tokens, w_tokens[2 * width :], bias[2 * width :])
+            z = z.addmm_((r * known_MC).flatten(0, 1), w_cache[2 * width :].T).view_as(u)
+            ctx.save_for_backward(s_BMC, w_tokens, w_cache, norm_weight, norm_bias, known_MC, share_B, u, r, z)
             ctx.candidate, ctx.eps = candidate, eps
             norm = None if norm_weight is None or norm_bias is None else (norm_weight, norm_bias, eps)
-            z = _candidate_logits(s_BMC, r * known_MC, w_tokens, bias, w_cache)
             change = (candidate_of(z, candidate, norm).to(cache_MC.dtype) - cache_MC).mul_(u)
             return torch.einsum("b,bmc->mc", share_B, change).add_(cache_MC)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor | None, ...]:
-        s_BMC, w_tokens, bias, w_cache, norm_weight, norm_bias, known_MC, share_B, u, r = ctx.saved_tensors
+        s_BMC, w_tokens, w_cache, norm_weight, norm_bias, known_MC, share_B, u, r, z = ctx.saved_tensors
         with torch.autocast(s_BMC.device.type, enabled=False):
             width, dtype = s_BMC.shape[-1], s_BMC.dtype
             forgotten = r * known_MC
-            z = _candidate_logits(s_BMC, forgotten, w_tokens, bias, w_cache)
             with torch.enable_grad():
                 z = z.detach().requires_grad_()
                 leaves = [z]
@@ -140,9 +140,3 @@ class _MeanGateUpdate(torch.autograd.Function):
             dw_cache = torch.cat([shared.T @ known_MC, dz.flatten(0, 1).T @ forgotten.flatten(0, 1)])
             ds = (flat @ w_tokens).view_as(s_BMC) if ctx.needs_input_grad[0] else None
             return ds, flat.T @ tokens, flat.sum(0), dw_cache, *(grads[1:] or (None, None)), None, None, None, None
-
-
-def _candidate_logits(s_BMC: Tensor, forgotten_BMC: Tensor, w_tokens: Tensor, bias: Tensor, w_cache: Tensor) -> Tensor:
-    width = s_BMC.shape[-1]
-    z = F.linear(s_BMC, w_tokens[2 * width :], bias[2 * width :]).flatten(0, 1)
-    return z.addmm_(forgotten_BMC.flatten(0, 1), w_cache[2 * width :].T).view_as(forgotten_BMC)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..registry import MEMORIES, unknown_name
 from ..state import State
-from .base import LayerMemory, ProjectKV, Query, Reading, Trace
+from .base import LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from .gate_update import Candidate, gate_update
 from .gated_recurrent_cache import (
     CacheGates,
@@ -212,13 +212,20 @@ class GRC(LayerMemory):
             return Reading()
         return Reading(output_BHNE=self._recall(query.x_BND, query))
 
+    def _output(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        if reading.output_BHNE is not None:
+            return reading.output_BHNE
+        return self._recall(y_BHNE.transpose(1, 2).flatten(2), query)
+
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if self.mix == "outputs":
             return y_BHNE
-        o_BHNF = reading.output_BHNE
-        if o_BHNF is None:
-            o_BHNF = self._recall(y_BHNE.transpose(1, 2).flatten(2), query)
-        return self.branch.mix(y_BHNE, o_BHNF)
+        return self.branch.mix(y_BHNE, self._output(y_BHNE, query, reading))
+
+    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
+        if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
+            return super().project(y_BHNE, query, reading, linear, weights)
+        return self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
 
     def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
         if self.mix == "outputs":
@@ -231,13 +238,13 @@ class GRC(LayerMemory):
 
     def _recall(self, source_BND: Tensor, query: Query) -> Tensor:
         """Per-head result of the memory branch, after the update of the cache by `source_BND` where there is one."""
+        x_BNC = query.x_BND[..., : self.cache.width]
         frozen = not self.training and self.cache.attend == "mean"
         if frozen and self._folded is not None and self._folded.holds(self):
-            k_BHMF, v_BHMF = self._folded.k_BHMF, self._folded.v_BHMF
-        else:
-            cache = self.cache(source_BND[..., : self.cache.width], query.padding_BN, query.size)
-            k_BHMF, v_BHMF = self.branch.keys_values(cache, self.cache.size)
-        return self.branch(query.x_BND, k_BHMF, v_BHMF)
+            return self.branch(x_BNC, self._folded.k_BHMF, self._folded.v_BHMF)
+        source_BNC = x_BNC if source_BND is query.x_BND else source_BND[..., : self.cache.width]
+        cache = self.cache(source_BNC, query.padding_BN, query.size)
+        return self.branch(x_BNC, *self.branch.keys_values(cache, self.cache.size))
 
     def fold(self) -> GRC:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
@@ -409,7 +416,7 @@ class StreamGRC(LayerMemory):
         source_BMC = torch.where(seen > 0, state.source_BMC, 0)
         updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
         cache_BMC = torch.where(seen > 0, updated_BMC, cache_BMC)
-        output = self.branch(query.x_BND, *self.branch.keys_values(cache_BMC))
+        output = self.branch(query.x_BND[..., : self.gates.width], *self.branch.keys_values(cache_BMC))
         return Reading(output_BHNE=output, carry=(cache_BMC, state))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:

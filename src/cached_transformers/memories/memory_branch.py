@@ -7,7 +7,8 @@ Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, E head
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class MemoryBranch(nn.Module):
         self.projection = nn.Linear(cache, cache) if mix == "outputs" else None
         self.reduction = reduction
         self.relative_bias = RelativePositionBias2D(window, heads) if window is not None else None
+        self.record: Callable[[Tensor, Tensor], None] | None = None  # sees what is mixed; for plots
         self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
         for linear in (self.query, self.key_value, self.projection):
             if linear is not None:
@@ -73,10 +75,10 @@ class MemoryBranch(nn.Module):
         k, v = self.key_value(cache_BMC).split([self.cache, self.key_value.out_features - self.cache], -1)
         return k.unflatten(-1, (self.heads, -1)).transpose(1, 2), v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def forward(self, x_BND: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
-        """(B, H, N, F or E): what the tokens read. `x_BND` may be wider than the cache; its first C channels ask."""
-        rows, n = x_BND.shape[:2]
-        q = self.query(x_BND[..., : self.cache])
+    def forward(self, x_BNC: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
+        """(B, H, N, F or E): what the tokens read, whose first C channels are `x_BNC`."""
+        rows, n = x_BNC.shape[:2]
+        q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
         q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         shared = k_BHMF.shape[0] == 1 and rows > 1
         # One cache for all rows: on the CPU the rows become more queries of one row, so that keys are neither copied nor
@@ -88,7 +90,7 @@ class MemoryBranch(nn.Module):
             k_BHMF, v_BHMF = (t.expand(rows, -1, -1, -1) for t in (k_BHMF, v_BHMF))
         bias = None
         if self.relative_bias is not None:
-            grid = grid_positions(self.relative_bias.window, x_BND.device)
+            grid = grid_positions(self.relative_bias.window, x_BNC.device)
             bias = self.relative_bias.bias(grid, grid).to(q_BHNF.dtype)
         out = F.scaled_dot_product_attention(
             q_BHNF,
@@ -109,20 +111,64 @@ class MemoryBranch(nn.Module):
 
     def mix(self, y_BHNE: Tensor, o_BHNF: Tensor, weight_B: Tensor | None = None) -> Tensor:
         """sigmoid(lambda) o + (1 - sigmoid(lambda)) y per head; rows where `weight_B` is 0 keep y."""
+        if self.record is not None:
+            self.record(y_BHNE, o_BHNF)
         ratio = torch.sigmoid(self.gate_H)[:, None]  # (H, 1), against (B, N, H, E)
         if weight_B is not None:
             ratio = ratio * weight_B[:, None, None, None]
-        y, o = y_BHNE.transpose(1, 2), o_BHNF.transpose(1, 2).to(y_BHNE.dtype)
-        return mix_heads(y, o, ratio.to(y.dtype)).transpose(1, 2)
+        ratio = ratio.to(y_BHNE.dtype)
+        o_BHNE = F.pad(o_BHNF.to(y_BHNE.dtype), (0, y_BHNE.shape[-1] - o_BHNF.shape[-1]))
+        return (y_BHNE.transpose(1, 2) * (1 - ratio) + o_BHNE.transpose(1, 2) * ratio).transpose(1, 2)
+
+    def mix_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output projection of the merged mix, (B, N, D); keeps y and o for the backward, not their mix."""
+        if self.record is not None:
+            self.record(y_BHNE, o_BHNF)
+        kind = y_BHNE.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        y, o = (t.transpose(1, 2).to(dtype) for t in (y_BHNE, o_BHNF))
+        ratio_H = torch.sigmoid(self.gate_H).to(dtype)
+        out = _MixAndProject.apply(y, o, ratio_H, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return out  # type: ignore[no-any-return]
 
 
-def mix_heads(y_BNHE: Tensor, o_BNHF: Tensor, ratio: Tensor) -> Tensor:
-    """ratio * o + (1 - ratio) * y, with o padded by zeros to the width of y."""
-    width = o_BNHF.shape[-1]
-    if width == y_BNHE.shape[-1]:
-        return torch.lerp(y_BNHE, o_BNHF, ratio)
-    kept = y_BNHE[..., width:] * (1 - ratio)
-    return torch.cat([torch.lerp(y_BNHE[..., :width], o_BNHF, ratio), kept], -1)
+class _MixAndProject(torch.autograd.Function):
+    """linear(ratio * o + (1 - ratio) * y); recomputing the mix costs two passes, keeping it B N D numbers."""
+
+    @staticmethod
+    def _mix(y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor) -> Tensor:
+        width, memory = y_BNHE.shape[-1], o_BNHF.shape[-1]
+        keep_D = (1 - ratio_H).repeat_interleave(width)  # whole vectors: broadcasting inside a head is far slower on CPUs
+        mixed_BND = y_BNHE.flatten(2) * keep_D
+        part = mixed_BND.unflatten(-1, (-1, width))[..., :memory]
+        part.addcmul_(o_BNHF, ratio_H[:, None].expand(-1, memory).contiguous())
+        return mixed_BND.flatten(0, 1)
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        with torch.autocast(y_BNHE.device.type, enabled=False):
+            ctx.save_for_backward(y_BNHE, o_BNHF, ratio_H, weight)
+            ctx.biased = bias is not None
+            out = F.linear(_MixAndProject._mix(y_BNHE, o_BNHF, ratio_H), weight, bias)
+            return out.unflatten(0, y_BNHE.shape[:2])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor | None, ...]:
+        y_BNHE, o_BNHF, ratio_H, weight = ctx.saved_tensors
+        with torch.autocast(y_BNHE.device.type, enabled=False):
+            heads, width, memory = *y_BNHE.shape[2:], o_BNHF.shape[-1]
+            grad = grad_BND.flatten(0, 1)
+            dweight = grad.T @ _MixAndProject._mix(y_BNHE, o_BNHF, ratio_H)
+            dmixed = grad @ weight
+            dpart = dmixed.view_as(y_BNHE)[..., :memory]
+            do = dpart * ratio_H[:, None].expand(-1, memory).contiguous()
+            from_o = (dpart * o_BNHF).sum((0, 1, 3))
+            from_y = (dmixed * y_BNHE.flatten(2).flatten(0, 1)).sum(0).view(heads, width).sum(1)
+            dy = dmixed.mul_((1 - ratio_H).repeat_interleave(width)).view_as(y_BNHE)
+            return dy, do, from_o - from_y, dweight, grad.sum(0) if ctx.biased else None
 
 
 class PositionalConvolution(nn.Module):
