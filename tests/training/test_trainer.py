@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 
 import pytest
 import standin
 import torch
+from rich.console import Console
 from torch import nn
 
 from cached_transformers.config import config_from_dict, fill_from_data, load_config
@@ -262,6 +264,43 @@ def test_a_run_with_a_shared_cache_resumes_to_the_bit(tmp_path):
     parts, whole = (read_checkpoint(path).weights for path in paths)
     assert any("cache" in name and value.abs().max() > 0 for name, value in whole.items())
     assert_equal(parts, whole)
+
+
+SMALL = ["model.width=16", "model.depth=2", "model.heads=2", "model.feed_forward=16", "training.steps=4"]
+SMALL += ["schedule.warmup_steps=1", "training.tensorboard=false", "training.log_every=1"]
+
+
+def vit_losses(folder: Path, *overrides: str) -> list[float]:
+    run_training(load_config("digits_vit_grc", [*SMALL, *overrides]), folder)
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_recomputed_activations_give_the_same_curve(tmp_path):
+    kept = vit_losses(tmp_path / "kept")
+    recomputed = vit_losses(tmp_path / "recomputed", "training.activation_checkpointing=true")
+    assert len(set(kept)) == 5
+    assert recomputed == pytest.approx(kept, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_follows_the_same_curve_and_saves_the_same_names(tmp_path):
+    eager = vit_losses(tmp_path / "eager", "model.dropout=0.0")
+    compiled = vit_losses(tmp_path / "compiled", "model.dropout=0.0", "training.compile=true")
+    assert compiled == pytest.approx(eager, abs=1e-4)
+    paths = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("eager", "compiled")]
+    names = [read_checkpoint(path).weights.keys() for path in paths]
+    assert names[0] == names[1]
+
+
+def test_the_bar_fits_a_terminal_of_80_columns_and_evaluations_stay_on_the_screen():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Reporter("digits_vit_grc", 12000, console) as reporter:
+        reporter.advance(6000)
+        reporter.line({"split": "train", "step": 6000, "loss": 2.3, "accuracy": 0.125, "learning_rate": 1e-3})
+        reporter.line({"split": "validation", "step": 6000, "loss": 2.25, "accuracy": 0.5})
+    shown = console.file.getvalue()
+    assert "6000/12000" in shown and "loss 2.3000  accuracy 12.50%" in shown and "\u2026" not in shown
+    assert "step   6000/12000  validation  loss 2.2500  accuracy 50.00%" in shown
 
 
 def test_a_metrics_file_is_cut_at_the_step_and_at_a_broken_line(tmp_path):

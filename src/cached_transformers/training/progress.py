@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 class Reporter:
@@ -24,11 +24,11 @@ class Reporter:
         self.steps = steps
         self.console = console
         self._bar: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
         if console is not None and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[values]}"), console=console)
-            self._task = self._bar.add_task(Text(label).plain, total=steps, values="")
+            columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[values]}"), console=console)
+            self._task = self._bar.add_task(escape(label), total=steps, values="")
 
     def __enter__(self) -> Reporter:
         if self._bar is not None:
@@ -48,10 +48,10 @@ class Reporter:
         """Show one metrics line: in the bar while training, as text for evaluations and in files."""
         text = f"loss {values['loss']:.4f}  accuracy {values['accuracy']:.2%}"
         if values["split"] == "train":
-            text += f"  learning rate {values['learning_rate']:.2e}"
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, values=text)
                 return
+            text += f"  learning rate {values['learning_rate']:.2e}"
         self.message(f"{self.label}  step {values['step']:>6}/{self.steps}  {values['split']:<10}  {text}")
 
     def message(self, text: str) -> None:
