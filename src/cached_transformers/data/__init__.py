@@ -1,0 +1,55 @@
+"""Data sets by name: `create_dataset("listops", split="train")`; `DATASETS` lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..registry import DATASETS
+from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
+from .cifar import CIFAR10
+from .digits import Digits
+from .images import ImageDataset, ImageFolder
+from .listops import Expression, evaluate, generate_trees, root_operator_baselines
+from .listops_datasets import ListOps, ListOpsTSV
+from .listops_files import read_tsv, verify_tsv, write_tsv
+from .store import cache_folder
+
+__all__ = [
+    "CIFAR10",
+    "DATASETS",
+    "SPLITS",
+    "Batch",
+    "Dataset",
+    "Digits",
+    "Expression",
+    "ImageDataset",
+    "ImageFolder",
+    "LabelledDataset",
+    "ListOps",
+    "ListOpsTSV",
+    "cache_folder",
+    "create_dataset",
+    "evaluate",
+    "generate_trees",
+    "majority_accuracy",
+    "read_tsv",
+    "root_operator_baselines",
+    "stratified_split",
+    "verify_tsv",
+    "write_tsv",
+]
+
+
+def create_dataset(name: str, split: str, **kwargs: Any) -> Dataset:
+    """The data set registered as `name`.
+
+    Args:
+        name: "listops", "listops_tsv", "digits", "image_folder", "cifar10", or one registered elsewhere.
+        split: "train", "validation" or "test".
+        **kwargs: options of the data set; its class documents them.
+
+    Raises:
+        ValueError: unknown name, split or option (with a suggestion), or an option out of range.
+        FileNotFoundError: the files are not where `path` says.
+    """
+    return DATASETS.create(name, split=split, **kwargs)

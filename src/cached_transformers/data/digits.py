@@ -1,0 +1,64 @@
+"""Handwritten digits of scikit-learn ("digits"): 1,797 grey images of 8 x 8 pixels, always at hand.
+
+Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998), the
+copy that scikit-learn ships.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..extras import require
+from ..registry import DATASETS
+from .base import check_fraction, check_split, stratified_split
+from .images import StoredImages
+
+
+@DATASETS.register("digits")
+class Digits(StoredImages):
+    """Classify scikit-learn's handwritten digits (8 x 8, grey); split by seed with equal shares of every class.
+
+    Args:
+        split: "train", "validation" or "test".
+        augment: shift training images by up to one pixel along each axis, at random.
+        validation_fraction, test_fraction: shares held out.
+        seed: decides which images are held out; training seeds are another matter.
+
+    Raises:
+        ValueError: shares that leave nothing to train on, or nothing in this split.
+        ImportError: scikit-learn is not installed.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        augment: bool = True,
+        validation_fraction: float = 0.15,
+        test_fraction: float = 0.15,
+        seed: int = 0,
+    ) -> None:
+        fractions = {
+            "validation": check_fraction("validation_fraction", validation_fraction),
+            "test": check_fraction("test_fraction", test_fraction),
+        }
+        check_split(split)
+        digits = require("sklearn.datasets", extra="data").load_digits()
+        parts = stratified_split(digits.target, fractions, seed)
+        if not len(parts[split]):
+            raise ValueError(f"{split}_fraction={fractions[split]} leaves split {split!r} empty; raise it")
+        # Stored as 0..16; 16 is white.
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+        seen = images[parts["train"]] / 255
+        super().__init__(
+            "digits",
+            split,
+            images[parts[split]],
+            digits.target[parts[split]],
+            class_names=[str(digit) for digit in range(10)],
+            mean=[float(seen.mean())],
+            std=[float(seen.std())],
+            augment=augment,
+            shift=1,
+            flip=False,
+        )

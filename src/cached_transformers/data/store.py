@@ -1,0 +1,105 @@
+"""Arrays kept on disk between processes: written atomically, checked by digest, rebuilt when damaged.
+
+One file holds the SHA-256 of its payload (64 hexadecimal digits and a line feed) followed by the payload, a numpy
+archive. The name holds the digest of everything that decides the content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+def cache_folder() -> Path:
+    """Where generated data is kept: $CACHED_TRANSFORMERS_CACHE, else ~/.cache/cached-transformers."""
+    folder = os.environ.get("CACHED_TRANSFORMERS_CACHE")
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "cached-transformers"
+
+
+def entry_path(kind: str, key: Mapping[str, object]) -> Path:
+    """File that keeps the arrays of `kind` built from `key` (JSON-serialisable)."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:24]}.cache"
+
+
+def load_or_build(kind: str, key: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays kept under (`kind`, `key`), or those that `build` makes, which are then kept.
+
+    A damaged file is reported (RuntimeWarning) and replaced. When the folder cannot be written the arrays are
+    returned all the same, with a RuntimeWarning that says how to choose another folder.
+    """
+    path = entry_path(kind, key)
+    arrays = _read(path)
+    if arrays is None:
+        arrays = build()
+        _keep(path, arrays)
+    return arrays
+
+
+def _read(path: Path) -> Arrays | None:
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read ({error}); generating its content again", RuntimeWarning, stacklevel=3)
+        return None
+    digest, _, payload = content.partition(b"\n")
+    if hashlib.sha256(payload).hexdigest().encode() != digest:
+        message = f"{path} is damaged (its checksum differs); generating its content again"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return None
+    with np.load(io.BytesIO(payload), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _keep(path: Path, arrays: Arrays) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, _serialise(arrays))
+    except OSError as error:
+        message = (
+            f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
+            "set CACHED_TRANSFORMERS_CACHE to a folder that can be written"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _serialise(arrays: Arrays) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, array in arrays.items():
+            member = io.BytesIO()
+            np.save(member, array, allow_pickle=False)
+            # A fixed date makes the file a pure function of the arrays.
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)
+    payload = buffer.getvalue()
+    return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that a reader sees the old file or the whole new one, never a part.
+
+    Raises:
+        OSError: the folder cannot be written; `path` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,131 @@
+"""The reader of CIFAR-10's binary batches."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cached_transformers.data import CIFAR10, create_dataset
+from cached_transformers.data.cifar import CLASSES, RECORD_BYTES, read_batch
+
+
+def records(count: int, seed: int = 0) -> np.ndarray:
+    """Records (count, 3073) with labels 0..9 in turn and random pixels."""
+    made = np.random.default_rng(seed).integers(0, 256, (count, RECORD_BYTES), dtype=np.uint8)
+    made[:, 0] = np.arange(count) % 10
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    records(40, seed=1).tofile(tmp_path / "data_batch_1.bin")
+    (tmp_path / "data_batch_2.bin.xz").write_bytes(lzma.compress(records(60, seed=2).tobytes()))
+    records(20, seed=3).tofile(tmp_path / "test_batch.bin")
+    return tmp_path
+
+
+def test_a_record_is_a_label_and_three_planes(tmp_path):
+    made = np.zeros((2, RECORD_BYTES), dtype=np.uint8)
+    made[1, 0] = 7
+    made[1, 1 + 0] = 11  # red, row 0, column 0
+    made[1, 1 + 1024 + 32 + 5] = 22  # green, row 1, column 5
+    made[1, 1 + 2048 + 1023] = 33  # blue, last
+    made.tofile(tmp_path / "data_batch_1.bin")
+    images, labels = read_batch(tmp_path / "data_batch_1.bin")
+    assert labels.tolist() == [0, 7]
+    assert (images[1, 0, 0, 0], images[1, 1, 1, 5], images[1, 2, 31, 31]) == (11, 22, 33)
+    assert images.sum() == 66
+
+
+def test_splits(folder):
+    splits = {split: CIFAR10(split, path=folder) for split in ("train", "validation", "test")}
+    assert {split: len(data) for split, data in splits.items()} == {"train": 90, "validation": 10, "test": 20}
+    assert splits["validation"].labels.tolist().count(3) == 1
+    pixels = {data.pixels(index).numpy().tobytes() for data in splits.values() for index in range(len(data))}
+    originals = {row[1:].tobytes() for seed, count in ((1, 40), (2, 60), (3, 20)) for row in records(count, seed)}
+    assert pixels == originals and len(pixels) == 120
+
+
+def test_normalisation_and_augmentation(folder):
+    test = CIFAR10("test", path=folder)
+    expected_CHW = (test.pixels(4) / 255 - torch.tensor(test.mean)[:, None, None]) / torch.tensor(test.std)[
+        :, None, None
+    ]
+    assert torch.allclose(test[4][0], expected_CHW)
+    train = CIFAR10("train", path=folder)
+    assert train.augment and not test.augment
+    assert len({train[0][0].numpy().tobytes() for _ in range(40)}) > 20
+    # Undo the normalisation: an augmented image is a window of the padded one, mirrored or not.
+    padded_CHW = torch.nn.functional.pad(train.pixels(0).float() / 255, (4, 4, 4, 4))
+    windows = [padded_CHW[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    for _ in range(5):
+        image_CHW = train[0][0] * torch.tensor(train.std)[:, None, None] + torch.tensor(train.mean)[:, None, None]
+        assert any(
+            torch.allclose(image_CHW, w, atol=1e-5) or torch.allclose(image_CHW.flip(-1), w, atol=1e-5) for w in windows
+        )
+
+
+def test_original_pixels(shared):
+    source = shared / "data" / "cifar10"
+    train, validation, test = (CIFAR10(split, path=source) for split in ("train", "validation", "test"))
+    assert np.bincount(train.labels).tolist() == [900] * 10
+    assert np.bincount(validation.labels).tolist() == [100] * 10
+    assert np.bincount(test.labels).tolist() == [500] * 10
+    assert list(CLASSES) == (source / "batches.meta.txt").read_text().split()
+    pixels = torch.stack([test.pixels(index) for index in range(0, len(test), 2)]) / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(test.mean, abs=0.01)
+    assert pixels.std((0, 2, 3)).tolist() == pytest.approx(test.std, abs=0.01)
+
+
+class TestBadInput:
+    def test_missing(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; expected a folder with data_batch_1.bin"):
+            CIFAR10("train", path=tmp_path / "nowhere")
+        records(10).tofile(tmp_path / "data_batch_1.bin")
+        with pytest.raises(FileNotFoundError, match=r"holds no test_batch.bin \(or .bin.xz\)$"):
+            CIFAR10("test", path=tmp_path)
+
+    def test_the_version_for_python_is_recognised(self, tmp_path):
+        (tmp_path / "data_batch_1").touch()
+        with pytest.raises(FileNotFoundError, match="version for Python, the binary version is needed"):
+            CIFAR10("train", path=tmp_path)
+
+    @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, 2 * RECORD_BYTES + 1])
+    def test_cut_batches(self, folder, size):
+        (folder / "data_batch_1.bin").write_bytes(records(3).tobytes()[:size])
+        with pytest.raises(ValueError, match=f"data_batch_1.bin holds {size} bytes, not a whole number of 3073"):
+            CIFAR10("train", path=folder)
+
+    def test_damaged_compression(self, folder):
+        file = folder / "data_batch_2.bin.xz"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(ValueError, match=r"data_batch_2.bin.xz is damaged"):
+            CIFAR10("train", path=folder)
+
+    def test_a_label_out_of_range(self, folder):
+        made = records(12)
+        made[5, 0] = 10
+        made.tofile(folder / "data_batch_1.bin")
+        with pytest.raises(ValueError, match=r"data_batch_1.bin, record 5: label 10 must lie in 0..9"):
+            CIFAR10("train", path=folder)
+
+    def test_a_batch_twice(self, folder):
+        (folder / "data_batch_1.bin.xz").write_bytes(lzma.compress(records(10).tobytes()))
+        with pytest.raises(ValueError, match="holds a batch twice"):
+            CIFAR10("train", path=folder)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"split": "val"}, "unknown split 'val'"),
+            ({"validation_fraction": 1.5}, r"validation_fraction=1.5 must lie in \[0, 1\)"),
+            ({"split": "validation", "validation_fraction": 0}, "leaves split 'validation' empty"),
+        ],
+    )
+    def test_options(self, folder, options, message):
+        with pytest.raises(ValueError, match=message):
+            create_dataset("cifar10", **{"split": "train", "path": folder, **options})

@@ -1,0 +1,232 @@
+"""ListOps as data sets: splits, batches, the cache on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import cached_transformers
+from cached_transformers.data import Dataset, ListOps, create_dataset, listops_datasets, store, write_tsv
+from cached_transformers.data.listops import Expression, evaluate, to_tokens, tokenize
+
+SMALL = {"max_depth": 4, "max_args": 4, "min_length": 10, "max_length": 64}
+SIZES = {"train_size": 300, "validation_size": 60, "test_size": 40}
+
+
+def small(split: str, **options: object) -> ListOps:
+    return ListOps(split, **{**SMALL, **SIZES, **options})  # type: ignore[arg-type]
+
+
+def tokens_of(dataset: ListOps) -> list[bytes]:
+    return [expression.tokens for expression in dataset.expressions()]
+
+
+class TestSplits:
+    def test_sizes_and_disjointness(self):
+        splits = {split: tokens_of(small(split)) for split in ("train", "validation", "test")}
+        assert {split: len(tokens) for split, tokens in splits.items()} == {"train": 300, "validation": 60, "test": 40}
+        assert len(set().union(*splits.values())) == 400
+
+    def test_splits_stay_disjoint_where_they_would_collide(self):
+        """400 expressions exist, and 390 are asked for: independent streams would overlap."""
+        tiny = {"max_depth": 2, "max_args": 2, "min_length": 3, "max_length": 5}
+        sizes = {"train_size": 190, "validation_size": 100, "test_size": 100}
+        splits = [tokens_of(ListOps(split, **tiny, **sizes)) for split in ("train", "validation", "test")]
+        assert len(set().union(*splits)) == 390
+
+    def test_the_size_of_the_training_split_touches_nothing_else(self):
+        larger = {"train_size": 500}
+        assert tokens_of(small("test")) == tokens_of(small("test", **larger))
+        assert tokens_of(small("validation")) == tokens_of(small("validation", **larger))
+        assert tokens_of(small("train", **larger))[:300] == tokens_of(small("train"))
+
+    def test_seeds_give_other_data(self):
+        assert tokens_of(small("train")) != tokens_of(small("train", seed=1))
+
+    def test_same_data_in_processes_with_other_hash_seeds(self, tmp_path):
+        program = (
+            "import hashlib; from cached_transformers.data import ListOps\n"
+            f"d = ListOps('train', **{SMALL | SIZES!r})\n"
+            "print(hashlib.sha256(b'|'.join(e.tokens for e in d.expressions())).hexdigest())"
+        )
+        source = str(Path(cached_transformers.__file__).parents[1])
+        runs = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": source, "CACHED_TRANSFORMERS_CACHE": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for seed, folder in (("1", str(tmp_path / "a")), ("2", str(tmp_path / "b")))
+        ]
+        digests = {run.communicate()[0].strip() for run in runs}
+        assert [run.returncode for run in runs] == [0, 0]
+        assert len(digests) == 1 and len(digests.pop()) == 64
+
+
+class TestItems:
+    def test_items_are_tokens_and_value(self):
+        dataset = small("train")
+        for index in (0, 1, 299, -1):
+            tokens_N, label = dataset[index]
+            assert tokens_N.dtype == torch.long
+            assert evaluate(to_tokens(bytes(tokens_N.tolist()))) == label
+        assert torch.equal(dataset[-1][0], dataset[299][0])
+
+    def test_iteration_ends(self):
+        dataset = small("test")
+        assert len(list(dataset)) == 40  # type: ignore[call-overload]
+        with pytest.raises(IndexError, match="index 40 is out of range for 40 items"):
+            dataset[40]
+
+    def test_collate_pads_to_the_longest(self):
+        dataset = small("train")
+        items = [dataset[index] for index in range(8)]
+        inputs_BN, targets_B, padding_BN = dataset.collate(items)
+        lengths = [len(tokens) for tokens, _ in items]
+        assert inputs_BN.shape == (8, max(lengths)) and len(set(lengths)) > 1
+        assert targets_B.tolist() == [label for _, label in items]
+        for row, (tokens_N, _) in enumerate(items):
+            assert torch.equal(inputs_BN[row, : lengths[row]], tokens_N)
+            assert not padding_BN[row, : lengths[row]].any()
+            assert padding_BN[row, lengths[row] :].all() and not inputs_BN[row, lengths[row] :].any()
+
+    def test_collate_pads_to_the_maximum(self):
+        dataset = small("train", pad_to="max")
+        batch = dataset.collate([dataset[0], dataset[1]])
+        assert batch.inputs.shape == batch.padding.shape == (2, 64)
+        assert (~batch.padding).sum(1).tolist() == [len(dataset[0][0]), len(dataset[1][0])]
+
+    def test_describe(self):
+        assert small("test").describe() == {
+            "name": "listops", "split": "test", "size": 40, "classes": 10, "vocabulary": 17, "max_length": 64,
+        }  # fmt: skip
+
+    def test_baselines(self):
+        found = small("test").baselines(small("train"))
+        assert list(found) == ["majority class", "root operator", "root operator and direct digits"]
+        labels = small("train").labels
+        majority = np.bincount(labels).argmax()
+        assert found["majority class"] == pytest.approx(np.mean(small("test").labels == majority))
+
+    @pytest.mark.parametrize("name", ["listops", "digits"])
+    def test_the_protocol_is_kept(self, name):
+        dataset = create_dataset(name, "train", **({**SMALL, **SIZES} if name == "listops" else {}))
+        assert isinstance(dataset, Dataset)
+        assert json.loads(json.dumps(dataset.describe())) == dataset.describe()
+        copy = pickle.loads(pickle.dumps(dataset))  # as a loader's worker gets it
+        copy.augment = dataset.augment = False
+        assert torch.equal(copy[7][0], dataset[7][0]) and copy[7][1] == dataset[7][1]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"split": "trian"}, "unknown split 'trian'; did you mean 'train'?"),
+            ({"pad_to": "longest"}, "pad_to='longest' must be 'batch'"),
+            ({"train_size": 0}, "train_size=0 must be at least 1"),
+            ({"max_dept": 3}, "unknown option of dataset 'listops' 'max_dept'; did you mean 'max_depth'?"),
+            ({"max_args": 1}, "max_args=1 must be at least 2"),
+        ],
+    )
+    def test_options(self, options, message):
+        with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+            create_dataset("listops", **{"split": "train", **SMALL, **SIZES, **options})
+
+    def test_unknown_name(self):
+        with pytest.raises(ValueError, match=r"unknown dataset 'listop'; did you mean 'listops'\?"):
+            create_dataset("listop", "train")
+
+
+class TestCache:
+    def test_the_second_time_nothing_is_generated(self, cache, monkeypatch):
+        first = tokens_of(small("train"))
+        assert len(list(cache.iterdir())) == 3
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("generated again")
+
+        monkeypatch.setattr(listops_datasets, "generate_trees", refuse)
+        assert tokens_of(small("train")) == first
+        with pytest.raises(AssertionError, match="generated again"):
+            small("train", seed=1)
+
+    @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+    def test_a_damaged_file_is_reported_and_replaced(self, cache, damage):
+        first = tokens_of(small("test"))
+        (file,) = cache.iterdir()
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        file.write_bytes({"flip": flipped, "cut": whole[:middle], "empty": b""}[damage])
+        with pytest.warns(RuntimeWarning, match="is damaged .* generating its content again"):
+            assert tokens_of(small("test")) == first
+        assert file.read_bytes() == whole
+        assert tokens_of(small("test")) == first
+
+    def test_a_folder_that_cannot_be_written_does_not_stop_the_run(self, tmp_path, monkeypatch):
+        obstacle = tmp_path / "file"
+        obstacle.touch()
+        monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(obstacle))
+        with pytest.warns(RuntimeWarning, match="set CACHED_TRANSFORMERS_CACHE to a folder that can be written"):
+            assert len(small("test")) == 40
+
+    def test_a_failed_write_leaves_the_old_file_and_no_remains(self, tmp_path, monkeypatch):
+        path = tmp_path / "kept"
+        store.write_atomically(path, b"old")
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="No space left"):
+            store.write_atomically(path, b"new")
+        assert path.read_bytes() == b"old"
+        assert [file.name for file in tmp_path.iterdir()] == ["kept"]
+
+    def test_the_default_folder(self, monkeypatch):
+        monkeypatch.delenv("CACHED_TRANSFORMERS_CACHE")
+        monkeypatch.setenv("HOME", "/somewhere")
+        assert store.cache_folder() == Path("/somewhere/.cache/cached-transformers")
+
+
+class TestTSV:
+    def write(self, folder: Path, *rows: str) -> None:
+        write_tsv(folder / "basic_test.tsv", [Expression(tokenize(row), evaluate(row)) for row in rows])
+
+    def test_items(self, tmp_path):
+        self.write(tmp_path, "[MAX 2 9 ]", "[SM 1 [MIN 3 4 ] 8 ]")
+        dataset = create_dataset("listops_tsv", "test", path=str(tmp_path), max_length=12)
+        assert [(tokens.tolist(), label) for tokens, label in dataset] == [  # type: ignore[attr-defined]
+            ([12, 3, 10, 15], 9),
+            ([14, 2, 11, 4, 5, 15, 9, 15], 2),
+        ]
+        assert dataset.describe()["max_length"] == 12
+
+    def test_an_expression_that_is_too_long(self, tmp_path):
+        self.write(tmp_path, "[MAX 2 9 ]", "[SM 1 [MIN 3 4 ] 8 ]")
+        with pytest.raises(ValueError, match=r"basic_test.tsv holds an expression of 8 tokens, and max_length=5"):
+            create_dataset("listops_tsv", "test", path=tmp_path, max_length=5)
+        cut = create_dataset("listops_tsv", "test", path=tmp_path, max_length=5, too_long="truncate")
+        assert cut[1][0].tolist() == [14, 2, 11, 4, 5] and cut[1][1] == 2
+
+    def test_bad_options(self, tmp_path):
+        with pytest.raises(ValueError, match="too_long='cut' must be 'error' or 'truncate'"):
+            create_dataset("listops_tsv", "test", path=tmp_path, too_long="cut")
+        with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
+            create_dataset("listops_tsv", "test", path=tmp_path, max_length=0)
+
+    def test_files_of_the_original_generator(self, shared):
+        dataset = create_dataset("listops_tsv", "validation", path=shared / "data" / "lra-listops", pad_to="max")
+        lengths = [len(tokens) for tokens, _ in dataset]  # type: ignore[attr-defined]
+        assert len(lengths) == 2000 and min(lengths) > 500 and max(lengths) < 2000
+        assert dataset.collate([dataset[0]]).inputs.shape == (1, 2000)
