@@ -48,6 +48,9 @@ def create_memory(memory: str | dict[str, Any] | None, width: int, heads: int, *
 
     `known` holds what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets it,
     unless the user set it.
+
+    Raises:
+        ValueError: unknown name or option, a needed option that nobody gave, or the memory's own constraints.
     """
     spec = memory_spec(memory)
     if spec is None:
@@ -55,4 +58,11 @@ def create_memory(memory: str | dict[str, Any] | None, width: int, heads: int, *
     name, options = spec
     entry = MEMORIES.entry(name)
     facts = {k: v for k, v in known.items() if k in entry.options and k not in options}
+    needed = [n for n, p in entry.options.items() if p.default is p.empty and n not in ("width", "heads")]
+    missing = [n for n in needed if n not in facts and n not in options]
+    if missing:
+        raise ValueError(
+            f"memory {name!r} needs {', '.join(missing)}, which this model does not know; "
+            f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
+        )
     return entry.factory(width, heads, **facts, **options)

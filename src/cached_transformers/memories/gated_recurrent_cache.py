@@ -47,14 +47,15 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 
 @torch.library.custom_op("cached_transformers::commit_cache", mutates_args=("cache", "fresh"))
-def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor) -> None:
-    """Copy `proposal` into `cache` when `fresh`, then clear `fresh`; nothing during recomputation.
+def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> None:
+    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during recomputation.
 
     A custom operator, so that the question is asked when compiled code runs, not when it is traced.
     """
     if not in_backward():
         cache.copy_(torch.where(fresh, proposal, cache))
-        fresh.zero_()
+        if not keep:
+            fresh.zero_()
 
 
 @torch.library.custom_op("cached_transformers::propose_cache", mutates_args=("proposal", "fresh"))
@@ -179,10 +180,10 @@ class GatedRecurrentCache(CacheGates):
         In training this is the update by `x_BNC`, which is also proposed for the next step. In evaluation the rows' own
         update is computed with attend="sample" and thrown away after use, and the stored cache is returned otherwise.
         """
+        if (self.training and not self.held) or self.sync == "none":
+            self.commit()
         if not self.training and self.attend == "mean":
             return self.cache_MC
-        if self.training and not self.held:
-            self.commit()
         # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
         s_BMC = self.slots(x_BNC, padding_BN, size)
@@ -199,7 +200,8 @@ class GatedRecurrentCache(CacheGates):
 
     def commit(self) -> None:
         """Make the last proposal, if there is one, the cache."""
-        commit_cache(self.cache_MC, self._proposal_MC, self._fresh)
+        # With sync="none" the proposal stays in force: DDP may broadcast rank 0's buffer over ours before any forward.
+        commit_cache(self.cache_MC, self._proposal_MC, self._fresh, keep=self.sync == "none")
 
     @torch.no_grad()
     def reset_cache(self) -> None:
@@ -236,6 +238,11 @@ class GatedRecurrentCache(CacheGates):
         # Plain attributes, not buffers: DDP broadcasts buffers from rank 0, which would defeat sync="none" and "mean".
         self._proposal_MC = torch.zeros_like(like)
         self._fresh = torch.zeros((), dtype=torch.bool, device=like.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy (EMA, pickle) starts with what is committed; our pending proposal must not overwrite its cache later.
+        self.commit()
+        return {**self.__dict__, "_fresh": torch.zeros_like(self._fresh)}
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedRecurrentCache:
         before = self.cache_MC
