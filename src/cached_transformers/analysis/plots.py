@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.floating[Any]]
 Records = Sequence[Mapping[str, Any]]  # the lines of one metrics.jsonl
 MAX_POINTS = 120  # a longer curve is averaged in equal bins: what a line of this width can show
+MAX_LABELS = 4  # more names than this beside their points run into each other: a legend, best first, takes over
 
 
 class Point(NamedTuple):
@@ -169,19 +170,22 @@ def metric_against_flops(points: Sequence[Point], metric: str = "accuracy", refe
     figure, axes = _figure(6.6, 3.8, 1, 1)
     ax = axes[0][0]
     with style():
-        for p in points:
-            colour, y = variant_looks[p.name].colour, measure.scale * p.mean
+        for p in sorted(points, key=lambda p: p.mean, reverse=not measure.lower_is_better):
+            (colour, _, marker), y = variant_looks[p.name], measure.scale * p.mean
             if p.low is not None and p.high is not None:
                 span = [[y - measure.scale * p.low], [measure.scale * p.high - y]]
                 ax.errorbar([p.flops], [y], yerr=span, color=colour, capsize=3, lw=1.4)
-            ax.plot([p.flops], [y], "o", color=colour, ms=7, mec=SURFACE, mew=1)
+            ax.plot([p.flops], [y], marker, color=colour, ms=7, mec=SURFACE, mew=1, label=p.name)
         low, high = min(p.flops for p in points), max(p.flops for p in points)
         if high > 10 * low:
             ax.set_xscale("log")
         ax.margins(x=0.18, y=0.12)
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
         ax.set(title=f"{metric} against cost", xlabel="operations per forward pass", ylabel=measure.axis_label)
-        _label_points(ax, points, measure, variant_looks)
+        if len(points) > MAX_LABELS:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+        else:
+            _label_points(ax, points, measure, variant_looks)
     return figure
 
 
@@ -199,10 +203,10 @@ def differences(rows: Sequence[Difference], reference: str, metric: str = "accur
     with style():
         ax.axvline(0, color=INK, lw=1)
         for y, row in enumerate(rows):
-            colour = variant_looks[row.name].colour
+            colour, _, marker = variant_looks[row.name]
             if row.low is not None and row.high is not None:
                 ax.plot([measure.scale * row.low, measure.scale * row.high], [y, y], color=colour, lw=2.2)
-            ax.plot([measure.scale * row.mean], [y], "o", color=colour, ms=7, mec=SURFACE, mew=1)
+            ax.plot([measure.scale * row.mean], [y], marker, color=colour, ms=7, mec=SURFACE, mew=1)
             text = measure.difference(row.mean, unit=False)
             ax.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.5, -0.5))

@@ -37,15 +37,17 @@ COLOURS = {
 }
 INK, MUTED, GRID, SURFACE, REFERENCE = (COLOURS[k][0] for k in ("ink", "muted", "grid", "surface", "reference"))
 SERIES = [COLOURS[f"c{i}"][0] for i in range(1, 7)]
-DASHES = ["-", (0, (5, 2)), (0, (1, 1.5))]  # a second and third round through the colours
+DASHES = ["-", (0, (5, 2)), (0, (1, 1.5))]  # for a second and third round through the colours
+MARKERS = ["o", "s", "^"]
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Look(NamedTuple):
-    """Colour and line style of one variant, the same in every figure of a report."""
+    """Colour, line style and marker of one variant, the same in every figure of a report."""
 
     colour: str
     dash: Any
+    marker: str = "o"
 
 
 def looks(names: Iterable[str], reference: str | None = None) -> dict[str, Look]:
@@ -56,7 +58,8 @@ def looks(names: Iterable[str], reference: str | None = None) -> dict[str, Look]
             result[name] = Look(REFERENCE, "-")
             continue
         i = len(result) - (reference in result)
-        result[name] = Look(SERIES[i % len(SERIES)], DASHES[i // len(SERIES) % len(DASHES)])
+        turn = i // len(SERIES) % len(DASHES)
+        result[name] = Look(SERIES[i % len(SERIES)], DASHES[turn], MARKERS[turn])
     return result
 
 
