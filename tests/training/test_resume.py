@@ -29,7 +29,9 @@ def start(folder: Path, *arguments: str, delay: str = "0", **settings: object) -
     source = str(Path(standin.__file__).parents[2] / "src")
     path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "STANDIN_DELAY": delay, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -114,6 +116,18 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(tmp_path, uninterrupt
     assert "Traceback" not in err
     step = final(folder).step
     assert f"at step {step};" in err
+    code, _, err = finish(start(folder))
+    assert code == 0, err
+    assert_same_run(folder, uninterrupted)
+
+
+def test_control_c_reaches_the_workers_too_and_the_run_is_saved_all_the_same(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    process = start(folder, "training.workers=1", delay="0.01")
+    wait_for_metrics(process, folder, 4)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130 and "stopped by SIGINT at step" in err and "Traceback" not in err
     code, _, err = finish(start(folder))
     assert code == 0, err
     assert_same_run(folder, uninterrupted)

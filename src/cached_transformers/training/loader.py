@@ -8,6 +8,7 @@ row, or when.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,9 +113,15 @@ def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0) -> It
             batch_sampler=order,
             collate_fn=dataset.collate,
             num_workers=workers,
+            worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # its own, so that making the iterator does not draw from the global one
         )
     )
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the training process saves first, and then ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def evaluation_batches(dataset: Any, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
