@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..memories.grc import GRC, StreamGRC
+
 
 def collect_gates(model: nn.Module) -> list[list[float]]:
     """One list of sigma(lambda), head by head, for each layer that has a gated memory, from the first to the last."""
-    return [m.mixing_ratio().detach().float().tolist() for m in model.modules() if hasattr(m, "mixing_ratio")]
+    return [m.mixing_ratio().detach().float().tolist() for m in model.modules() if isinstance(m, GRC | StreamGRC)]

@@ -1,0 +1,58 @@
+"""Timing of alternatives side by side: in turn, round by round, as ratios, so that a busy machine disturbs all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles, over rounds, of the time of one case divided by that of the reference in the same round."""
+
+    median: float
+    low: float
+    high: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}x ({self.low:.3f}-{self.high:.3f})"
+
+
+def seconds_of(fn: Callable[[], object]) -> float:
+    """Seconds that `fn` keeps the processor (CPU time of all threads) or the GPU (wall time between two fences) busy."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        fn()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+    begin = time.process_time()
+    fn()
+    return time.process_time() - begin
+
+
+def compare(cases: dict[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:
+    """Time every case once a round, in alternating order, after one round that is not counted.
+
+    Returns:
+        For each case its ratio to the case called `reference`.
+    """
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for index in range(rounds + 1):
+        names = list(cases) if index % 2 else list(reversed(cases))
+        for name in names:
+            spent = seconds_of(cases[name])
+            if index:
+                times[name].append(spent)
+    result = {}
+    for name, own in times.items():
+        ratios = sorted(a / b for a, b in zip(own, times[reference], strict=True))
+        quartile = max(len(ratios) // 4, 0)
+        low, high = ratios[quartile], ratios[-1 - quartile]
+        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(own))
+    return result

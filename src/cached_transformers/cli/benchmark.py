@@ -1,0 +1,59 @@
+"""`cached benchmark NAME`: measure speed and memory on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = ("grc",)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add `benchmark` to the commands."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "benchmark",
+        help="measure speed, FLOPs and kept activations against the plain models",
+        description="Measures side by side, in turn, in one process: timm's plain model, ours with GRC, and a straightforward "
+        "form of the structure that the GRC authors released. Prints a Markdown table of ratios (median and quartiles).",
+        epilog="example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
+    )
+    parser.add_argument("name", nargs="?", choices=BENCHMARKS, default="grc", help="what to measure (default: grc)")
+    parser.add_argument("--batch", type=int, default=8, help="images in a batch (default: 8)")
+    parser.add_argument("--rounds", type=int, default=11, help="counted rounds of training steps (default: 11)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, and return 0.
+
+    Raises:
+        ValueError: a count below 1.
+        ImportError: timm is not installed.
+    """
+    for name in ("batch", "rounds", "threads"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} {getattr(arguments, name)} must be at least 1")
+    import torch
+
+    from cached_transformers.analysis.page import environment_text
+    from cached_transformers.benchmarks import grc
+    from cached_transformers.training.run import environment
+
+    torch.set_num_threads(arguments.threads)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rows = grc.run(arguments.batch, arguments.rounds, device)
+    facts = environment(device) | {"batch": arguments.batch, "rounds": arguments.rounds}
+    print(grc.as_markdown(rows))
+    print(f"\nBatch {arguments.batch}, {arguments.rounds} rounds. {environment_text(facts)}")
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}
+        arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0
