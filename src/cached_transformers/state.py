@@ -1,9 +1,9 @@
 """State: the tree of tensors that a model carries from one segment to the next, and every operation on it.
 
 A state is a tensor, or a (named) tuple of states; nothing else. In particular there is no None, no Python number and no
-list that grows: emptiness is a mask or a counter tensor, so that the structure (shapes, dtypes, devices, strides) is the
-same before and after every segment and one compiled graph serves them all. The first dimension of every tensor is the row
-of the batch.
+list that grows: emptiness is a mask or a counter tensor, so that the structure (shapes, dtypes, devices, strides) is
+the same before and after every segment and one compiled graph serves them all. The first dimension of every tensor is
+the row of the batch.
 
 Legend: B rows.
 """
@@ -11,17 +11,17 @@ Legend: B rows.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 State: TypeAlias = Any
-"""A Tensor or a (named) tuple of states. Python's type system cannot say this without losing the named tuples' types."""
+"""A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
 
 
 def map_state(fn: Callable[..., Tensor], state: State, *others: State) -> State:
@@ -45,7 +45,7 @@ def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]
 def seal(state: State) -> State:
     """Copy every tensor into the canonical (contiguous) layout.
 
-    Compiled code is specialised to strides: a slice of a longer buffer has foreign strides and would cost a recompilation.
+    Compiled code is specialised to strides: a slice of a longer buffer has others, which would cost a recompilation.
     """
     return map_state(lambda t: t.clone(memory_format=torch.contiguous_format), state)
 
@@ -99,13 +99,14 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
     """Write the state as one safetensors file; the file appears whole or not at all."""
     target = Path(path)
     tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         save_file(tensors, temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())  # the new name must not outlive a power cut that the content does not
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -113,9 +114,14 @@ def load(path: str | os.PathLike[str], like: State) -> State:
     """Read a state that `save` wrote, into the structure of `like` (for instance `model.init_state(rows)`).
 
     Raises:
-        ValueError: the file holds a state of another structure; the message names the first difference.
+        ValueError: the file is damaged, or holds a state of another structure; the message names the first difference.
     """
-    stored = load_file(path)
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no whole state file: {error}; begin the stream anew or take an older file"
+        ) from error
     expected = dict(named_tensors(like))
     if stored.keys() != expected.keys():
         difference = ", ".join(sorted(stored.keys() ^ expected.keys()))

@@ -51,8 +51,8 @@ class SelfAttention(nn.Module):
         dropout: on the output.
 
     Raises:
-        ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the layer
-            is causal and the memory or the core has no causal form.
+        ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the
+            layer is causal and the memory or the core has no causal form.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class SelfAttention(nn.Module):
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
         if self.memory.insertion == "kv" and not self.core.accepts_context:
-            raise ValueError(f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)")
+            raise ValueError(
+                f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)"
+            )
         if self.causal and not self.core.supports_causal:
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
         if self.causal and not self.memory.causal:

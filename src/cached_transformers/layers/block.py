@@ -1,7 +1,8 @@
 """The transformer block and the stack of blocks that every model of this package is made of.
 
-The stack threads the state: it hands each layer memory its own part, lets the model memory open and close the segment, and
-seals what leaves. It also commits shared caches before the first block, outside of any region that a compiler may recompute.
+The stack threads the state: it hands each layer memory its own part, lets the model memory open and close the segment,
+and seals what leaves. It also commits shared caches before the first block, outside of any region that a compiler may
+recompute.
 
 Legend: B rows, N tokens, M slots, D model width, P position channels.
 """
@@ -50,13 +51,19 @@ class SlotAttention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x_BND: Tensor, slots_BMD: Tensor) -> Tensor:
-        """Attend every slot; a memory marks empty slots by the values that it gives them."""
+    def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
+        """What the tokens read from the valid slots (all when None); zeros for a row that has none."""
+        mask = None
+        if valid_BM is not None:
+            slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
+            mask = valid_BM[:, None, None]
         q, k, v = (
             t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for t in (self.query(self.norm(x_BND)), *self.key_value(slots_BMD).chunk(2, -1))
         )
-        return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y_BND = self.output(out.transpose(1, 2).flatten(2))
+        return y_BND if valid_BM is None else torch.where(valid_BM.any(1)[:, None, None], y_BND, 0)
 
 
 class Block(nn.Module):
@@ -90,15 +97,14 @@ class Block(nn.Module):
         padding_BN: Tensor | None = None,
         context: Context | None = None,
         slots_BMD: Tensor | None = None,
+        slots_valid_BM: Tensor | None = None,
         size: tuple[int, int] | None = None,
     ) -> tuple[Tensor, State, Trace, Tensor | None]:
         """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None."""
-        attended = self.attention(
-            x_BND, positions_BNP, state=state, padding_BN=padding_BN, context=context, size=size
-        )
+        attended = self.attention(x_BND, positions_BNP, state=state, padding_BN=padding_BN, context=context, size=size)
         y_BND = x_BND + self.drop_path(attended.y_BND)
         if self.slot_attention is not None and slots_BMD is not None:
-            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD))
+            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
         y_BND = y_BND + self.drop_path(self.feed_forward(y_BND))
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
         state, loss = self.attention.memory.write(state, trace)
@@ -137,16 +143,20 @@ class Stack(nn.Module):
         return [block.attention.memory for block in self.blocks]  # type: ignore[union-attr, misc]
 
     def init_state(self, batch_size: int, like: Tensor | None = None) -> StackState:
-        """State of `batch_size` rows that have seen nothing, on the device and in the dtype of `like` (or the weights)."""
+        """State of `batch_size` rows that have seen nothing; device and dtype are those of `like` (or the weights)."""
         like = like if like is not None else next(self.parameters())
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         layers = tuple(memory.init_state(batch_size, like) for memory in self.layer_memories())
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
 
     @staticmethod
-    def clock_positions(state: StackState, length: int) -> Tensor:
-        """(B, length, 1): positions of the next `length` tokens, counted from where each row's clock stands."""
-        return (state.clock_B[:, None] + torch.arange(length, device=state.clock_B.device))[..., None]
+    def clock_positions(state: StackState, length: int, padding_BN: Tensor | None = None) -> Tensor:
+        """(B, length, 1): positions of the next tokens, from where each row's clock stands; padding is not counted."""
+        if padding_BN is None:
+            steps = torch.arange(length, device=state.clock_B.device)
+        else:
+            steps = ((~padding_BN).cumsum(1) - 1).clamp(min=0)
+        return (state.clock_B[:, None] + steps)[..., None]
 
     def forward(
         self,
@@ -174,7 +184,7 @@ class Stack(nn.Module):
             state = self.init_state(x_BND.shape[0], x_BND)
         n = x_BND.shape[1]
         if positions_BNP is None:
-            positions_BNP = self.clock_positions(state, n)
+            positions_BNP = self.clock_positions(state, n, padding_BN)
         entry = self.model_memory.enter(state.model, x_BND, positions_BNP, padding_BN, inputs)
         x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
         for block, layer_state in zip(self.blocks, state.layers, strict=True):
@@ -186,6 +196,7 @@ class Stack(nn.Module):
                 padding_BN=entry.padding_BN,
                 context=entry.context,
                 slots_BMD=entry.slots_BMD,
+                slots_valid_BM=entry.slots_valid_BM,
                 size=size,
             )
             layers.append(layer_state)

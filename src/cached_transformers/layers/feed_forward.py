@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops a residual branch for whole rows during training, and scales the rest (stochastic depth, arXiv:1603.09382)."""
+    """Drops a residual branch for whole rows in training, and scales the rest (stochastic depth, arXiv:1603.09382)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Position encodings. All take explicit positions, so that keys of a memory can be placed where they were seen.
 
-A scheme may act in three places, each with an identity default: `embed` adds to the tokens at the model's entrance, `rotate`
-turns queries and keys, `bias` adds to the attention logits.
+A scheme may act in three places, each with an identity default: `embed` adds to the tokens at the model's entrance,
+`rotate` turns queries and keys, `bias` adds to the attention logits.
 
 Legend: B rows, N queries, M keys, H heads, E head width, D model width, P position channels (1, or row and column).
 """
@@ -9,6 +9,7 @@ Legend: B rows, N queries, M keys, H heads, E head width, D model width, P posit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -49,32 +50,28 @@ class LearnedPositions(Positions):
 class SinusoidalPositions(Positions):
     """Fixed interleaved sines and cosines (arXiv:1706.03762, section 3.5); defined for every position."""
 
-    frequencies: Tensor
-
     def __init__(self, width: int, base: float = 10000.0) -> None:
         super().__init__()
         if width % 2:
             raise ValueError(f"sinusoidal positions need an even width, got width={width}")
-        self.register_buffer("frequencies", base ** (-torch.arange(0, width, 2) / width), persistent=False)
+        self.width, self.base = width, base
 
     def embed(self, positions_BNP: Tensor) -> Tensor:
-        angle = positions_BNP[..., :1].to(self.frequencies.dtype) * self.frequencies
+        angle = angles(positions_BNP, self.width, self.base)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
 
 
 class RotaryPositions(Positions):
     """Rotation of pairs of channels by an angle proportional to the position (RoFormer, arXiv:2104.09864, eq. 34)."""
 
-    frequencies: Tensor
-
     def __init__(self, head_width: int, base: float = 10000.0) -> None:
         super().__init__()
         if head_width % 2:
             raise ValueError(f"rotary positions need an even head width, got {head_width}")
-        self.register_buffer("frequencies", base ** (-torch.arange(0, head_width, 2) / head_width), persistent=False)
+        self.head_width, self.base = head_width, base
 
     def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
-        angle = (positions_BNP[..., :1].to(self.frequencies.dtype) * self.frequencies)[:, None]
+        angle = angles(positions_BNP, self.head_width, self.base)[:, None]
         cos, sin = angle.cos().to(t_BHNE.dtype), angle.sin().to(t_BHNE.dtype)
         even, odd = t_BHNE[..., 0::2], t_BHNE[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
@@ -116,6 +113,15 @@ class RelativePositionBias2D(Positions):
         return self.table[row].permute(0, 3, 1, 2)
 
 
+def angles(positions_BNP: Tensor, width: int, base: float) -> Tensor:
+    """(B, N, width / 2): position times base^(-2 i / width), float32 whatever the model's dtype.
+
+    Not a buffer, which `model.bfloat16()` would convert: bfloat16 has no odd number above 256.
+    """
+    exponent = torch.arange(0, width, 2, device=positions_BNP.device) / width
+    return positions_BNP[..., :1].float() * base**-exponent
+
+
 def grid_positions(size: tuple[int, int], device: torch.device | str | None = None) -> Tensor:
     """(1, height * width, 2): row and column of each cell, in raster order."""
     rows = torch.arange(size[0], device=device).repeat_interleave(size[1])
@@ -131,7 +137,7 @@ def make_positions(name: str, *, width: int, heads: int, length: int | None = No
     """
     if name == "learned" and length is None:
         raise ValueError("learned positions need a length: the longest segment; or take 'sinusoidal' or 'rotary'")
-    makers = {
+    makers: dict[str, Callable[[], Positions]] = {
         "none": Positions,
         "learned": lambda: LearnedPositions(length or 0, width),
         "sinusoidal": lambda: SinusoidalPositions(width),

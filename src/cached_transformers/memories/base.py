@@ -1,7 +1,7 @@
 """What a memory is: the two protocols, and the records that pass between a memory and a block.
 
-A *layer memory* lives in one layer, a *model memory* spans layers; both may be present. Every method has an identity default,
-so that a paper's file overrides only what the paper changes. Four insertion points cover the literature:
+A *layer memory* lives in one layer, a *model memory* spans layers; both may be present. Every method has an identity
+default, so that a paper's file overrides only what the paper changes. Four insertion points cover the literature:
 
 * input: the model memory puts tokens round the segment (`enter`, `exit`);
 * kv: `read` returns a `Context`, extra keys and values for the attention core;
@@ -53,7 +53,7 @@ class Query(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a memory answers: a context (kv), a per-head result (head), and anything it wants to see again in `write`."""
+    """What a memory answers: a context (kv), a per-head result (head), and what it wants to see again in `write`."""
 
     context: Context | None = None
     output_BHNE: Tensor | None = None
@@ -99,8 +99,8 @@ class LayerMemory(nn.Module):
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         """`combine`, merge the heads, and apply the output projection, (B, N, D).
 
-        A memory overrides this only to save work; `weights` are the projection's weight and bias where it is a plain linear
-        map, None where only calling `linear` is right.
+        A memory overrides this only to save work; `weights` are the projection's weight and bias where it is a plain
+        linear map, None where only calling `linear` is right.
         """
         return linear(self.combine(y_BHNE, query, reading).transpose(1, 2).flatten(2))
 
@@ -122,13 +122,17 @@ class LayerMemory(nn.Module):
 
 
 class Entry(NamedTuple):
-    """What a model memory hands to the blocks: tokens, their positions, a context for all layers, slots for all layers."""
+    """What a model memory hands to the blocks: tokens, their positions, a context for all layers, slots for all layers.
+
+    `slots_valid_BM` (bool) marks the slots that hold something; None when all do.
+    """
 
     x_BND: Tensor
     positions_BNP: Tensor
     padding_BN: Tensor | None
     context: Context | None = None
     slots_BMD: Tensor | None = None
+    slots_valid_BM: Tensor | None = None
 
 
 class ModelMemory(nn.Module):

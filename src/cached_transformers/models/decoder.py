@@ -95,12 +95,14 @@ class LanguageModel(nn.Module):
         if state is None:
             state = self.init_state(rows)
         elif state.clock_B.shape[0] != rows:
-            raise ValueError(f"the state has {state.clock_B.shape[0]} rows, the segment {rows}; rows keep their place in a stream")
+            raise ValueError(
+                f"the state has {state.clock_B.shape[0]} rows, the segment {rows}; rows keep their place in a stream"
+            )
         if reset is not None:
             state = reset_rows(state, self.init_state(rows), reset)
         x_BND = self.embedding(inputs_BN)
-        positions_BNP = self.stack.clock_positions(state, inputs_BN.shape[1])
+        positions_BNP = self.stack.clock_positions(state, inputs_BN.shape[1], padding)
         placed = self.positions.embed(positions_BNP)
-        x_BND = self.dropout(x_BND if placed is None else x_BND + placed)
+        x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
         out = self.stack(x_BND, state, positions_BNP=positions_BNP, padding_BN=padding, inputs=inputs_BN)
         return out._replace(outputs=self.head(out.outputs))

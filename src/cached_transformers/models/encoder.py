@@ -82,11 +82,13 @@ class SequenceClassifier(nn.Module):
         """Logits (B, classes) of token ids (B, N); `padding` is (B, N) bool, True = padding."""
         rows, n = inputs_BN.shape
         if n > self.max_length:
-            raise ValueError(f"a sequence of {n} tokens, but max_length={self.max_length}; shorten it or build a longer model")
+            raise ValueError(
+                f"a sequence of {n} tokens, but max_length={self.max_length}; shorten it or build a longer model"
+            )
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         positions_BNP = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
         placed = self.positions.embed(positions_BNP)
-        x_BND = self.dropout(x_BND if placed is None else x_BND + placed)
+        x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
         if padding is not None:
             padding = F.pad(padding, (1, 0), value=False)
         out = self.stack(x_BND, state, positions_BNP=positions_BNP, padding_BN=padding, inputs=inputs_BN)

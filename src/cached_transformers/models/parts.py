@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.attention import SelfAttention
+from ..layers.attention import SelfAttention, shows_the_future
 from ..layers.block import Block, SlotAttention, Stack
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions
-from ..memories import create_memory
+from ..memories import create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
-from ..registry import ATTENTIONS
+from ..registry import ATTENTIONS, MEMORIES
 
 
 def make_stack(
@@ -36,11 +36,20 @@ def make_stack(
     """
     if heads < 1 or width % heads:
         raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+    spec = memory_spec(memory)
+    if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
+        raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     first = create_memory(memory, width, heads, depth=depth, **known)
     spans = isinstance(first, ModelMemory)
 
     def make_block(index: int) -> Block:
-        own = LayerMemory() if spans else first if index == 0 else create_memory(memory, width, heads, depth=depth, **known)
+        own = (
+            LayerMemory()
+            if spans
+            else first
+            if index == 0
+            else create_memory(memory, width, heads, depth=depth, **known)
+        )
         layer = SelfAttention(
             width,
             heads,
@@ -62,8 +71,10 @@ def make_stack(
 
 
 def initialise(model: nn.Module) -> None:
-    """Truncated normal (0.02) for linear maps and embeddings, zero biases; memories keep the initial values of their own."""
-    skip = {id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()}
+    """Truncated normal (0.02) for linear maps and embeddings, zero biases; memories keep their own initial values."""
+    skip = {
+        id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()
+    }
     for module in model.modules():
         if id(module) not in skip and isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
             nn.init.trunc_normal_(module.weight, std=0.02)

@@ -84,7 +84,11 @@ class VisionTransformer(nn.Module):
         """Logits (B, classes) of images (B, C, H, W)."""
         expected = (self.channels, self.image_size, self.image_size)
         if tuple(inputs_BCHW.shape[1:]) != expected:
-            raise ValueError(f"images of shape {tuple(inputs_BCHW.shape[1:])}, but this model takes {expected}; resize them")
+            raise ValueError(
+                f"images of shape {tuple(inputs_BCHW.shape[1:])}, but this model takes {expected}; resize them"
+            )
+        if padding is not None:
+            raise ValueError("images have no padding; call the model without it")
         x_BND = self.patches(inputs_BCHW).flatten(2).transpose(1, 2)
         x_BND = torch.cat([self.class_token.expand(x_BND.shape[0], -1, -1), x_BND], 1)
         x_BND = self.dropout(x_BND + self.positions.weight)

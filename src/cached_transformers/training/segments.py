@@ -1,7 +1,7 @@
-"""Training over segments: a long batch is cut into segments, the state crosses them, the gradient crosses `bptt` of them.
+"""Training over segments: a batch is cut into segments, the state crosses all of them, the gradient `bptt` of them.
 
-The loop is the module that DDP and FSDP wrap, not the model inside: whatever the number of segments, the wrapper sees one
-forward for each backward.
+The loop is the module that DDP and FSDP wrap, not the model inside: whatever the number of segments, the wrapper sees
+one forward for each backward.
 
 Legend: B rows, N tokens of all segments, V vocabulary.
 """
@@ -27,8 +27,8 @@ class SegmentLoop(nn.Module):
         model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V).
         segment_length: tokens in a segment; the last one may be shorter.
         bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
-        passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states after
-            each segment into the state that the next pass begins with; the loss is that of the last pass.
+        passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states
+            after each segment into the state that the next pass begins with; the loss is that of the last pass.
 
     Raises:
         ValueError: a size below 1, or several passes over a model without a stack.
@@ -68,8 +68,8 @@ class SegmentLoop(nn.Module):
             padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
 
         Returns:
-            Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of the
-            auxiliary losses; and the state. One backward gives the gradient of every window of `bptt` segments.
+            Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of
+            the auxiliary losses; and the state. One backward gives the gradient of every window of `bptt` segments.
 
         Raises:
             ValueError: there is no token, or the shapes of inputs, targets and padding differ.

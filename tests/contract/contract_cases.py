@@ -1,0 +1,185 @@
+"""What the contract tests run over: every registered memory with every attention core that fits, in its natural model.
+
+A memory is tested by being registered. `CONTRACTS` is the one place for what a memory needs said about it: small sizes,
+the formula of its state's size, and the rules that it is exempt from, each with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import example_memories  # noqa: F401  (registers the examples)
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.layers.block import ModelOutput
+from cached_transformers.memories import create_memory
+from cached_transformers.memories.base import LayerMemory
+from cached_transformers.models import create_model
+from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.training.segments import SegmentLoop
+
+ROWS, SEGMENT, VOCABULARY, WIDTH, HEADS, DEPTH = 3, 6, 11, 16, 2, 2
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What has to be said about one memory.
+
+    Attributes:
+        options: small sizes; what is not named here keeps its default.
+        bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
+        exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
+        models: the models that take these options; None for all that suit the memory.
+        exempt: name of a rule, or rule:model, -> why it does not apply.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bytes_per_row: Callable[[int], int] | None = None
+    exact: Mapping[str, Any] | None = None
+    models: tuple[str, ...] | None = None
+    exempt: Mapping[str, str] = field(default_factory=dict)
+
+
+UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
+SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
+
+# "name/label" holds the memory to the contract a second time, with other options.
+CONTRACTS: dict[str, Contract] = {
+    "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
+    "convolution": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={
+            "remembers": "a control that keeps nothing",
+            "empty": "a control: its convolution acts from the first segment on",
+            "learns:vision_transformer": UNREAD,
+        },
+    ),
+    "grc": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={
+            "remembers": SHARED,
+            "empty": "a cache of zeros is read and mixed like any other (Algorithm 1 starts so)",
+        },
+    ),
+    "grc/released": Contract(
+        options={"variant": "released"},
+        models=("vision_transformer",),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as grc", "learns": UNREAD},
+    ),
+    "grc_stream": Contract(options={"length": 4}, bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8),
+    "example_window": Contract(
+        options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
+    ),
+    "example_tokens": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
+    "example_slots": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
+}
+RULES = ("remembers", "empty", "learns")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One memory with one attention core in one model."""
+
+    memory: str
+    attention: str
+    model: str
+    shared: bool = False
+    in_layers: bool = True
+
+    @property
+    def name(self) -> str:
+        """The memory's name in the registry."""
+        return self.memory.partition("/")[0]
+
+    @property
+    def contract(self) -> Contract:
+        """The row of the table; a memory without one is held to everything."""
+        return CONTRACTS.get(self.memory, Contract())
+
+    @property
+    def language(self) -> bool:
+        """Whether the model is causal and gives a result per token."""
+        return self.model == "language_model"
+
+    def build(self, *, memory: bool = True, options: Mapping[str, Any] | None = None, **model: Any) -> nn.Module:
+        """The model, with the same weights at every call; none keeps an initial value that would hide its effect."""
+        spec = None
+        if memory and self.memory != "none":
+            spec = {"name": self.name, **self.contract.options, **(options or {})}
+        sizes: dict[str, dict[str, Any]] = {
+            "language_model": {"vocabulary": VOCABULARY},
+            "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * SEGMENT},
+            "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
+        }
+        torch.manual_seed(1)
+        built = create_model(
+            self.model,
+            **{"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "attention": self.attention},
+            **sizes[self.model],
+            memory=spec,
+            **model,
+        )
+        with torch.no_grad():
+            for parameter in built.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        return built
+
+    def segments(self, count: int, *, rows: int = ROWS, seed: int = 0) -> list[Tensor]:
+        """Inputs of `count` segments (of a stream), or batches (of images)."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.model == "vision_transformer":
+            return list(torch.randn(count, rows, 1, 8, 8, generator=generator))
+        tokens = torch.randint(0, VOCABULARY, (rows, count * SEGMENT), generator=generator)
+        return list(tokens.split(SEGMENT, 1))
+
+    def loss(self, model: nn.Module, step: int, *, rows: int = ROWS, segments: int = 2) -> Tensor:
+        """A training loss that depends on everything the model computes; new data at each `step`."""
+        if self.language:
+            tokens = torch.cat(self.segments(segments + 1, rows=rows, seed=step), 1)
+            n = segments * SEGMENT
+            return SegmentLoop(model, SEGMENT, bptt=segments)(tokens[:, :n], tokens[:, 1 : n + 1])[0]
+        out = model(self.segments(1, rows=rows, seed=step)[0])
+        return F.cross_entropy(out.outputs, torch.arange(rows) % 3) + out.auxiliary_loss
+
+
+def stream(model: nn.Module, inputs: list[Tensor], state: Any = None) -> Iterator[ModelOutput]:
+    """The model's answer to each segment, the state carried from one to the next."""
+    state = model.init_state(inputs[0].shape[0]) if state is None else state  # type: ignore[operator]
+    for segment in inputs:
+        out = model(segment, state)
+        state = out.state
+        yield out
+
+
+def _cases() -> Iterator[Case]:
+    facts = {"length": 5, "prefix": 0, "depth": DEPTH, "sequence": True}
+    for attention in ATTENTIONS:
+        core = ATTENTIONS.create(attention.name)
+        for label in [*CONTRACTS, *(name for name in MEMORIES.names() if name not in CONTRACTS)]:
+            name = label.partition("/")[0]
+            memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
+            if memory.insertion == "kv" and not core.accepts_context:
+                continue
+            kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
+            suited = ["language_model"] if core.supports_causal else []
+            if not getattr(memory, "causal", True):
+                suited = ["sequence_classifier", "vision_transformer"]
+            for model in CONTRACTS.get(label, Contract()).models or suited:
+                yield Case(label, attention.name, model, **kind)
+
+
+CASES = list(_cases())
+STREAMS = [case for case in CASES if case.language]
+TEXT = [case for case in CASES if case.model != "vision_transformer"]
+
+
+def cases(among: list[Case] = CASES, *, rule: str | None = None) -> pytest.MarkDecorator:
+    """Parametrise a test over cases, without those exempt from `rule`."""
+    held = [c for c in among if not {rule, f"{rule}:{c.model}"} & set(c.contract.exempt)]
+    return pytest.mark.parametrize("case", held, ids=lambda c: f"{c.memory}-{c.attention}-{c.model}")

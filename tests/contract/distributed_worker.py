@@ -1,0 +1,78 @@
+"""One of two processes of `test_distributed`: trains every case on its half of the rows and stores what it saw.
+
+Called as: distributed_worker.py RANK PORT RESULT.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contract_cases import CASES, SEGMENT, STREAMS, Case
+
+from cached_transformers.memories.grc import caches, commit_caches
+from cached_transformers.training.segments import SegmentLoop
+
+ROWS = 4
+SYNCS = ("mean", "broadcast", "none")
+SHARED = [case for case in CASES if case.shared and case.memory == "grc"]
+
+
+def half(t: Tensor, rank: int, size: int) -> Tensor:
+    return t.chunk(size)[rank]
+
+
+def stream_gradients(case: Case, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+    """Gradients of one backward over four segments, two windows; of all rows, or of this process's share under DDP."""
+    model = case.build()
+    loop: nn.Module = SegmentLoop(model, SEGMENT, bptt=2)
+    if size > 1:
+        loop = DistributedDataParallel(loop)
+    tokens = half(torch.cat(case.segments(5, rows=ROWS), 1), rank, size)
+    n = 4 * SEGMENT
+    loop(tokens[:, :n], tokens[:, 1 : n + 1])[0].backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shared_caches(case: Case, sync: str, rank: int, size: int, steps: int, evaluate: bool = False) -> list[Tensor]:
+    """The caches of this process after training under DDP, which broadcasts buffers as it does by default."""
+    model = case.build(options={"sync": sync})
+    wrapped = DistributedDataParallel(model, broadcast_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(steps):
+        if evaluate:
+            wrapped.eval()
+            with torch.no_grad():
+                wrapped(half(case.segments(1, rows=ROWS)[0], rank, size))
+            wrapped.train()
+        optimizer.zero_grad()
+        wrapped(half(case.segments(1, rows=ROWS, seed=step)[0], rank, size)).outputs.square().mean().backward()
+        optimizer.step()
+    commit_caches(model)
+    return [cache.cache_MC.clone() for cache in caches(model)]
+
+
+def main(rank: int, port: int, result: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    seen: dict[Any, Any] = {case: stream_gradients(case, rank, 2) for case in STREAMS}
+    for case in SHARED:
+        for sync in SYNCS:
+            for steps in (1, 3):
+                seen[case, sync, steps] = shared_caches(case, sync, rank, 2, steps)
+            seen[case, sync, "evaluated"] = shared_caches(case, sync, rank, 2, 3, evaluate=True)
+    torch.save({str(key): value for key, value in seen.items()}, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,99 @@
+"""Compilation and export: one graph serves every segment, and one with the state as input and output can be shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import ROWS, Case, cases, stream
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
+
+from cached_transformers import state as states
+from cached_transformers.memories.grc import commit_caches
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+
+
+def assert_near(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@cases()
+def test_evaluation_is_one_graph_for_all_segments(case: Case) -> None:
+    model, reference = case.build(), case.build()
+    for m in (model, reference):
+        m(case.segments(1, seed=7)[0])  # something in the shared caches
+        m.eval()
+    inputs = case.segments(6)
+    with torch.no_grad():
+        for a, b in zip(
+            stream(compiled(model), inputs, model.init_state(ROWS)), stream(reference, inputs), strict=True
+        ):
+            assert_near(a.outputs, b.outputs)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@cases()
+def test_training_is_compiled_without_a_break(case: Case) -> None:
+    model, reference = case.build(), case.build()
+    run = compiled(model)
+    state, other = model.init_state(ROWS), reference.init_state(ROWS)
+    for index, segment in enumerate(case.segments(8)):
+        torch._dynamo.config.error_on_recompile = index >= 4  # graphs for a fresh, an attached and a detached state
+        out, expected = run(segment, state), reference(segment, other)
+        assert_near(out.outputs, expected.outputs)
+        state, other = out.state, expected.state
+        if index % 2 or not case.language:
+            for o in (out, expected):
+                (o.outputs.square().mean() + o.auxiliary_loss).backward()
+            state, other = states.detach(state), states.detach(other)
+    assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
+    for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    commit_caches(model), commit_caches(reference)
+    for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class Flat(nn.Module):
+    """A model whose state is passed and returned as plain tensors, as a runtime without Python wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.spec = pytree.tree_structure(model.init_state(ROWS))  # type: ignore[operator]
+
+    def forward(self, inputs: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        out = self.model(inputs, pytree.tree_unflatten(list(leaves), self.spec))
+        return (out.outputs, *pytree.tree_leaves(out.state))
+
+
+@cases()
+def test_exported_with_the_state_as_input_and_output(case: Case) -> None:
+    model = case.build()
+    model(case.segments(1, seed=7)[0])
+    flat = Flat(model.eval())
+    inputs = case.segments(6)
+    leaves = pytree.tree_leaves(model.init_state(ROWS))
+    with torch.no_grad():
+        exported = torch.export.export(flat, (inputs[0], *leaves)).module()
+        for segment, expected in zip(inputs, stream(model, inputs), strict=True):
+            outputs, *leaves = exported(segment, *leaves)
+            assert_near(outputs, expected.outputs)
+    for a, b in zip(leaves, pytree.tree_leaves(expected.state), strict=True):
+        assert_near(a, b)

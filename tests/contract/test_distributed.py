@@ -1,0 +1,83 @@
+"""Two processes: streams give the gradient of one process with all rows, shared caches follow their `sync`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import STREAMS, Case, cases
+from distributed_worker import SHARED, SYNCS, stream_gradients
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each of the two processes stored."""
+    folder = tmp_path_factory.mktemp("distributed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("distributed_worker.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(port), str(folder / f"{rank}.pt")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate()[0] for process in processes]
+    for process, text in zip(processes, told, strict=True):
+        assert process.returncode == 0, text
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@cases(STREAMS)
+def test_two_processes_give_the_gradient_of_one(case: Case, seen: Seen) -> None:
+    alone = stream_gradients(case)
+    for rank in range(2):
+        together = seen[rank][str(case)]
+        assert together.keys() == alone.keys()
+        for name in alone:
+            torch.testing.assert_close(
+                together[name], alone[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@cases(SHARED)
+@pytest.mark.parametrize("steps", [1, 3, "evaluated"])
+def test_a_shared_cache_follows_its_sync(case: Case, steps: int | str, seen: Seen) -> None:
+    caches = {sync: [seen[rank][str((case, sync, steps))] for rank in range(2)] for sync in SYNCS}
+    for sync in ("mean", "broadcast"):
+        for a, b in zip(*caches[sync], strict=True):
+            assert torch.equal(a, b), f"sync={sync}: the processes' caches differ"
+    for a, b in zip(*caches["none"], strict=True):
+        assert (a - b).abs().max() > 1e-2, "sync='none': one process overwrote the other's cache"
+
+
+@cases(SHARED)
+def test_what_is_shared_after_one_step(case: Case, seen: Seen) -> None:
+    """With weights and caches still equal, the caches of sync="none" are what the other modes put together."""
+    own, mean, first = (
+        [seen[rank][str((case, sync, 1))] for rank in range(2)] for sync in ("none", "mean", "broadcast")
+    )
+    for layer, (a, b) in enumerate(zip(*own, strict=True)):
+        torch.testing.assert_close(mean[0][layer], (a + b) / 2, rtol=0, atol=1e-6)
+        assert torch.equal(first[1][layer], a)
+
+
+@cases(SHARED)
+def test_evaluating_between_steps_leaves_each_process_its_own_cache(case: Case, seen: Seen) -> None:
+    for rank in range(2):
+        for a, b in zip(*(seen[rank][str((case, "none", steps))] for steps in (3, "evaluated")), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

@@ -1,0 +1,140 @@
+"""The segment loop: its loss, its state, and the passes of memories that read twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import ROWS, SEGMENT, STREAMS, VOCABULARY, Case, cases
+from torch import nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.layers.block import ModelOutput
+from cached_transformers.training.segments import SegmentLoop
+
+PLAIN = next(case for case in STREAMS if case.memory == "none")
+STREAM = next(case for case in STREAMS if case.memory == "grc_stream")
+
+
+def batch(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    stream = torch.cat(case.segments(4), 1)[:, : tokens + 1]
+    return stream[:, :-1], stream[:, 1:]
+
+
+@cases(STREAMS)
+@pytest.mark.parametrize("bptt", [1, 2, 5])
+def test_the_loss_is_that_of_the_segments_one_by_one(case: Case, bptt: int) -> None:
+    """15 tokens in segments of 6: the last one is short. What is cut changes gradients, never the loss."""
+    model = case.build().eval()
+    inputs, targets = batch(case, 15)
+    loss, last = SegmentLoop(model, SEGMENT, bptt)(inputs, targets)
+    state, outputs = model.init_state(ROWS), []
+    for segment in inputs.split(SEGMENT, 1):
+        out = model(segment, state)
+        state = out.state
+        outputs.append(out.outputs)
+    want = F.cross_entropy(torch.cat(outputs, 1).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, want, rtol=0, atol=1e-6)
+    assert loss.requires_grad and not any(t.requires_grad for _, t in states.named_tensors(last))
+    for (_, a), (_, b) in zip(states.named_tensors(last), states.named_tensors(state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@cases(STREAMS)
+def test_one_backward_gives_the_gradients_of_all_windows(case: Case) -> None:
+    inputs, targets = batch(case, 4 * SEGMENT - 1)
+    together, apart = case.build(), case.build()
+    SegmentLoop(together, SEGMENT, bptt=2)(inputs, targets)[0].backward()
+    state: Any = None
+    loop = SegmentLoop(apart, SEGMENT, bptt=2)
+    for window in (slice(0, 12), slice(12, 23)):
+        loss, state = loop(inputs[:, window], targets[:, window], state)
+        (loss * (window.stop - window.start) / 23).backward()
+    for (name, a), (_, b) in zip(together.named_parameters(), apart.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_tokens_that_take_no_part_are_neither_counted_nor_learnt() -> None:
+    model = PLAIN.build().eval()
+    inputs, targets = batch(PLAIN, 15)
+    ignored = targets.clone()
+    ignored[0, 3:9] = -100
+    padding = torch.zeros_like(inputs, dtype=torch.bool)
+    padding[1, 13:] = True
+    loss, _ = SegmentLoop(model, SEGMENT)(inputs, ignored, padding=padding)
+    logits = torch.cat([model(segment).outputs for segment in inputs.split(SEGMENT, 1)], 1)
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    counted = (ignored != -100) & ~padding
+    torch.testing.assert_close(loss, each[counted].mean(), rtol=0, atol=1e-5)
+    nothing, _ = SegmentLoop(model, SEGMENT)(inputs, torch.full_like(targets, -100))
+    assert nothing.item() == 0 and nothing.requires_grad
+
+
+def test_the_state_goes_in_and_marked_rows_begin_anew() -> None:
+    model = STREAM.build().eval()
+    loop = SegmentLoop(model, SEGMENT)
+    inputs, targets = batch(STREAM, 12)
+    _, state = loop(inputs, targets)
+    rows = torch.tensor([True, False, True])
+    got, _ = loop(inputs, targets, state, rows)
+    want, _ = loop(inputs, targets, states.reset(state, model.init_state(ROWS), rows))
+    carried, _ = loop(inputs, targets, state)
+    assert got == want != carried
+
+
+class Counter(nn.Module):
+    """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
+
+    class Memory:
+        def next_pass(self, seen: list[torch.Tensor]) -> torch.Tensor:
+            self.seen = [s.item() for s in seen]
+            return torch.tensor(100.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = self
+        self.model_memory = self.Memory()
+        self.resets: list[Any] = []
+
+    def forward(self, inputs: torch.Tensor, state: Any, reset: Any = None, *, padding: Any = None) -> ModelOutput:
+        state = torch.tensor(0.0) if state is None else state
+        self.resets.append(reset)
+        return ModelOutput(torch.zeros(*inputs.shape, VOCABULARY), state + 1, state)
+
+
+def test_another_pass_begins_where_the_memory_says() -> None:
+    model = Counter()
+    inputs, targets = batch(PLAIN, 15)
+    rows = torch.tensor([True, False, False])
+    loss, state = SegmentLoop(model, SEGMENT, passes=2)(inputs, targets, reset=rows)
+    assert model.model_memory.seen == [1, 2, 3] and state.item() == 103
+    uniform = torch.tensor(VOCABULARY).log()
+    torch.testing.assert_close(loss, uniform + (100 + 101 + 102) / 3)  # of the last pass, averaged over segments
+    assert [r is not None for r in model.resets] == [True] + [False] * 5
+
+
+def test_the_loss_of_a_half_precision_model_is_added_up_in_float32() -> None:
+    inputs, targets = batch(PLAIN, 15)
+    exact = SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets)[0]
+    half = SegmentLoop(PLAIN.build().bfloat16(), SEGMENT)(inputs, targets)[0]
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m, x: SegmentLoop(m, 0), "segment_length=0 must be at least 1"),
+        (lambda m, x: SegmentLoop(m, 4, bptt=0), "bptt=0 must be at least 1"),
+        (lambda m, x: SegmentLoop(m, 4, passes=-1), "passes=-1 must be at least 1"),
+        (lambda m, x: SegmentLoop(nn.Linear(1, 1), 4, passes=2), "passes=2 needs a model with a stack"),
+        (lambda m, x: SegmentLoop(m, 4)(x[:, :0], x[:, :0]), r"inputs of shape \(3, 0\) must be .* at least one token"),
+        (lambda m, x: SegmentLoop(m, 4)(x, x[:, 1:]), r"targets of shape \(3, 14\) must have the shape of the inputs"),
+        (lambda m, x: SegmentLoop(m, 4)(x, x, padding=x[:, 1:] > 0), r"padding of shape \(3, 14\) must have the shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(PLAIN.build(), batch(PLAIN, 15)[0])

@@ -1,0 +1,208 @@
+"""Rules of state: structure, emptiness, rows, padding, saving, size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from contract_cases import CASES, CONTRACTS, DEPTH, ROWS, RULES, SEGMENT, STREAMS, TEXT, WIDTH, Case, cases, stream
+from torch import Tensor
+
+from cached_transformers import state as states
+from cached_transformers.memories.grc import StreamGRCState, caches, commit_caches
+from cached_transformers.registry import MEMORIES
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def same(a: states.State, b: states.State) -> None:
+    for (name, x), (_, y) in zip(states.named_tensors(a), states.named_tensors(b), strict=True):
+        assert torch.equal(x, y), name
+
+
+def near(a: states.State, b: states.State) -> None:
+    for (_, x), (_, y) in zip(states.named_tensors(a), states.named_tensors(b), strict=True):
+        close(x, y)
+
+
+def test_the_table_names_only_what_exists() -> None:
+    assert {label.partition("/")[0] for label in CONTRACTS} - {"none"} <= set(MEMORIES.names())
+    for contract in CONTRACTS.values():
+        assert {key.partition(":")[0] for key in contract.exempt} <= set(RULES)
+    assert {case.name for case in CASES} == {"none", *MEMORIES.names()}
+
+
+@cases()
+@pytest.mark.parametrize("training", [False, True])
+def test_structure_of_the_state_never_changes(case: Case, training: bool) -> None:
+    model = case.build().train(training)
+    fresh = model.init_state(ROWS)
+    for out in stream(model, case.segments(6)):
+        assert states.signature(out.state) == states.signature(fresh)
+        for name, tensor in states.named_tensors(out.state):
+            assert tensor.is_contiguous() and tensor.shape[0] == ROWS, name
+
+
+@cases(STREAMS, rule="remembers")
+def test_later_segments_depend_on_earlier_ones(case: Case) -> None:
+    model = case.build().eval()
+    first, second = case.segments(2)
+    told = [model(second, model(other, None).state).outputs for other in (first, first.flip(1))]
+    assert (told[0] - told[1]).abs().max() > 1e-3
+
+
+@cases([case for case in CASES if case.shared])
+def test_evaluation_depends_on_what_training_put_into_the_shared_cache(case: Case) -> None:
+    told = []
+    for seed in (1, 2):
+        model = case.build()
+        model(case.segments(1, seed=seed)[0])
+        told.append(model.eval()(case.segments(1)[0]).outputs)
+    assert (told[0] - told[1]).abs().max() > 1e-3
+
+
+def poisoned(state: states.State) -> states.State:
+    return states.map_state(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, state)
+
+
+@cases(STREAMS, rule="empty")
+def test_an_empty_memory_is_no_memory_whatever_stands_in_its_slots(case: Case) -> None:
+    model, plain = case.build().eval(), case.build(memory=False).eval()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    segment = case.segments(1)[0]
+    out = model(segment, poisoned(model.init_state(ROWS)))
+    close(out.outputs, plain(segment).outputs)
+    assert model(segment, out.state).outputs.isfinite().all(), "poison of an empty slot came out later"
+
+
+@cases([case for case in STREAMS if case.memory == "none" or "exact_when" in MEMORIES.entry(case.name).info])
+def test_segments_equal_the_whole_where_promised(case: Case) -> None:
+    exact = {} if case.memory == "none" else case.contract.exact
+    assert exact is not None, f"{case.memory} promises exactness: say in CONTRACTS with which options"
+    model = case.build(options=exact).eval()
+    tokens = torch.cat(case.segments(4), 1)
+    pieces = [tokens] if case.memory == "none" else tokens.split(5, 1)  # a short one at the end
+    close(torch.cat([out.outputs for out in stream(model, list(pieces))], 1), model(tokens).outputs)
+
+
+@cases(TEXT)
+def test_a_reset_row_is_a_fresh_row_and_the_others_do_not_notice(case: Case) -> None:
+    model = case.build().eval()
+    *before, after1, after2 = case.segments(5)
+    *_, last = stream(model, before)
+    rows = torch.tensor([False, True, False])
+    reset = states.reset(last.state, model.init_state(ROWS), rows)
+    after = [after1, after2]
+    for out, kept, fresh in zip(
+        stream(model, after, reset), stream(model, after, last.state), stream(model, after), strict=True
+    ):
+        close(out.outputs[1], fresh.outputs[1], 1e-6)
+        assert torch.equal(out.outputs[::2], kept.outputs[::2])
+        same(states.map_state(lambda t: t[::2], out.state), states.map_state(lambda t: t[::2], kept.state))
+    if case.language:
+        by_argument = model(after1, last.state, torch.tensor([False, True, False])).outputs
+        assert torch.equal(by_argument, model(after1, reset).outputs)
+
+
+@cases(TEXT)
+def test_reordered_rows_are_rows_reordered_before(case: Case) -> None:
+    model = case.build().eval()
+    *before, after = case.segments(4)
+    order = torch.tensor([2, 0, 0])
+    *_, last = stream(model, before)
+    *_, other = stream(model, [segment[order] for segment in before])
+    late, early = (model(after[order], s) for s in (states.reorder(last.state, order), other.state))
+    close(late.outputs, early.outputs)
+    near(late.state, early.state)
+
+
+@cases(TEXT)
+@pytest.mark.parametrize("training", [False, True])
+def test_padding_behind_the_tokens_changes_nothing(case: Case, training: bool) -> None:
+    trimmed, padded = case.build().train(training), case.build().train(training)
+    state, other = trimmed.init_state(ROWS), padded.init_state(ROWS)
+    for index, segment in enumerate(case.segments(3)):
+        filler = torch.full((ROWS, 3), index)
+        padding = torch.zeros(ROWS, SEGMENT + 3, dtype=torch.bool)
+        padding[:, SEGMENT:] = True
+        out = trimmed(segment, state)
+        with_padding = padded(torch.cat([segment, filler], 1), other, padding=padding)
+        state, other = out.state, with_padding.state
+        close(with_padding.outputs[:, :SEGMENT] if case.language else with_padding.outputs, out.outputs)
+    near(other, state)
+    for a, b in zip(caches(trimmed), caches(padded), strict=True):
+        a.commit(), b.commit()
+        close(a.cache_MC, b.cache_MC)
+
+
+@cases(STREAMS)
+def test_a_row_of_a_padded_batch_is_the_row_alone(case: Case) -> None:
+    model = case.build().eval()
+    lengths = torch.tensor([[6, 4, 0], [3, 6, 6], [6, 0, 5]])  # segments, rows; 0: the row pauses
+    state, alone = model.init_state(ROWS), [model.init_state(1) for _ in range(ROWS)]
+    for segment, length in zip(case.segments(3), lengths, strict=True):
+        out = model(segment, state, padding=torch.arange(SEGMENT) >= length[:, None])
+        state = out.state
+        for row, n in enumerate(length.tolist()):
+            if n:
+                single = model(segment[row : row + 1, :n], alone[row])
+                alone[row] = single.state
+                close(out.outputs[row, :n], single.outputs[0])
+            near(states.map_state(lambda t, row=row: t[row : row + 1], state), alone[row])
+
+
+@cases(STREAMS)
+def test_padding_in_front_of_the_tokens_changes_nothing(case: Case) -> None:
+    model = case.build().eval()
+    state, other = model.init_state(ROWS), model.init_state(ROWS)
+    for segment in case.segments(3):
+        padding = torch.zeros(ROWS, SEGMENT + 2, dtype=torch.bool)
+        padding[:, :2] = True
+        out, padded = model(segment, state), model(torch.cat([segment[:, :2], segment], 1), other, padding=padding)
+        state, other = out.state, padded.state
+        close(padded.outputs[:, 2:], out.outputs)
+        near(other, state)
+
+
+@cases()
+def test_saved_and_loaded_it_goes_on_bit_by_bit(case: Case, tmp_path: Path) -> None:
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs = case.segments(5)
+    state = model.init_state(ROWS)
+    for segment in inputs[:3]:
+        optimizer.zero_grad()
+        out = model(segment, state)
+        out.outputs.square().mean().backward()
+        optimizer.step()
+        state = states.detach(out.state)
+    states.save(state, tmp_path / "state.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    other = case.build()
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    loaded = states.load(tmp_path / "state.safetensors", other.init_state(ROWS))
+    same(loaded, state)
+    for a, b in zip(stream(model, inputs[3:], state), stream(other, inputs[3:], loaded), strict=True):
+        assert torch.equal(a.outputs, b.outputs)
+        same(a.state, b.state)
+    commit_caches(model), commit_caches(other)
+    for (name, x), (_, y) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@cases()
+def test_the_state_is_as_large_as_the_docstring_says(case: Case) -> None:
+    formula = case.contract.bytes_per_row
+    assert formula is not None, f"say in CONTRACTS how large the state of {case.memory} is"
+    model = case.build()
+    layers = DEPTH if case.in_layers else 1
+    assert states.nbytes(model.init_state(ROWS)) == ROWS * (layers * formula(WIDTH) + 8)  # the clock
+
+
+def test_the_documented_size_of_a_stream_cache() -> None:
+    case = next(case for case in STREAMS if case.memory == "grc_stream")
+    state = case.build().double().init_state(ROWS).layers[0]
+    assert isinstance(state, StreamGRCState) and states.nbytes(state) == ROWS * (2 * 4 * (WIDTH // 2) * 8 + 8)

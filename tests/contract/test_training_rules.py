@@ -1,0 +1,192 @@
+"""Rules of training: recomputation, gradients, closed gates, precision, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import CASES, ROWS, SEGMENT, STREAMS, WIDTH, Case, cases, stream
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers import state as states
+from cached_transformers.layers.grc_attention import GRCAttention
+from cached_transformers.memories.base import LayerMemory
+from cached_transformers.memories.grc import caches, commit_caches
+from cached_transformers.training.segments import SegmentLoop
+
+
+def train(case: Case, model: nn.Module, steps: int = 3) -> list[dict[str, Tensor]]:
+    """Loss and gradients of each step of plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    record = []
+    for step in range(steps):
+        torch.manual_seed(step)  # dropout
+        optimizer.zero_grad()
+        loss = case.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        record.append({"loss": loss.detach(), **grads})
+    commit_caches(model)
+    return record
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@cases()
+def test_recomputing_activations_changes_neither_losses_nor_gradients_nor_caches(case: Case) -> None:
+    kept, recomputed = case.build(dropout=0.1), case.build(dropout=0.1)
+    recomputed.set_activation_checkpointing(True)  # type: ignore[operator]
+    for a, b in zip(train(case, kept), train(case, recomputed), strict=True):
+        assert_same(a, b)
+    assert_same(kept.state_dict(), recomputed.state_dict())
+
+
+@cases()
+def test_activation_checkpointing_really_recomputes(case: Case) -> None:
+    model = case.build()
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.stack.blocks[0].register_forward_pre_hook(count)  # type: ignore[index, union-attr, operator]
+    case.loss(model, 0).backward()
+    once, calls = calls, 0
+    model.set_activation_checkpointing(True)  # type: ignore[operator]
+    case.loss(model, 1).backward()
+    assert calls == 2 * once
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_grc_layer_under_either_kind_of_checkpointing(variant: str, reentrant: bool) -> None:
+    def steps(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(2)
+        layer = GRCAttention(WIDTH, 2, 9, norm=nn.LayerNorm(WIDTH), variant=variant)
+        seen = []
+        for _ in range(3):
+            x = torch.randn(ROWS, 9, WIDTH, requires_grad=True)
+            run = lambda x: layer(x).y_BND  # noqa: E731
+            y = checkpoint(run, x, use_reentrant=reentrant) if recompute else run(x)
+            layer.zero_grad()
+            y.square().mean().backward()
+            seen += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        return [*seen, *(v.clone() for v in layer.state_dict().values())]
+
+    for a, b in zip(steps(False), steps(True), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@cases(rule="learns")
+def test_every_parameter_learns(case: Case) -> None:
+    model = case.build()
+    for step in range(2):  # the gates of an empty cache have nothing to forget, so the second step counts
+        model.zero_grad()
+        case.loss(model, step, segments=3).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} got no gradient"
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-8, f"{name}: gradient is zero"
+
+
+@cases([case for case in CASES if case.in_layers and case.memory != "none"])
+def test_a_closed_gate_is_the_plain_model(case: Case) -> None:
+    model = case.build()
+    memories = model.stack.layer_memories()  # type: ignore[union-attr, operator]
+    if type(memories[0]).close_gate is LayerMemory.close_gate:
+        with pytest.raises(ValueError, match="has no gate to close; remove the memory instead"):
+            memories[0].close_gate()
+        return
+    for memory in memories:
+        memory.close_gate()
+    plain = case.build(memory=False)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    for training in (True, False):
+        inputs = case.segments(3)
+        for a, b in zip(stream(model.train(training), inputs), stream(plain.train(training), inputs), strict=True):
+            torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-7)
+
+
+@cases()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_models_of_another_precision(case: Case, dtype: torch.dtype) -> None:
+    model, reference = case.build().to(dtype), case.build()
+    inputs = case.segments(3)
+    for given, out, exact in zip(inputs, stream(model, _cast(inputs, dtype)), stream(reference, inputs), strict=True):
+        assert out.outputs.dtype == dtype and out.outputs.isfinite().all()
+        tolerance = {torch.bfloat16: 0.3, torch.float16: 0.05, torch.float64: 1e-4}[dtype]
+        torch.testing.assert_close(out.outputs.float(), exact.outputs, rtol=0, atol=tolerance)
+        del given
+    out.outputs.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    commit_caches(model)
+    for cache in caches(model):
+        assert cache.cache_MC.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert cache.cache_MC.abs().max() > 0
+
+
+def _cast(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+
+
+@cases()
+def test_autocast_trains(case: Case) -> None:
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = case.loss(model, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.01
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    assert all(cache.cache_MC.dtype == torch.float32 for cache in caches(model))
+    fresh = states.signature(model.init_state(ROWS))  # type: ignore[operator]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(states.signature(out.state) == fresh for out in stream(model, case.segments(2)))
+
+
+@cases()
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_is_equal_and_independent(case: Case, way: str) -> None:
+    model = case.build()
+    case.loss(model, 0).backward()
+    twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    inputs = case.segments(2, seed=1)
+    for a, b in zip(stream(model, inputs), stream(twin, inputs), strict=True):
+        assert torch.equal(a.outputs, b.outputs)
+    before = {k: v.clone() for k, v in twin.state_dict().items()}
+    train(case, model, 1)
+    assert all(torch.equal(v, before[k]) for k, v in twin.state_dict().items())
+    with torch.no_grad():
+        told = [next(stream(m.eval(), inputs[:1])).outputs for m in (model, twin)]
+    assert not torch.equal(*told)
+
+
+@cases(STREAMS, rule="remembers")
+def test_the_loop_cuts_the_gradient_where_bptt_says(case: Case) -> None:
+    """The loss of the last segment reaches the segments of its own window, and nothing earlier."""
+    model = case.build()
+    tokens = torch.cat(case.segments(4), 1)
+    targets = torch.full_like(tokens, -100)
+    targets[:, 3 * SEGMENT :] = tokens[:, 3 * SEGMENT :]
+    for bptt, reached in {1: [3], 2: [2, 3], 3: [3], 4: [0, 1, 2, 3]}.items():
+        inputs: list[Tensor] = []
+        handle = model.embedding.register_forward_hook(
+            lambda _m, _i, y, inputs=inputs: (y.retain_grad(), inputs.append(y))[1]
+        )
+        SegmentLoop(model, SEGMENT, bptt)(tokens, targets)[0].backward()
+        handle.remove()
+        assert [i for i, x in enumerate(inputs) if x.grad is not None and x.grad.abs().max() > 0] == reached

@@ -1,0 +1,232 @@
+"""`SelfAttention` against a loop over rows, heads and tokens, and what it refuses.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.attentions.base import Attention, AttentionOutput
+from cached_transformers.layers.attention import SelfAttention, join
+from cached_transformers.layers.positions import ALiBiPositions, Positions, RotaryPositions
+from cached_transformers.layers.reduction import SpatialReduction
+from cached_transformers.memories.base import Context, LayerMemory, Query, Reading
+
+ROWS, TOKENS, SLOTS, HEADS, WIDTH = 2, 4, 3, 2, 8
+E = WIDTH // HEADS
+
+
+class Offer(LayerMemory):
+    """Offers a fixed context, some slots of which are empty."""
+
+    insertion = "kv"
+
+    def __init__(self, seed: int = 0, slots: int = SLOTS) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.hidden_BMD = torch.randn(ROWS, slots, WIDTH, dtype=torch.double, generator=g)
+        self.positions_BMP = torch.randint(0, 9, (ROWS, slots, 1), generator=g)
+        self.valid_BM = torch.rand(ROWS, slots, generator=g) < 0.6
+
+    def read(self, state: Any, query: Query, project_kv: Any) -> Reading:
+        return Reading(Context(*project_kv(self.hidden_BMD), self.positions_BMP, self.valid_BM))
+
+
+def make(positions: Positions | None = None, **options: Any) -> SelfAttention:
+    torch.manual_seed(3)
+    layer = SelfAttention(WIDTH, HEADS, positions=positions, norm=nn.LayerNorm(WIDTH), **options).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return layer
+
+
+def rotated(vector: Tensor, position: float) -> Tensor:
+    """Rotary positions by complex numbers: each pair of channels is one, turned by position * base^(-2 i / E)."""
+    pairs = torch.view_as_complex(vector.view(-1, 2).contiguous())
+    angle = torch.tensor([position * 10000 ** (-2 * i / len(vector)) for i in range(len(pairs))], dtype=torch.double)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten()
+
+
+def twin(
+    layer: SelfAttention,
+    x_BND: Tensor,
+    positions_BN: Tensor,
+    *,
+    rotary: bool = False,
+    slopes: list[float] | None = None,
+    padding_BN: Tensor | None = None,
+    bias_BHNL: Tensor | None = None,
+) -> Tensor:
+    """What the layer should compute, one query of one head of one row at a time."""
+    memory = layer.memory
+    w, b = layer.qkv.weight, layer.qkv.bias
+    out = torch.zeros_like(x_BND)
+    for r, rows in enumerate(x_BND):
+        hidden = [layer.norm(token) for token in rows]
+        known = []  # (normed hidden state, position, index among the keys, index among the tokens or None)
+        if isinstance(memory, Offer):
+            for m in range(memory.hidden_BMD.shape[1]):
+                if memory.valid_BM[r, m]:
+                    known.append((layer.norm(memory.hidden_BMD[r, m]), memory.positions_BMP[r, m, 0].item(), m, None))
+        slots = memory.hidden_BMD.shape[1] if isinstance(memory, Offer) else 0
+        for j, h in enumerate(hidden):
+            if padding_BN is None or not padding_BN[r, j]:
+                known.append((h, positions_BN[r, j].item(), slots + j, j))
+        for i in range(len(hidden)):
+            heads = []
+            for head in range(HEADS):
+                part = slice(head * E, (head + 1) * E)
+                q = (w[:WIDTH] @ hidden[i] + b[:WIDTH])[part]
+                place = positions_BN[r, i].item()
+                logits, values = [], []
+                for h, where, index, j in known:
+                    if layer.causal and j is not None and j > i:
+                        continue
+                    k = (w[WIDTH : 2 * WIDTH] @ h + b[WIDTH : 2 * WIDTH])[part]
+                    logit = (rotated(q, place) @ rotated(k, where) if rotary else q @ k) / math.sqrt(E)
+                    if slopes is not None:
+                        logit = logit - slopes[head] * abs(place - where)
+                    if bias_BHNL is not None:
+                        logit = logit + bias_BHNL[r, head, i, index]
+                    logits.append(logit)
+                    values.append((w[2 * WIDTH :] @ h + b[2 * WIDTH :])[part])
+                weight = torch.stack([x.exp() for x in logits])
+                heads.append((weight[:, None] * torch.stack(values)).sum(0) / weight.sum())
+            out[r, i] = layer.output.weight @ torch.cat(heads) + layer.output.bias
+    return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("offered", [False, True])
+@pytest.mark.parametrize("scheme", ["none", "rotary", "alibi"])
+def test_the_layer_is_its_slow_twin(causal: bool, padded: bool, offered: bool, scheme: str) -> None:
+    schemes = {"none": Positions, "rotary": lambda: RotaryPositions(E), "alibi": lambda: ALiBiPositions(HEADS)}
+    layer = make(schemes[scheme](), causal=causal, memory=Offer() if offered else None)
+    x = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double, requires_grad=True)
+    positions_BN = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    padding = torch.tensor([[False, False, True, False], [False, True, False, True]]) if padded else None
+    slopes = [2**-4, 2**-8] if scheme == "alibi" else None
+    got = layer(x, positions_BN[..., None], padding_BN=padding).y_BND
+    want = twin(layer, x, positions_BN, rotary=scheme == "rotary", slopes=slopes, padding_BN=padding)
+    # The angles are float32 whatever the model's precision.
+    tolerance = 1e-5 if scheme == "rotary" else 1e-10
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+    sources = [x, *layer.parameters()]
+    weight = torch.randn_like(got)
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), sources) for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("scheme", [Positions, lambda: ALiBiPositions(HEADS)])
+def test_a_bias_is_added_to_that_of_the_positions(scheme: Any) -> None:
+    layer = make(scheme(), memory=Offer())
+    x = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double)
+    positions_BN = torch.arange(TOKENS).expand(ROWS, -1)
+    bias = torch.randn(ROWS, HEADS, TOKENS, SLOTS + TOKENS, dtype=torch.double)
+    slopes = [2**-4, 2**-8] if isinstance(layer.positions, ALiBiPositions) else None
+    got = layer(x, positions_BN[..., None], bias_BHNM=bias).y_BND
+    torch.testing.assert_close(got, twin(layer, x, positions_BN, slopes=slopes, bias_BHNL=bias), rtol=0, atol=1e-10)
+
+
+def test_empty_slots_may_hold_anything() -> None:
+    memory = Offer()
+    layer = make(RotaryPositions(E), memory=memory)
+    x, places = torch.randn(ROWS, TOKENS, WIDTH).double(), torch.arange(TOKENS).expand(ROWS, -1)[..., None]
+    before = layer(x, places).y_BND
+    memory.hidden_BMD = torch.where(memory.valid_BM[..., None], memory.hidden_BMD, torch.nan)
+    assert torch.equal(layer(x, places).y_BND, before)
+
+
+def test_the_contexts_of_both_memories_are_attended() -> None:
+    memory, other = Offer(), Offer(seed=1, slots=2)
+    layer = make(RotaryPositions(E), memory=memory)
+    x, places = torch.randn(ROWS, TOKENS, WIDTH).double(), torch.arange(TOKENS).expand(ROWS, -1)[..., None]
+    got = layer(x, places, context=other.read((), Query(x), layer.project_kv).context).y_BND
+    for name in ("hidden_BMD", "positions_BMP", "valid_BM"):
+        setattr(memory, name, torch.cat([getattr(memory, name), getattr(other, name)], 1))
+    torch.testing.assert_close(got, layer(x, places).y_BND, rtol=0, atol=1e-12)
+
+
+def test_join_expands_a_context_of_one_row() -> None:
+    one, many = ((torch.randn(b, 2, m, 4), torch.randn(b, 2, m, 4)) for b, m in ((1, 2), (3, 5)))
+    first = Context(*one, torch.zeros(1, 2, 1, dtype=torch.long), torch.tensor([[True, False]]))
+    second = Context(*many, torch.ones(3, 5, 1, dtype=torch.long), torch.ones(3, 5, dtype=torch.bool))
+    joined = join(first, second)
+    assert joined is not None
+    assert [tuple(t.shape) for t in joined] == [(3, 2, 7, 4), (3, 2, 7, 4), (3, 7, 1), (3, 7)]
+    assert torch.equal(joined.k_BHME[1, :, :2], one[0][0]) and torch.equal(joined.v_BHME[:, :, 2:], many[1])
+    assert joined.valid_BM.sum(1).tolist() == [6, 6, 6]
+    assert join(None, None) is None and join(first, None) is first and join(None, second) is second
+
+
+def test_a_reduction_shortens_keys_and_values_only() -> None:
+    layer = make(reduction=SpatialReduction(WIDTH, 2))
+    x = torch.randn(ROWS, 16, WIDTH, dtype=torch.double)
+    got = layer(x, size=(4, 4))
+    assert got.k_BHNE.shape == (ROWS, HEADS, 4, E) and got.y_BND.shape == x.shape
+    h = layer.norm(x)
+    short = layer.reduction(h, (4, 4))
+    heads = lambda t: t.unflatten(-1, (HEADS, E)).transpose(1, 2)  # noqa: E731
+    q = heads((h @ layer.qkv.weight.T + layer.qkv.bias)[..., :WIDTH])
+    k, v = (heads(t) for t in (short @ layer.qkv.weight.T + layer.qkv.bias)[..., WIDTH:].chunk(2, -1))
+    y = ((q @ k.mT / math.sqrt(E)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(got.y_BND, layer.output(y), rtol=0, atol=1e-10)
+
+
+class Bare(Attention):
+    """A core that can do nothing but mix the tokens of a segment."""
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, **_: Any) -> AttentionOutput:
+        return AttentionOutput(v_BHNV.mean(2, keepdim=True).expand_as(v_BHNV))
+
+
+class Seer(LayerMemory):
+    causal = False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 3}, r"width=8 must be a positive multiple of heads=3"),
+        ({"heads": 0}, r"width=8 must be a positive multiple of heads=0"),
+        ({"core": Bare(), "memory": Offer()}, r"memory Offer offers keys and values, which attention Bare cannot take"),
+        ({"core": Bare(), "causal": True}, r"attention Bare has no causal form \(supports_causal=False\)"),
+        ({"memory": Seer(), "causal": True}, r"memory Seer shows .* cannot serve a causal model.*memory='grc_stream'"),
+    ],
+)
+def test_pairs_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelfAttention(WIDTH, options.pop("heads", HEADS), **options)
+
+
+@pytest.mark.parametrize(
+    ("flag", "call"),
+    [
+        ("accepts_context", {"context": Context(*torch.zeros(2, 1, 1, 2, 4), torch.zeros(1, 2, 1), torch.ones(1, 2))}),
+        ("supports_causal", {"causal": True}),
+        ("supports_bias", {"bias_BHNM": torch.zeros(1, 1, 3, 3)}),
+        ("supports_cross", {"keys": 5}),
+    ],
+)
+def test_a_core_refuses_what_it_does_not_declare(flag: str, call: dict[str, Any]) -> None:
+    k = torch.randn(1, 1, call.pop("keys", 3), 4)
+    with pytest.raises(ValueError, match=f"attention Bare has {flag}=False .*cached list attentions"):
+        Bare()(torch.randn(1, 1, 3, 4), k, k, **call)
+
+
+def test_a_core_without_causal_form_serves_where_none_is_needed() -> None:
+    x = torch.randn(ROWS, TOKENS, WIDTH)
+    assert SelfAttention(WIDTH, HEADS, core=Bare())(x).y_BND.shape == x.shape
+
+
+def test_dropout_must_be_a_probability() -> None:
+    with pytest.raises(ValueError, match=r"dropout=1.0 must lie in \[0, 1\)"):
+        Bare(dropout=1.0)

@@ -1,0 +1,202 @@
+"""Blocks and stacks: the order of sublayers, what is threaded through them, and their small parts.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import Block, SlotAttention, Stack
+from cached_transformers.layers.feed_forward import DropPath, FeedForward
+from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
+from cached_transformers.memories.base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
+
+D, H = 8, 2
+
+
+class Count(NamedTuple):
+    segments_B: Tensor
+
+
+class Counting(LayerMemory):
+    """Counts the segments of each row; its auxiliary loss is a given number."""
+
+    def __init__(self, loss: float) -> None:
+        super().__init__()
+        self.loss = loss
+        self.traces: list[Trace] = []
+
+    def init_state(self, batch_size: int, like: Tensor) -> Count:
+        return Count(torch.zeros(batch_size, dtype=torch.long))
+
+    def write(self, state: Count, trace: Trace) -> tuple[Count, Tensor]:
+        self.traces.append(trace)
+        return Count(state.segments_B + 1), torch.tensor(self.loss)
+
+
+class Spanning(ModelMemory):
+    """Offers a context and slots to every layer, and sees all traces at the end."""
+
+    insertion = "sublayer"
+
+    def init_state(self, batch_size: int, like: Tensor) -> Count:
+        return Count(torch.zeros(batch_size, dtype=torch.long))
+
+    def enter(self, state: Any, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Any, inputs: Any) -> Entry:
+        rows = x_BND.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        k, v = torch.randn(2, 1, H, 3, D // H, generator=generator)
+        context = Context(k, v, torch.zeros(1, 3, 1, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
+        slots_BMD = torch.randn(rows, 2, D, generator=generator)
+        self.inputs = inputs
+        return Entry(x_BND, positions_BNP, padding_BN, context, slots_BMD)
+
+    def exit(self, state: Count, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Count, Tensor]:
+        self.traces = traces
+        return x_BND, Count(state.segments_B + 1), torch.tensor(100.0)
+
+
+def make_block(memory: LayerMemory | None = None, slots: bool = False, drop_path: float = 0.0) -> Block:
+    return Block(
+        SelfAttention(D, H, memory=memory, norm=nn.LayerNorm(D)),
+        FeedForward(D, 2 * D, norm=nn.LayerNorm(D)),
+        slot_attention=SlotAttention(D, H) if slots else None,
+        drop_path=drop_path,
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Multi-head softmax attention of (B, N, D) by slices of the width."""
+    heads = []
+    for part in (slice(0, D // H), slice(D // H, D)):
+        heads.append((q[..., part] @ k[..., part].mT / math.sqrt(D // H)).softmax(-1) @ v[..., part])
+    return torch.cat(heads, -1)
+
+
+def test_a_block_is_attention_slots_and_feed_forward_each_behind_a_norm_and_a_residual() -> None:
+    block, x, slots = make_block(slots=True), torch.randn(3, 5, D), torch.randn(3, 2, D)
+    a, s, f = block.attention, block.slot_attention, block.feed_forward
+    assert s is not None
+    y = x + a.output(attend(*a.qkv(a.norm(x)).chunk(3, -1)))
+    y = y + s.output(attend(s.query(s.norm(y)), *s.key_value(slots).chunk(2, -1)))
+    y = y + f.leave(F.gelu(f.enter(f.norm(y))))
+    got, state, trace, loss = block(x, slots_BMD=slots)
+    torch.testing.assert_close(got, y, rtol=0, atol=1e-5)
+    assert state == () and loss is None
+    assert torch.equal(trace.x_BND, x) and torch.equal(trace.y_BND, got)
+    assert torch.equal(trace.query.x_BND, a.norm(x))
+
+
+def test_empty_slots_are_no_slots_whatever_they_hold() -> None:
+    layer, x, slots = SlotAttention(D, H), torch.randn(3, 5, D), torch.randn(3, 4, D)
+    nn.init.ones_(layer.output.bias)
+    valid = torch.tensor([[True, False, True, False], [False] * 4, [True] * 4])
+    y = layer(x, torch.where(valid[..., None], slots, torch.nan), valid)
+    torch.testing.assert_close(y[:1], layer(x[:1], slots[:1, ::2]), rtol=0, atol=1e-6)
+    assert (y[1] == 0).all()
+    torch.testing.assert_close(y[2:], layer(x[2:], slots[2:]), rtol=0, atol=1e-6)
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_a_stack_threads_states_traces_and_losses() -> None:
+    layers, spanning = [Counting(1.0), Counting(10.0)], Spanning()
+    stack = Stack(lambda i: make_block(layers[i], slots=True), 2, model_memory=spanning, width=D)
+    x, raw = torch.randn(3, 5, D), torch.zeros(3, 5, dtype=torch.long)
+    out = stack(x, inputs=raw)
+    out = stack(x, out.state, inputs=raw)
+    assert out.auxiliary_loss.item() == 111
+    assert out.state.clock_B.tolist() == [10] * 3
+    assert [s.segments_B.tolist() for s in (out.state.model, *out.state.layers)] == [[2] * 3] * 3
+    assert spanning.inputs is raw and len(spanning.traces) == 2
+    assert torch.equal(spanning.traces[0].y_BND, spanning.traces[1].x_BND)
+    last = layers[1].traces[-1]
+    assert last.query.positions_BNP is not None and last.query.positions_BNP[0, :, 0].tolist() == [5, 6, 7, 8, 9]
+    torch.testing.assert_close(out.outputs, F.layer_norm(last.y_BND, (D,)))
+
+
+def test_the_context_of_a_model_memory_reaches_every_layer() -> None:
+    x = torch.randn(2, 5, D)
+    told = []
+    for memory in (ModelMemory(), Spanning()):
+        torch.manual_seed(0)
+        told.append(Stack(lambda _: make_block(), 1, model_memory=memory)(x).outputs)
+    assert (told[0] - told[1]).abs().max() > 1e-2
+
+
+def test_padding_does_not_move_the_clock() -> None:
+    layer = Counting(0.0)
+    stack = Stack(lambda _: make_block(layer), 1)
+    padding = torch.tensor([[False] * 4, [False, False, True, True], [True, False, True, False], [True] * 4])
+    out = stack(torch.randn(4, 4, D), padding_BN=padding)
+    assert out.state.clock_B.tolist() == [4, 2, 2, 0]
+    positions = layer.traces[0].query.positions_BNP
+    assert positions is not None
+    assert [p[~pad].tolist() for p, pad in zip(positions[..., 0], padding, strict=True)] == [
+        [0, 1, 2, 3],
+        [0, 1],
+        [0, 1],
+        [],
+    ]
+
+
+def test_a_stack_needs_a_layer() -> None:
+    with pytest.raises(ValueError, match="depth=0 must be at least 1 layer"):
+        Stack(lambda _: make_block(), 0)
+
+
+def test_the_default_memories_change_nothing() -> None:
+    x, query, memory = torch.randn(2, 3, D), Query(torch.randn(2, 3, D)), LayerMemory()
+    assert memory.init_state(2, x) == () and memory.read((), query, None) == Reading()
+    assert memory.combine(x, query, Reading()) is x and memory.finish(x, query, Reading()) is x
+    spanning = ModelMemory()
+    assert spanning.next_pass(["a", "b"]) == "b"
+    assert spanning.enter((), x, x, None, None) == Entry(x, x, None)
+
+
+def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:
+    x = torch.ones(4000, 2, 3)
+    y = DropPath(0.25)(x)
+    kept = y[:, 0, 0] > 0
+    assert torch.equal(y[kept], torch.full_like(y[kept], 1 / 0.75)) and (y[~kept] == 0).all()
+    assert kept.float().mean() == pytest.approx(0.75, abs=0.03)
+    assert torch.equal(DropPath(0.25).eval()(x), x) and DropPath(0.0)(x) is x
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DropPath(1.0), r"drop_path=1.0 must lie in \[0, 1\)"),
+        (lambda: FeedForward(4, 8, activation="gelo"), "activation='gelo' must be one of gelu, relu"),
+        (lambda: SpatialReduction(4, 2)(torch.randn(1, 6, 4)), r"6 tokens need the size .* got size=None"),
+        (lambda: PooledReduction(4, 2)(torch.randn(1, 6, 4), (2, 2)), r"6 tokens need the size .* got size=\(2, 2\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_spatial_reduction_sees_each_cell_once() -> None:
+    layer, x = SpatialReduction(4, 2), torch.randn(2, 8, 4)
+    got = layer(x, (2, 4))
+    cells = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    weight = layer.convolution.weight.flatten(2)  # out, in, cell
+    want = torch.stack([torch.einsum("bcd,edc->be", x[:, c], weight) + layer.convolution.bias for c in cells], 1)
+    torch.testing.assert_close(got, F.layer_norm(want, (4,)), rtol=0, atol=1e-5)
+
+
+def test_pooled_reduction_of_a_map_of_its_own_size_is_a_linear_map() -> None:
+    layer, x = PooledReduction(4, 2), torch.randn(2, 4, 4)
+    linear = x @ layer.convolution.weight[..., 0, 0].T + layer.convolution.bias
+    torch.testing.assert_close(layer(x, (2, 2)), F.gelu(F.layer_norm(linear, (4,))), rtol=0, atol=1e-5)
+    assert layer(torch.randn(2, 35, 4), (5, 7)).shape == (2, 4, 4)

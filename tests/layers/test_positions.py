@@ -1,0 +1,132 @@
+"""Position encodings: the property that each is for, and exact values where there is a formula.
+
+Legend: B rows, H heads, N queries, M keys, E head width, D width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cached_transformers.layers.positions import (
+    ALiBiPositions,
+    LearnedPositions,
+    Positions,
+    RelativePositionBias2D,
+    RotaryPositions,
+    SinusoidalPositions,
+    grid_positions,
+    make_positions,
+)
+
+
+def places(*values: int) -> torch.Tensor:
+    return torch.tensor(values)[None, :, None]
+
+
+def test_rotary_logits_depend_on_the_difference_of_positions_alone() -> None:
+    scheme = RotaryPositions(8)
+    q, k = torch.randn(2, 1, 3, 1, 8, dtype=torch.double)
+
+    def logit(i: int, j: int) -> torch.Tensor:
+        return scheme.rotate(q, places(i)) @ scheme.rotate(k, places(j)).mT
+
+    for shift in (1, 17, 400):
+        torch.testing.assert_close(logit(5 + shift, 2 + shift), logit(5, 2), rtol=0, atol=1e-4)
+    assert (logit(5, 2) - logit(5, 3)).abs().max() > 1e-2
+    torch.testing.assert_close(logit(0, 0), q @ k.mT, rtol=0, atol=0)
+
+
+def test_rotary_angles() -> None:
+    scheme = RotaryPositions(4)
+    t = torch.tensor([1.0, 0.0, 1.0, 0.0])[None, None, None]
+    want = [math.cos(3), math.sin(3), math.cos(0.03), math.sin(0.03)]
+    torch.testing.assert_close(scheme.rotate(t, places(3)).flatten(), torch.tensor(want))
+
+
+@pytest.mark.parametrize("position", [257, 1001, 30001])
+def test_positions_stay_exact_in_half_precision_models(position: int) -> None:
+    """bfloat16 has no odd number above 256: angles computed in it would merge neighbours."""
+    rotary = RotaryPositions(8)
+    t = torch.randn(1, 1, 1, 8)
+    exact = rotary.rotate(t, places(position))
+    half = rotary.bfloat16().rotate(t.bfloat16(), places(position))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, rtol=0, atol=0.05)
+    sinusoidal = SinusoidalPositions(8)
+    assert torch.equal(sinusoidal.bfloat16().embed(places(position)), SinusoidalPositions(8).embed(places(position)))
+
+
+def test_sinusoidal_values() -> None:
+    got = SinusoidalPositions(6).embed(places(0, 7))
+    want = [[0, 1] * 3, [f(7 * 10000 ** (-i / 6)) for i in (0, 2, 4) for f in (math.sin, math.cos)]]
+    torch.testing.assert_close(got[0], torch.tensor(want), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (4, [2**-2, 2**-4, 2**-6, 2**-8]),
+        (8, [2.0**-i for i in range(1, 9)]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+    ],
+)
+def test_alibi_slopes_are_those_of_the_paper(heads: int, slopes: list[float]) -> None:
+    bias = ALiBiPositions(heads).bias(places(5), places(2, 5, 6))
+    assert bias is not None and bias.shape == (1, heads, 1, 3)
+    torch.testing.assert_close(bias[0, :, 0], -torch.tensor(slopes)[:, None] * torch.tensor([3.0, 0, 1]))
+
+
+def test_relative_bias_has_one_entry_per_offset() -> None:
+    scheme = RelativePositionBias2D((2, 3), 2)
+    with torch.no_grad():
+        scheme.table.copy_(torch.arange(15.0)[:, None] + torch.tensor([0, 100]))
+    grid = grid_positions((2, 3))
+    assert grid[0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    bias = scheme.bias(grid, grid)
+    assert bias is not None
+    for i, (y, x) in enumerate(grid[0].tolist()):
+        for j, (v, u) in enumerate(grid[0].tolist()):
+            row = (y - v + 1) * 5 + (x - u + 2)
+            assert bias[0, :, i, j].tolist() == [row, 100 + row]
+    assert len(bias[0, 0].unique()) == 15
+
+
+def test_learned_positions_are_rows_of_the_table() -> None:
+    scheme = LearnedPositions(6, 4)
+    assert torch.equal(scheme.embed(places(5, 0)), scheme.weight[[5, 0]][None])
+
+
+def test_the_base_scheme_does_nothing() -> None:
+    scheme, t = Positions(), torch.randn(1, 1, 2, 4)
+    assert scheme.embed(places(1, 2)) is None and scheme.bias(places(1), places(2)) is None
+    assert scheme.rotate(t, places(1, 2)) is t
+
+
+def test_schemes_by_name() -> None:
+    kinds = {
+        "none": Positions,
+        "learned": LearnedPositions,
+        "sinusoidal": SinusoidalPositions,
+        "rotary": RotaryPositions,
+        "alibi": ALiBiPositions,
+    }
+    for name, kind in kinds.items():
+        assert type(make_positions(name, width=8, heads=2, length=5)) is kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "learned", "width": 8, "heads": 2}, "learned positions need a length"),
+        ({"name": "rotery", "width": 8, "heads": 2}, "unknown positions 'rotery'.*rotary"),
+        ({"name": "rotary", "width": 6, "heads": 2}, "rotary positions need an even head width, got 3"),
+        ({"name": "sinusoidal", "width": 7, "heads": 1}, "sinusoidal positions need an even width, got width=7"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_positions(arguments.pop("name"), **arguments)

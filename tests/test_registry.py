@@ -1,0 +1,82 @@
+"""Registries: names, suggestions, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cached_transformers.registry import Registry
+
+
+class Thing:
+    """A thing with a size.
+
+    More about it.
+    """
+
+    def __init__(self, width: int, *, ratio: float = 0.5) -> None:
+        self.width, self.ratio = width, ratio
+
+
+@pytest.fixture
+def things() -> Registry[Any]:
+    registry: Registry[Any] = Registry("thing")
+    registry.register("thing", paper="arXiv:0000.00000", state="none")(Thing)
+
+    @registry.register("thing_open")
+    def make(width: int = 1, **options: Any) -> tuple[int, dict[str, Any]]:
+        return width, options
+
+    return registry
+
+
+def test_the_decorator_returns_what_it_was_given(things: Registry[Any]) -> None:
+    assert things.register("again")(Thing) is Thing
+
+
+def test_create_passes_arguments_on(things: Registry[Any]) -> None:
+    built = things.create("thing", 4, ratio=0.25)
+    assert (built.width, built.ratio) == (4, 0.25)
+    assert things.create("thing_open", extra=2) == (1, {"extra": 2})
+
+
+def test_entries_describe_themselves(things: Registry[Any]) -> None:
+    entry = things.entry("thing")
+    assert (entry.summary, entry.paper, dict(entry.info)) == (
+        "A thing with a size.",
+        "arXiv:0000.00000",
+        {"state": "none"},
+    )
+    assert list(entry.options) == ["width", "ratio"] and entry.options["ratio"].default == 0.5
+    assert not entry.open_ended and things.entry("thing_open").open_ended
+    assert list(things.entry("thing_open").options) == ["width"]
+    assert things.entry("thing_open").summary == ""
+
+
+def test_names_are_sorted_and_filtered(things: Registry[Any]) -> None:
+    things.register("another")(Thing)
+    assert things.names() == ["another", "thing", "thing_open"] == [entry.name for entry in things]
+    assert things.names("thing*") == ["thing", "thing_open"] and things.names("?") == []
+    assert "thing" in things and "Thing" not in things and len(things) == 3
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(things: Registry[Any]) -> None:
+    with pytest.raises(ValueError, match=r"unknown thing 'thinh'; did you mean 'thing'\? \(known: thing, thing_open\)"):
+        things.create("thinh")
+    with pytest.raises(ValueError, match=r"^unknown thing 'zebra' \(known: thing, thing_open\)$"):
+        things.entry("zebra")
+    with pytest.raises(ValueError, match="known: none"):
+        Registry("part").entry("x")
+
+
+def test_an_unknown_option_is_refused_before_anything_is_built(things: Registry[Any]) -> None:
+    with pytest.raises(ValueError, match=r"unknown option of thing 'thing' 'ration'; did you mean 'ratio'\?"):
+        things.create("thing", ration=0.25)
+    things.check("thing_open", {"anything": 1})
+
+
+def test_a_name_is_given_once(things: Registry[Any]) -> None:
+    with pytest.raises(ValueError, match=r"thing 'thing' is registered already, by .*Thing"):
+        things.register("thing")(object)
+    assert things.entry("thing").factory is Thing

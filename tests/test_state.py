@@ -1,0 +1,195 @@
+"""State trees: the operations on rows, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cached_transformers import state as states
+
+
+class Leafy(NamedTuple):
+    slots_BMD: Tensor
+    count_B: Tensor
+
+
+class Tree(NamedTuple):
+    clock_B: Tensor
+    layers: Any
+    nothing: Any
+
+
+def tree(rows: int = 3) -> Tree:
+    def leafy() -> Leafy:
+        return Leafy(torch.randn(rows, 4, 2), torch.arange(rows))
+
+    return Tree(torch.arange(rows), (leafy(), leafy()), ())
+
+
+def tensors(state: states.State) -> list[Tensor]:
+    return [t for _, t in states.named_tensors(state)]
+
+
+def test_names_follow_the_fields_and_places() -> None:
+    names = [name for name, _ in states.named_tensors(tree())]
+    assert names == [
+        "clock_B",
+        "layers.0.slots_BMD",
+        "layers.0.count_B",
+        "layers.1.slots_BMD",
+        "layers.1.count_B",
+    ]
+    assert [name for name, _ in states.named_tensors(torch.zeros(2))] == ["state"]
+
+
+def test_map_keeps_the_types_of_the_tree() -> None:
+    doubled = states.map_state(lambda t: t * 2, tree())
+    assert isinstance(doubled, Tree) and isinstance(doubled.layers, tuple) and isinstance(doubled.layers[1], Leafy)
+    assert doubled.nothing == () and doubled.clock_B.tolist() == [0, 2, 4]
+
+
+def test_map_over_trees_of_different_structure_fails() -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        states.map_state(torch.add, tree(), tree()._replace(layers=(tree().layers[0],)))
+
+
+def test_reset_takes_marked_rows_from_the_fresh_state_and_keeps_nan_out() -> None:
+    old, fresh = tree(), tree()
+    old.layers[0].slots_BMD[1] = torch.nan
+    result = states.reset(old, fresh, torch.tensor([False, True, False]))
+    for got, before, new in zip(tensors(result), tensors(old), tensors(fresh), strict=True):
+        assert torch.equal(got[1], new[1])
+        assert torch.equal(got[::2], before[::2])
+
+
+def test_reset_keeps_the_dtype_of_the_state() -> None:
+    old = states.map_state(lambda t: t.double() if t.is_floating_point() else t, tree())
+    assert states.signature(states.reset(old, tree(), torch.tensor([True, False, True]))) == states.signature(old)
+
+
+@pytest.mark.parametrize("index", [[2, 1, 0], [0, 0, 2], [1]])
+def test_reorder_and_repeat_are_row_indexing(index: list[int]) -> None:
+    state = tree()
+    for got, t in zip(tensors(states.reorder(state, torch.tensor(index))), tensors(state), strict=True):
+        assert torch.equal(got, t[index])
+    for got, t in zip(tensors(states.repeat(state, 2)), tensors(state), strict=True):
+        assert torch.equal(got, t[[0, 0, 1, 1, 2, 2]])
+
+
+def test_seal_copies_into_the_canonical_layout_and_keeps_the_graph() -> None:
+    long = torch.randn(3, 10, 2, requires_grad=True)
+    (sealed,) = states.seal((long[:, 2:6],))
+    assert sealed.is_contiguous() and sealed.stride() == (8, 2, 1) and torch.equal(sealed, long[:, 2:6])
+    expanded = torch.randn(1, 4).expand(3, -1)
+    assert states.seal(expanded).stride() == (4, 1)
+    sealed.sum().backward()
+    assert long.grad is not None and long.grad[:, 2:6].eq(1).all()
+    state = tree()
+    for a, b in zip(tensors(states.seal(state)), tensors(state), strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+def test_detach_cuts_the_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    assert not any(t.requires_grad for t in tensors(states.detach((weight * 2, weight + 1))))
+
+
+def test_sizes() -> None:
+    state = tree()
+    assert states.nbytes(state) == 3 * 8 + 2 * (3 * 4 * 2 * 4 + 3 * 8)
+    assert states.signature(state)[1] == ("layers.0.slots_BMD", (3, 4, 2), torch.float32)
+    text = states.summary(state)
+    assert "layers.1.count_B" in text and text.endswith(f"{states.nbytes(state)} bytes")
+    assert len(text.splitlines()) == 6
+    assert states.signature(states.to(state, "meta")) == states.signature(state)
+    assert all(t.device.type == "meta" for t in tensors(states.to(state, "meta")))
+
+
+def test_a_file_round_trip_is_bitwise(tmp_path: Path) -> None:
+    state = tree()
+    state.layers[0].slots_BMD[0, 0, 0] = torch.nan
+    states.save(state, tmp_path / "state.safetensors")
+    loaded = states.load(tmp_path / "state.safetensors", tree())
+    assert isinstance(loaded.layers[0], Leafy)
+    for a, b in zip(tensors(loaded), tensors(state), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_states_with_views_and_gradients_can_be_saved(tmp_path: Path) -> None:
+    base = torch.randn(3, 8, requires_grad=True)
+    state = (base[:, :4], base[:, 4:], base.detach())
+    states.save(state, tmp_path / "s")
+    for a, b in zip(states.load(tmp_path / "s", states.seal(state)), state, strict=True):
+        assert torch.equal(a, b) and not a.requires_grad
+
+
+def other_rows(state: Tree) -> Tree:
+    return state._replace(layers=(state.layers[0], tree(5).layers[0]))
+
+
+def other_dtype(state: Tree) -> Tree:
+    return state._replace(
+        layers=(state.layers[0], state.layers[1]._replace(slots_BMD=state.layers[1].slots_BMD.half()))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s._replace(layers=s.layers[:1]),
+            r"another model.*one only: layers\.1\.count_B, layers\.1\.slots_BMD",
+        ),
+        (lambda s: s._replace(nothing=s.clock_B), r"another model.*one only: nothing"),
+        (
+            other_rows,
+            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32, this model expects \(5, 4, 2\).*same number of rows",
+        ),
+        (
+            other_dtype,
+            r"layers\.1\.slots_BMD is \(3, 4, 2\) torch\.float32, this model expects \(3, 4, 2\) torch\.float16",
+        ),
+    ],
+)
+def test_a_file_of_another_structure_is_refused(tmp_path: Path, change: Callable[[Tree], Tree], message: str) -> None:
+    path = tmp_path / "state.safetensors"
+    states.save(tree(), path)
+    with pytest.raises(ValueError, match=message) as caught:
+        states.load(path, change(tree()))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", None])
+def test_a_broken_file_is_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "state.safetensors"
+    states.save(tree(), path)
+    path.write_bytes(path.read_bytes()[:-7] if content is None else content)
+    with pytest.raises(ValueError, match="is no whole state file") as caught:
+        states.load(path, tree())
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["save_file", "replace"])
+def test_a_failing_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    path = tmp_path / "state.safetensors"
+    first = tree()
+    states.save(first, path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(states if function == "save_file" else os, function, fail)
+    with pytest.raises(OSError, match="No space"):
+        states.save(tree(), path)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    for a, b in zip(tensors(states.load(path, tree())), tensors(first), strict=True):
+        assert torch.equal(a, b)
