@@ -16,8 +16,9 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
 demo: $(VENV)/.installed-demo  ## train with and without a memory, on digits and on ListOps, and compare
-	$(BIN)/cached compare recipes/demo_digits.yaml
-	$(BIN)/cached compare recipes/demo_listops.yaml
+	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc --control conv --seeds 5 --jobs 2 --out runs/demo/digits
+	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml --with plain,grc --seeds 3 --jobs 2 --out runs/demo/listops
+	$(BIN)/cached plot report runs/demo
 
 test: lint docs  ## everything that must hold before a commit: lint, docs, fast tests
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2
@@ -31,7 +32,7 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
-	$(BIN)/cached benchmark
+	$(BIN)/cached benchmark grc
 
 docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"

@@ -41,7 +41,7 @@ class LearnedPositions(Positions):
         super().__init__()
         self.length = length
         self.weight = nn.Parameter(torch.empty(length, width))
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.trunc_normal_(self.weight, std=width**-0.5)  # as large as the tokens, so that narrow models see it too
 
     def embed(self, positions_BNP: Tensor) -> Tensor:
         return self.weight[positions_BNP[..., 0]]

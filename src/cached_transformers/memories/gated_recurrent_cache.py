@@ -193,7 +193,7 @@ class GatedRecurrentCache(CacheGates):
             attended = new_MC
         else:
             attended = gate_update(s_BMC, cache_MC, self.weights, self.candidate)
-            new_MC = row_mean(attended, weight_B) if self.training else cache_MC
+            new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
         if self.training and not self.held:
             propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
         return attended
@@ -239,6 +239,15 @@ class GatedRecurrentCache(CacheGates):
         self._proposal_MC = torch.zeros_like(like)
         self._fresh = torch.zeros((), dtype=torch.bool, device=like.device)
 
+    def _settle(self) -> None:
+        """Pending tensors in the place and kind of the buffer, after whatever moved or exchanged it."""
+        if self.cache_MC.dtype != _wide(self.cache_MC.dtype):
+            self.cache_MC = self.cache_MC.to(_wide(self.cache_MC.dtype))
+        if self._fresh.is_meta and not self.cache_MC.is_meta:  # built on the meta device: nothing can be pending
+            self._set_pending(self.cache_MC)
+        self._proposal_MC = self._proposal_MC.to(self.cache_MC.device, self.cache_MC.dtype)
+        self._fresh = self._fresh.to(self.cache_MC.device)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy (EMA, pickle) starts with what is committed; our pending proposal must not overwrite its cache later.
         self.commit()
@@ -249,8 +258,7 @@ class GatedRecurrentCache(CacheGates):
         super()._apply(fn, recurse)
         if self.cache_MC.dtype != _wide(self.cache_MC.dtype):  # .half(), .bfloat16(): the recurrence needs the digits
             self.cache_MC = before.to(self.cache_MC.device, _wide(self.cache_MC.dtype))
-        self._proposal_MC = self._proposal_MC.to(self.cache_MC.device, self.cache_MC.dtype)
-        self._fresh = self._fresh.to(self.cache_MC.device)
+        self._settle()
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -263,10 +271,11 @@ class GatedRecurrentCache(CacheGates):
             raise ValueError(
                 f"{prefix}cache_MC: the checkpoint holds a cache of {tuple(stored.shape)} (slots, channels), this model has "
                 f"{tuple(self.cache_MC.shape)}; build the model with length={stored.shape[0]}, or call "
-                f"resize_cache(model, {stored.shape[0]}) before loading and resize_cache(model, {self.length}) after it, "
-                "or drop the key from the checkpoint and call reset_cache(model)"
+                f"resize_caches(model, {stored.shape[0]}) before loading and resize_caches(model, {self.length}) after it, "
+                "or drop the key from the checkpoint and call reset_caches(model)"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._settle()
         self._fresh.zero_()
 
 

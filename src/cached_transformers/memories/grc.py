@@ -249,8 +249,9 @@ class GRC(LayerMemory):
     def fold(self) -> GRC:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
 
-        `eval()` does this too, for eager inference, and checks at each call that no weight has changed since; compiled or
-        exported code cannot check, and takes the constants only after this call.
+        `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write through
+        `.data` leaves no trace; call `eval()` after one). Compiled or exported code cannot check, and takes the constants only
+        after this call.
 
         Raises:
             ValueError: the module is training, or its gates run in evaluation too (attend="sample").
@@ -269,7 +270,7 @@ class GRC(LayerMemory):
     def train(self, mode: bool = True) -> GRC:
         super().train(mode)
         self._folded = None
-        if not mode and self.cache.attend == "mean" and all(type(t) in _PLAIN and not t.is_meta for t in _sources(self)):
+        if not mode and self.cache.attend == "mean" and all(map(_has_values, _sources(self))):
             self._folded = _Folded(self, lasting=False)
         return self
 
@@ -296,23 +297,24 @@ class _Folded:
 
     def __init__(self, memory: GRC, lasting: bool) -> None:
         self.lasting = lasting
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, which a later graph may hold
             self.k_BHMF, self.v_BHMF = (
                 t.contiguous() for t in memory.branch.keys_values(memory.cache.cache_MC, memory.cache.size)
             )
-        self.stamp = _stamp(memory)
+        self.stamp = [] if lasting else _stamp(memory)
 
     def holds(self, memory: GRC) -> bool:
         if self.lasting:
             return True
         if torch.compiler.is_compiling():
             return False
-        trainable = torch.is_grad_enabled() and any(p.requires_grad for p in memory.branch.key_value.parameters())
-        return not trainable and self.stamp == _stamp(memory)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in _sources(memory))
+        return not wanted and self.stamp == _stamp(memory)
 
 
-# Sharded, fake and meta tensors have no values that could be kept.
-_PLAIN = (Tensor, nn.Parameter)
+def _has_values(t: Tensor) -> bool:
+    """Whether `t` can be computed with and watched: sharded, fake and meta tensors have no values here, inference tensors no version."""
+    return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference()
 
 
 def _sources(memory: GRC) -> list[Tensor]:
@@ -323,8 +325,8 @@ def _sources(memory: GRC) -> list[Tensor]:
 
 
 def _stamp(memory: GRC) -> list[tuple[int, int]]:
-    """Address and version of the sources (inference tensors have no version)."""
-    return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in _sources(memory)]
+    """Address and version of the sources."""
+    return [(t.data_ptr(), t._version) for t in _sources(memory)]
 
 
 def fold(model: nn.Module) -> nn.Module:

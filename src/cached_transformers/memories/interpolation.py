@@ -82,23 +82,25 @@ def _interpolate_valid(x_BNC: Tensor, length: int, mode: Interpolation, padding_
         token_BM = order_BN.gather(1, index_BM)
         return x_BNC.gather(1, token_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
 
+    # Half precision cannot count a long row's places, nor add its tokens up.
+    wide = torch.promote_types(x_BNC.dtype, torch.float32)
     last_B1 = (count_B1 - 1).clamp(min=0)
     if mode == "nearest":
         out = take(slot_M * count_B1 // length)
     elif mode == "linear":
-        place_BM = (slot_M + 0.5) * (count_B1.to(x_BNC.dtype) / length) - 0.5
-        place_BM = torch.minimum(place_BM.clamp(min=0), last_B1.to(x_BNC.dtype))
+        place_BM = (slot_M.to(wide) + 0.5) * (count_B1.to(wide) / length) - 0.5
+        place_BM = torch.minimum(place_BM.clamp(min=0), last_B1.to(wide))
         low_BM = place_BM.long()
         high_BM = torch.minimum(low_BM + 1, last_B1)
         out = torch.lerp(take(low_BM), take(high_BM), (place_BM - low_BM)[..., None].to(x_BNC.dtype))
     else:
         first_BM = slot_M * count_B1 // length
         end_BM = -(-(slot_M + 1) * count_B1 // length)
-        sorted_BNC = x_BNC.gather(1, order_BN[..., None].expand_as(x_BNC))
+        sorted_BNC = x_BNC.gather(1, order_BN[..., None].expand_as(x_BNC)).to(wide)
         total_BNC = F.pad(sorted_BNC.masked_fill(padding_BN.gather(1, order_BN)[..., None], 0).cumsum(1), (0, 0, 1, 0))
 
         def upto(index_BM: Tensor) -> Tensor:
             return total_BNC.gather(1, index_BM[..., None].expand(-1, -1, x_BNC.shape[2]))
 
         out = (upto(end_BM) - upto(first_BM)) / (end_BM - first_BM).clamp(min=1)[..., None]
-    return out.masked_fill(count_B1[..., None] == 0, 0)
+    return out.to(x_BNC.dtype).masked_fill(count_B1[..., None] == 0, 0)

@@ -71,12 +71,14 @@ def make_stack(
 
 
 def initialise(model: nn.Module) -> None:
-    """Truncated normal (0.02) for linear maps and embeddings, zero biases; memories keep their own initial values."""
-    skip = {
-        id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()
-    }
+    """Xavier-uniform linear maps with zero biases, embeddings of 0.02; memories and convolutions keep their own initial values."""
+    skip = {id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()}
     for module in model.modules():
-        if id(module) not in skip and isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
+        if id(module) in skip:
+            continue
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=0.02)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
