@@ -46,7 +46,9 @@ class ExampleWindow(LayerMemory):
 
     def read(self, state: WindowState, query: Query, project_kv: ProjectKV | None) -> Reading:
         assert project_kv is not None
-        return Reading(Context(*project_kv(state.x_BMD), state.positions_BMP, self._valid(state)))
+        valid_BM = self._valid(state)
+        k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], state.x_BMD, 0))
+        return Reading(Context(k_BHME, v_BHME, state.positions_BMP, valid_BM))
 
     def write(self, state: WindowState, trace: Trace) -> tuple[WindowState, None]:
         x_BND, query = trace.x_BND, trace.query

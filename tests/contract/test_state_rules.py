@@ -75,7 +75,12 @@ def test_an_empty_memory_is_no_memory_whatever_stands_in_its_slots(case: Case) -
     segment = case.segments(1)[0]
     out = model(segment, poisoned(model.init_state(ROWS)))
     close(out.outputs, plain(segment).outputs)
-    assert model(segment, out.state).outputs.isfinite().all(), "poison of an empty slot came out later"
+    later = model(segment, out.state)
+    assert later.outputs.isfinite().all(), "poison of an empty slot came out later"
+    later.outputs.square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()), (
+        "poison of an empty slot came back"
+    )
 
 
 @cases([case for case in STREAMS if case.memory == "none" or "exact_when" in MEMORIES.entry(case.name).info])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions.base import Attention
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, SlotAttention, Stack
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
@@ -124,12 +125,32 @@ def test_a_stack_threads_states_traces_and_losses() -> None:
     torch.testing.assert_close(out.outputs, F.layer_norm(last.y_BND, (D,)))
 
 
+class Sliced(Counting):
+    """Returns a view of a longer buffer, as a queue does that drops its oldest entries."""
+
+    def init_state(self, batch_size: int, like: Tensor) -> Count:
+        return Count(torch.zeros(1, dtype=torch.long).expand(batch_size))
+
+    def write(self, state: Count, trace: Trace) -> tuple[Count, Tensor]:
+        return Count(torch.arange(2 * len(state.segments_B))[::2]), torch.tensor(0.0)
+
+
+def test_what_leaves_a_stack_has_the_layout_of_what_enters() -> None:
+    stack = Stack(lambda _: make_block(Sliced(0.0)), 1)
+    state = stack.init_state(3)
+    for part in (state, stack(torch.randn(3, 2, D), state).state):
+        assert part.layers[0].segments_B.stride() == (1,)
+
+
 def test_the_context_of_a_model_memory_reaches_every_layer() -> None:
     x = torch.randn(2, 5, D)
     told = []
     for memory in (ModelMemory(), Spanning()):
         torch.manual_seed(0)
-        told.append(Stack(lambda _: make_block(), 1, model_memory=memory)(x).outputs)
+        stack = Stack(lambda _: make_block(slots=True), 1, model_memory=memory)
+        nn.init.zeros_(stack.blocks[0].slot_attention.output.weight)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(stack.blocks[0].slot_attention.output.bias)  # type: ignore[union-attr, arg-type]
+        told.append(stack(x).outputs)
     assert (told[0] - told[1]).abs().max() > 1e-2
 
 
@@ -152,6 +173,24 @@ def test_padding_does_not_move_the_clock() -> None:
 def test_a_stack_needs_a_layer() -> None:
     with pytest.raises(ValueError, match="depth=0 must be at least 1 layer"):
         Stack(lambda _: make_block(), 0)
+
+
+class OffersContext(ModelMemory):
+    insertion = "kv"
+
+
+class Mixer(Attention):
+    """A core without any of the optional abilities."""
+
+
+def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
+        Stack(lambda _: make_block(), 1, model_memory=Spanning())
+    mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(accepts_context=False\)"
+    ):
+        Stack(mixing, 1, model_memory=OffersContext())
 
 
 def test_the_default_memories_change_nothing() -> None:

@@ -120,6 +120,9 @@ class Stack(nn.Module):
         depth: number of layers.
         model_memory: a memory that spans the layers.
         width: D, for the final norm; None for no final norm.
+
+    Raises:
+        ValueError: there is no layer, or the blocks cannot take what the model memory offers.
     """
 
     def __init__(
@@ -137,6 +140,8 @@ class Stack(nn.Module):
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = nn.LayerNorm(width) if width is not None else nn.Identity()
         self.activation_checkpointing = False
+        for block in self.blocks:
+            _check_pair(self.model_memory, block)  # type: ignore[arg-type]
 
     def layer_memories(self) -> list[LayerMemory]:
         """The memory of each layer, from the first to the last."""
@@ -214,3 +219,16 @@ class Stack(nn.Module):
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
+
+
+def _check_pair(memory: ModelMemory, block: Block) -> None:
+    core = block.attention.core
+    if memory.insertion == "kv" and not core.accepts_context:
+        raise ValueError(
+            f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot take "
+            "(accepts_context=False)"
+        )
+    if memory.insertion == "sublayer" and block.slot_attention is None:
+        raise ValueError(
+            f"memory {type(memory).__name__} offers slots, which nothing would read; give every Block a slot_attention"
+        )
