@@ -1,7 +1,7 @@
 """Reads the recorded values of GRC and moves them in and out of our modules.
 
-A recorded parameter is a block of rows of one of ours, or of two of ours side by side (the gates, which we keep apart for
-tokens and cache). One table says which; it loads the values and collects the gradients.
+A recorded parameter is a block of rows of one of ours, or of two of ours side by side (the gates, which we keep apart
+for tokens and cache). One table says which; it loads the values and collects the gradients.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def folder(shared: Path) -> Path:
 
 
 def test_every_file_has_a_test(folder: Path) -> None:
-    tested = {f"paper_r050_{n}.npz" for n in PAPER} | {f"official_{n}.npz" for n in RELEASED} | {"official_minipvt_r050.npz"}
+    tested = (
+        {f"paper_r050_{n}.npz" for n in PAPER} | {f"official_{n}.npz" for n in RELEASED} | {"official_minipvt_r050.npz"}
+    )
     assert tested == {p.name for p in folder.glob("*.npz")}
 
 

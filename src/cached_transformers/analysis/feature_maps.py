@@ -19,7 +19,7 @@ Pair = tuple[Tensor, Tensor]
 
 @contextlib.contextmanager
 def record_branches(model: nn.Module) -> Iterator[list[list[Pair]]]:
-    """Inside, forwards note per-head results (y_BHNE, o_BHNF) of self and memory branch, one list for each GRC layer."""
+    """Inside, forwards note per-head results (y_BHNE, o_BHNF) of self and memory branch, a list for each GRC layer."""
     memories = [m for m in model.modules() if isinstance(m, GRC)]
     notes: list[list[Pair]] = [[] for _ in memories]
     for memory, note in zip(memories, notes, strict=True):
@@ -36,8 +36,8 @@ def collect_feature_maps(model: nn.Module, images_NCHW: Tensor) -> dict[str, np.
     """Norms of the two branches' features at each place of the map, in evaluation mode.
 
     Returns:
-        {"image": (N, H, W, C) in 0..1, "self": (L, N, h, w), "memory": (L, N, h, w)} of the layers with the first layer's map;
-        None for a model without GRC layers, or whose rows are not images (windows).
+        {"image": (N, H, W, C) in 0..1, "self": (L, N, h, w), "memory": (L, N, h, w)} of the layers with the first
+        layer's map; None for a model without GRC layers, or whose rows are not images (windows).
     """
     training = model.training
     model.eval()

@@ -1,6 +1,8 @@
-"""What an attention mechanism ("core") is: it mixes the tokens of one segment, head by head, and declares what it can do.
+"""What an attention mechanism ("core") is: it mixes the tokens of one segment, head by head, and declares what it can
+do.
 
-Projections and positions live outside, so the same core serves in a plain layer, inside a GRC layer and in models of others.
+Projections and positions live outside, so the same core serves in a plain layer, inside a GRC layer and in models of
+others.
 
 Legend: B rows, H heads, N queries, M keys of a context, E key width, V value width.
 """

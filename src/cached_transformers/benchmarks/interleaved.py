@@ -1,4 +1,4 @@
-"""Timing of alternatives side by side: in turn, round by round, as ratios, so that a busy machine disturbs all alike."""
+"""Timing of alternatives in turn, round by round, as ratios, so that a busy machine disturbs all alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ratio:
 
 
 def seconds_of(fn: Callable[[], object]) -> float:
-    """Seconds that `fn` keeps the processor (CPU time of all threads) or the GPU (wall time between two fences) busy."""
+    """Seconds that `fn` keeps the processor (CPU time of all threads) or the GPU (wall time to a fence) busy."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         begin = time.perf_counter()

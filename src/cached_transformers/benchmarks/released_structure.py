@@ -1,7 +1,8 @@
 """The structure of the released GRC code, written straightforwardly on timm's layers, to be measured against.
 
-Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py. Per sample gates on concatenated inputs, a second attention
-with projections of its own whose keys are made for every sample, a mix of zero-padded outputs, and a grouped convolution.
+Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py. Per sample gates on concatenated inputs, a
+second attention with projections of its own whose keys are made for every sample, a mix of zero-padded outputs, and a
+grouped convolution.
 
 Legend: B rows, N tokens, D width, C cache width, H heads.
 """
@@ -22,13 +23,19 @@ class ReleasedStructure(nn.Module):
 
     cache_MC: Tensor
 
-    def __init__(self, host: nn.Module, width: int, heads: int, size: tuple[int, int], prefix: int, reduction: int) -> None:
+    def __init__(
+        self, host: nn.Module, width: int, heads: int, size: tuple[int, int], prefix: int, reduction: int
+    ) -> None:
         super().__init__()
         cache = width // 2
         self.host, self.width, self.heads, self.cache, self.size, self.prefix = host, width, heads, cache, size, prefix
         self.update, self.reset, self.add = (nn.Linear(2 * cache, cache) for _ in range(3))
         self.norm = nn.LayerNorm(cache)
-        self.query, self.key_value, self.projection = nn.Linear(cache, cache), nn.Linear(cache, 2 * cache), nn.Linear(cache, cache)
+        self.query, self.key_value, self.projection = (
+            nn.Linear(cache, cache),
+            nn.Linear(cache, 2 * cache),
+            nn.Linear(cache, cache),
+        )
         self.reduction = SpatialReduction(cache, reduction) if reduction > 1 else None
         self.gate_H = nn.Parameter(torch.full((heads,), -1.0))
         self.convolution = nn.Conv2d(width, width, 3, padding=1, groups=cache)

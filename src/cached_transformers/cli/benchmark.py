@@ -16,8 +16,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "benchmark",
         help="measure speed, FLOPs and kept activations against the plain models",
-        description="Measures side by side, in turn, in one process: timm's plain model, ours with GRC, and a straightforward "
-        "form of the structure that the GRC authors released. Prints a Markdown table of ratios (median and quartiles).",
+        description="Measures in turn, in one process: timm's plain model, ours with GRC (folded for inference), and a "
+        "straightforward form of the structure that the GRC authors released. Prints a Markdown table of ratios, each "
+        "a median with its quartiles.",
         epilog="example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
     )
     parser.add_argument("name", nargs="?", choices=BENCHMARKS, default="grc", help="what to measure (default: grc)")

@@ -1,8 +1,8 @@
 """Memory for models that others wrote: `add_memory` and `remove_memory`.
 
-The host's own code runs as it is. What an attention layer receives is noted by a hook, and its output projection is made to
-mix the memory in before it projects. What a class of
-attention layers calls its projection and its heads, an *adapter* says, in one short function; see `register_adapter`.
+The host's own code runs as it is. What an attention layer receives is noted by a hook, and its output projection is
+made to mix the memory in before it projects. What a class of attention layers calls its projection and its heads, an
+*adapter* says, in one short function; see `register_adapter`.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..layers.attention import plain_weights
 from ..memories import create_memory, memory_spec
@@ -51,7 +52,8 @@ class Site:
     """Where an adapter stands: the layer, its name, the whole model, and the user's settings for all layers."""
 
     def __init__(self, model: nn.Module, name: str, layer: nn.Module, settings: dict[str, Any]) -> None:
-        self.model, self.name, self.layer, self.settings = model, name, layer, settings
+        self.model, self.name, self.settings = model, name, settings
+        self.layer: Any = layer  # of a class that only its adapter knows
 
     def parent(self, levels: int = 1) -> nn.Module:
         """The module that holds the layer, or the one further up."""
@@ -76,7 +78,8 @@ _ADAPTERS: dict[str, Adapter] = {}
 
 
 def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
-    """Decorator: the function describes attention layers of these classes (full dotted names, so that nothing is imported).
+    """Decorator: the function describes attention layers of these classes (full dotted names, so that nothing is
+    imported).
 
     The function returns None for a layer that is to be left as it is (a cross-attention).
 
@@ -110,6 +113,7 @@ class Tap:
         assert host.projection is not None
         self.memory, self.projection, self.heads, self.make_query = memory, host.projection, host.heads, host.query
         self.query: Query | None = None
+        self.handle: RemovableHandle | None = None
 
     def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.query = self.make_query(*args, **kwargs)
@@ -127,6 +131,7 @@ class Tap:
     def remove(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
         del self.projection.forward
+        assert self.handle is not None
         self.handle.remove()
 
 
@@ -141,24 +146,27 @@ class CommitFirst:
 def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options: Any) -> nn.Module:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
-    Works with timm's ViT and DeiT, Swin and PVTv2, torch.nn.MultiheadAttention and TransformerEncoder, and transformers' ViT and
-    BERT; other classes by `register_adapter`. Train and save as before: the memory's parameters and caches live under
-    `<attention layer>.memory` in the state dict.
+    Works with timm's ViT and DeiT, Swin and PVTv2, torch.nn.MultiheadAttention and TransformerEncoder, and
+    transformers' ViT and BERT; other classes by `register_adapter`. Train and save as before: the memory's parameters
+    and caches live under `<attention layer>.memory` in the state dict.
 
     Args:
         model: the host model.
         memory: name of a shared memory, or {"name": ..., option: value}.
-        options: options of the memory (`ratio`, `length`, `variant`, ...), and `input_size`, the (height, width) of images, for
-            hosts that do not know it (PVTv2 made for other sizes than its default).
+        options: options of the memory (`ratio`, `length`, `variant`, ...), and `input_size`, the (height, width) of
+            images, for hosts that do not know it (PVTv2 made for other sizes than its default).
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a layer's class has no adapter; the model has a memory already; the memory needs a state that the host cannot
-            carry; or the memory's own constraints (ratio, heads).
+        ValueError: a layer's class has no adapter; the model has a memory already; the memory needs a state that the
+            host cannot carry; or the memory's own constraints (ratio, heads).
     """
-    name, settings = memory_spec(memory)  # type: ignore[misc]
+    spec = memory_spec(memory)
+    if spec is None:
+        raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
+    name, settings = spec
     input_size = options.pop("input_size", None)
     MEMORIES.check(name, options)
     settings |= options
@@ -172,13 +180,15 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     built = []
     for site, host in sites:  # build all before touching the model: a refusal leaves it as it was
         if any(child == "memory" for child, _ in site.layer.named_children()):
-            raise ValueError(f"{site.name or type(model).__name__} has a memory already; call remove_memory(model) first")
+            where = site.name or type(model).__name__
+            raise ValueError(f"{where} has a memory already; call remove_memory(model) first")
         reference = next(site.layer.parameters())
         layer = create_memory({"name": name, **settings}, host.width, host.heads, **host.known)
+        assert isinstance(layer, LayerMemory)
         layer = layer.to(reference.device, reference.dtype).train(site.layer.training)
         built.append((site, host, layer))
     for site, host, layer in built:
-        _attach(site.layer, host, layer)  # type: ignore[arg-type]
+        _attach(site.layer, host, layer)
     _disable_nested_tensors(model)
     model.register_forward_pre_hook(CommitFirst())
     return model
@@ -188,7 +198,9 @@ def _sites(model: nn.Module, settings: dict[str, Any]) -> list[tuple[Site, Host]
     """Each layer that gets a memory, with its host description; refuses attention classes without an adapter."""
     for module in ("torch_nn", "timm", "transformers"):
         importlib.import_module(f".{module}", __package__)
-    found, known, strangers = [], [], []
+    found: list[tuple[Site, Host]] = []
+    known: list[str] = []
+    strangers: list[tuple[str, nn.Module]] = []
     for name, layer in model.named_modules():
         if any(name == k or name.startswith(k + ".") for k in known if k):
             continue
@@ -244,7 +256,7 @@ def remove_memory(model: nn.Module) -> nn.Module:
 
 
 def _disable_nested_tensors(model: nn.Module) -> None:
-    """TransformerEncoder's shortcut for padded inputs hands nested tensors to its layers, which a memory cannot read."""
+    """TransformerEncoder's shortcut for padded inputs hands its layers nested tensors, which a memory cannot read."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.nested_before_memory = module.use_nested_tensor  # type: ignore[assignment]
@@ -266,6 +278,12 @@ def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int]
     return (side, side) if side * side == cells else None
 
 
+MASKED = (
+    "attention was called with a mask (or is_causal=True), which a shared cache would bypass; a causal mask would so "
+    "leak the future. Mark padding by a padding mask; causal models need the memory 'grc_stream'"
+)
+
+
 def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
     """Refuse an attention mask: a shared cache shows every token the whole segment, past any mask.
 
@@ -273,23 +291,35 @@ def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
         ValueError: there is a mask, or the causal flag is set.
     """
     if mask is not None or is_causal:
-        raise ValueError(
-            "attention was called with a mask (or is_causal=True), which a shared cache would bypass; a causal mask would so "
-            "leak the future. Mark padding by a padding mask; causal models need the memory 'grc_stream'"
-        )
+        raise ValueError(MASKED)
 
 
 def padding_of(mask: Tensor | None, tokens: int) -> Tensor | None:
-    """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or additive.
+    """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or
+    additive.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has another shape, or hides from one query what it shows another (a causal mask).
     """
     if mask is None:
         return None
     if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == tokens:
+        _same_for_all_queries(mask)
         mask = mask[:, 0, 0]
         return ~mask if mask.dtype == torch.bool else mask < 0
     if mask.dim() == 2 and mask.shape[-1] == tokens:
         return mask == 0
     raise ValueError(f"cannot read padding from an attention mask of shape {tuple(mask.shape)} over {tokens} tokens")
+
+
+def _same_for_all_queries(mask_B1NN: Tensor) -> None:
+    same = (mask_B1NN == mask_B1NN[:, :, :1]).all()
+    why = (
+        "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
+        "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
+    )
+    if same.is_cpu and not torch.compiler.is_compiling():
+        if not same:
+            raise ValueError(why)
+    else:  # asking would wait for the device, or break the graph
+        torch._assert_async(same, why)

@@ -38,7 +38,7 @@ def _vit_query(
 
 @register_adapter("timm.models.swin_transformer.WindowAttention")
 def swin_attention(site: Site) -> Host:
-    """Swin: rows are windows of all images, and the cache is one window. The shift mask concerns the self branch alone."""
+    """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
     layer = site.layer
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
     _same_width(layer, layer.qkv.in_features, layer.proj.in_features)
@@ -70,7 +70,10 @@ def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
 
 def _stage_size(site: Site) -> tuple[int, int]:
     """(height, width) of the token map in the stage of this layer, for the model's usual image."""
-    size = site.settings.get("input_size") or getattr(site.model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+    size = (
+        site.settings.get("input_size")
+        or getattr(site.model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+    )
     height, width = int(size[0]), int(size[1])
     stage = int(site.name.split("stages.")[-1].split(".")[0]) if "stages." in site.name else 0
     for index in range(stage + 1):
@@ -82,6 +85,6 @@ def _stage_size(site: Site) -> tuple[int, int]:
 def _same_width(layer: nn.Module, width: int, merged: int) -> None:
     if width != merged:
         raise ValueError(
-            f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the first "
-            "channels of the tokens for each head and needs them equal"
+            f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
+            "first channels of the tokens for each head and needs them equal"
         )

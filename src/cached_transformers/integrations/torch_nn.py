@@ -1,8 +1,8 @@
 """Adapter for torch.nn.MultiheadAttention, alone and inside TransformerEncoder.
 
-This layer never calls its output projection as a module, and TransformerEncoderLayer has a fused path in evaluation that never
-calls the attention at all. So the layer's class is exchanged for a subclass whose forward is written out; a hook on the layer
-keeps TransformerEncoderLayer from its fused path.
+This layer never calls its output projection as a module, and TransformerEncoderLayer has a fused path in evaluation
+that never calls the attention at all. So the layer's class is exchanged for a subclass whose forward is written out;
+a hook on the layer keeps TransformerEncoderLayer from its fused path.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E.
 """
@@ -22,8 +22,8 @@ from .adapters import Host, Site, no_mask, register_adapter
 class MultiheadAttentionWithMemory(nn.MultiheadAttention):
     """nn.MultiheadAttention whose heads are mixed with a memory's before the output projection.
 
-    Only for self-attention (query, key and value the same tensor) without an attention mask. The weights that it returns are
-    those of the self branch.
+    Only for self-attention (query, key and value the same tensor) without an attention mask. The weights that it
+    returns are those of the self branch.
     """
 
     memory: LayerMemory
@@ -42,7 +42,8 @@ class MultiheadAttentionWithMemory(nn.MultiheadAttention):
         """As nn.MultiheadAttention.forward.
 
         Raises:
-            ValueError: cross-attention, a causal flag or an attention mask: the cache holds the whole segment of the query.
+            ValueError: cross-attention, a causal flag or an attention mask: the cache holds the whole segment of the
+            query.
         """
         if query is not key or key is not value:
             raise ValueError("a memory serves self-attention: query, key and value must be the same tensor")
@@ -103,13 +104,15 @@ def _uninstall(layer: nn.Module) -> None:
 
 @register_adapter("torch.nn.modules.activation.MultiheadAttention")
 def multihead_attention(site: Site) -> Host | None:
-    """Self-attention of encoders; the attentions of a TransformerDecoderLayer (causal, and cross) are left as they are."""
+    """Self-attention of encoders; a TransformerDecoderLayer's (causal, and cross) are left as they are."""
     layer = site.layer
     if isinstance(site.parent(), nn.TransformerDecoderLayer):
         return None
     assert isinstance(layer, nn.MultiheadAttention)
-    if type(layer) is not nn.MultiheadAttention:
-        raise ValueError(f"{type(layer).__qualname__} is a subclass of nn.MultiheadAttention with code of its own; register an adapter")
+    if type(layer) not in (nn.MultiheadAttention, MultiheadAttentionWithMemory):
+        raise ValueError(
+            f"{type(layer).__qualname__} is a subclass of nn.MultiheadAttention with its own code; register an adapter"
+        )
     if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
         raise ValueError("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn takes no memory")
 

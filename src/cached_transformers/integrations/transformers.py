@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..memories.base import Query
-from .adapters import Host, Site, map_size, no_mask, padding_of, register_adapter
+from .adapters import MASKED, Host, Site, map_size, no_mask, padding_of, register_adapter
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")
@@ -22,7 +23,12 @@ def vit_attention(site: Site) -> Host:
 
 
 def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
-    no_mask(attention_mask)
+    if attention_mask is not None and torch.compiler.is_compiling():
+        # Traced code gets a mask even where nothing is hidden; whether that is so, only a run can tell.
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+        torch._assert_async(visible.all(), MASKED)
+    else:
+        no_mask(attention_mask)
     return Query(hidden_states, size=map_size(hidden_states.shape[1], 1, grid))
 
 

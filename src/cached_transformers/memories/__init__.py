@@ -12,8 +12,8 @@ from .grc import GRC, StreamGRC
 
 __all__ = [
     "GRC",
-    "ConvolutionControl",
     "Context",
+    "ConvolutionControl",
     "Entry",
     "GatedRecurrentCache",
     "LayerMemory",
@@ -37,17 +37,21 @@ def memory_spec(memory: str | dict[str, Any] | None) -> tuple[str, dict[str, Any
         return None
     options = {"name": memory} if isinstance(memory, str) else dict(memory)
     if "name" not in options:
-        raise ValueError(f"memory={memory!r} must be a name or have the key 'name' (known: {', '.join(MEMORIES.names())})")
+        raise ValueError(
+            f"memory={memory!r} must be a name or have the key 'name' (known: {', '.join(MEMORIES.names())})"
+        )
     name = options.pop("name")
     MEMORIES.check(name, options)
     return name, options
 
 
-def create_memory(memory: str | dict[str, Any] | None, width: int, heads: int, **known: Any) -> LayerMemory | ModelMemory:
+def create_memory(
+    memory: str | dict[str, Any] | None, width: int, heads: int, **known: Any
+) -> LayerMemory | ModelMemory:
     """Build a memory for a layer of `width` and `heads`.
 
-    `known` holds what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets it,
-    unless the user set it.
+    `known` holds what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets
+    it, unless the user set it.
 
     Raises:
         ValueError: unknown name or option, a needed option that nobody gave, or the memory's own constraints.

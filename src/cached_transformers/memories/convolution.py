@@ -1,7 +1,8 @@
 """A control, not a memory: only the positional convolution that the released GRC code adds to every attention layer.
 
-The published comparisons lack it: the cached models have this convolution, the plain ones do not, and a convolution alone is
-worth accuracy (arXiv:2312.12742; annosubmission/GRC-Cache, core/GRC_Attention.py). A claim about the cache needs this control.
+The published comparisons lack it: the cached models have this convolution, the plain ones do not, and a convolution
+alone is worth accuracy (arXiv:2312.12742; annosubmission/GRC-Cache, core/GRC_Attention.py). A claim about the cache
+needs this control.
 
 Legend: B rows, N tokens, D model width.
 """

@@ -1,8 +1,9 @@
 """One update of a gated recurrent cache as pure functions (arXiv:2312.12742, equations 3-5).
 
-`gate_update` gives every row its own new cache. `mean_gate_update` gives their batch mean; it is the same mathematics with two
-savings: the products that involve the cache alone are done once per batch, and the backward keeps only the two gates and the
-candidate's logits of each row (3 B M C numbers beside the input), recomputing what costs no matrix product.
+`gate_update` gives every row its own new cache. `mean_gate_update` gives their batch mean; it is the same mathematics
+with two savings: the products that involve the cache alone are done once per batch, and the backward keeps only the
+two gates and the candidate's logits of each row (3 B M C numbers beside the input), recomputing what costs no matrix
+product.
 
 Cost in multiply-adds: 4 B M C^2 + 2 M C^2 forward, twice that backward.
 

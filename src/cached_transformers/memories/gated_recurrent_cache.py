@@ -1,7 +1,7 @@
 """The gated recurrent cache of GRC attention: its update as pure functions, and the module that owns a shared cache.
 
-Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations 3-5 and
-Algorithm 1, lines 2-6. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
+Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations
+3-5 and Algorithm 1, lines 2-6. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
 
 With X the first C channels of a layer's input, S = interpolate(X, M) and a cache K of M slots:
 
@@ -48,7 +48,8 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", None)
 
 @torch.library.custom_op("cached_transformers::commit_cache", mutates_args=("cache", "fresh"))
 def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> None:
-    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during recomputation.
+    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during
+    recomputation.
 
     A custom operator, so that the question is asked when compiled code runs, not when it is traced.
     """
@@ -60,7 +61,7 @@ def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> 
 
 @torch.library.custom_op("cached_transformers::propose_cache", mutates_args=("proposal", "fresh"))
 def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor, sync: str) -> None:
-    """Store `new` as the next cache, averaged or broadcast over processes; a non-finite `new` proposes `current` again."""
+    """Store `new` as the next cache, averaged or broadcast over processes; `current` again if `new` is not finite."""
     if in_backward():
         return
     proposal.copy_(torch.where(torch.isfinite(new).all(), new.to(proposal.dtype), current))
@@ -140,13 +141,13 @@ class GatedRecurrentCache(CacheGates):
     """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
 
     Forward never writes the buffer. In training it leaves a proposal, which is committed when the next training forward
-    begins, or earlier by `commit`, `eval()` or `state_dict()`; a training loop need not know. During the recomputation of
-    activation checkpointing and in evaluation nothing is proposed or committed. The buffer stays float32 (or float64) in
-    half-precision models. In evaluation the cache is constant.
+    begins, or earlier by `commit`, `eval()` or `state_dict()`; a training loop need not know. During the
+    recomputation of activation checkpointing and in evaluation nothing is proposed or committed. The buffer stays
+    float32 (or float64) in half-precision models. In evaluation the cache is constant.
 
     Args:
-        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update; the mean is what
-            is stored in either case.
+        attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update; the mean is
+            what is stored in either case.
         sync: what distributed processes do with their proposals: all take rank 0's ("broadcast", as batch norm), the
             mean of all, or each keeps its own ("none").
         width, length, others: see `CacheGates`.
@@ -172,9 +173,7 @@ class GatedRecurrentCache(CacheGates):
         self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
         self._set_pending(self.cache_MC)
 
-    def forward(
-        self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None
-    ) -> Tensor:
+    def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
         """The cache to attend: (M, C), or (B, M, C) with attend="sample".
 
         In training this is the update by `x_BNC`, which is also proposed for the next step. In evaluation the rows' own
@@ -184,7 +183,8 @@ class GatedRecurrentCache(CacheGates):
             self.commit()
         if not self.training and self.attend == "mean":
             return self.cache_MC
-        # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see that.
+        # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
+        # that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
         s_BMC = self.slots(x_BNC, padding_BN, size)
         weight_B = None if padding_BN is None else (~padding_BN).any(1)
@@ -269,10 +269,10 @@ class GatedRecurrentCache(CacheGates):
         stored = state_dict.get(prefix + "cache_MC")
         if stored is not None and stored.shape != self.cache_MC.shape:
             raise ValueError(
-                f"{prefix}cache_MC: the checkpoint holds a cache of {tuple(stored.shape)} (slots, channels), this model has "
-                f"{tuple(self.cache_MC.shape)}; build the model with length={stored.shape[0]}, or call "
-                f"resize_caches(model, {stored.shape[0]}) before loading and resize_caches(model, {self.length}) after it, "
-                "or drop the key from the checkpoint and call reset_caches(model)"
+                f"{prefix}cache_MC: the checkpoint holds a cache of {tuple(stored.shape)} (slots, channels), this "
+                f"model has {tuple(self.cache_MC.shape)}; build the model with length={stored.shape[0]}, or call "
+                f"resize_caches(model, {stored.shape[0]}) before loading and resize_caches(model, {self.length}) after "
+                "it, or drop the key from the checkpoint and call reset_caches(model)"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._settle()
@@ -340,8 +340,8 @@ def shuffle_caches(model: nn.Module, generator: torch.Generator | None = None) -
 def hold_caches(model: nn.Module) -> Iterator[None]:
     """Inside, training forwards compute with the caches as they are and leave no proposals.
 
-    For extra forwards that must not count as a step (probing a batch, a second view of the same images), and when several
-    forwards share one backward under activation checkpointing.
+    For extra forwards that must not count as a step (probing a batch, a second view of the same images), and when
+    several forwards share one backward under activation checkpointing.
     """
     before = [(c, c.held) for c in caches(model)]
     for cache, _ in before:

@@ -1,15 +1,17 @@
 """GRC attention as a memory: self-attention mixed, per head, with attention over a gated recurrent cache.
 
-Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations 1-5 and
-Algorithm 1. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
+Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations
+1-5 and Algorithm 1. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
 
-    o_mem = softmax(q k^T / sqrt(E')) v   with q from X's first C = ratio * D channels, k and v from the cache (equation 1)
-    o     = sigmoid(lambda_h) o_mem + (1 - sigmoid(lambda_h)) o_self                         per head h       (equation 2)
+    o_mem = softmax(q k^T / sqrt(E')) v   with q from X's first C = ratio * D channels, k and v from the cache
+    (equation 1)
+    o     = sigmoid(lambda_h) o_mem + (1 - sigmoid(lambda_h)) o_self                         per head h
+    (equation 2)
 
-The paper and its released code differ; `variant="paper"` and `variant="released"` set every switch at once, and each switch
-can be set by itself. `GRC` keeps one cache for all rows and steps, as the paper does for images and encoders. In a causal
-model that leaks the future, because the cache already holds the whole segment; `StreamGRC` is the causal form, with a cache
-per row that is updated one segment late.
+The paper and its released code differ; `variant="paper"` and `variant="released"` set every switch at once, and each
+switch can be set by itself. `GRC` keeps one cache for all rows and steps, as the paper does for images and encoders.
+In a causal model that leaks the future, because the cache already holds the whole segment; `StreamGRC` is the causal
+form, with a cache per row that is updated one segment late.
 
 Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, E head width, F = C / H.
 """
@@ -116,7 +118,7 @@ def cache_width(width: int, heads: int, ratio: float) -> int:
     paper="arXiv:2312.12742",
     equations="C_t = mean_B[(1 - u) C + u c~];  o = sigmoid(lambda) o_mem + (1 - sigmoid(lambda)) o_self",
     state="one cache (M, ratio * D) for all rows and steps, a buffer of the layer",
-    cost="per row and layer, with N = M: 5 N C^2 + 2 N^2 C multiply-adds in training, N C^2 + 2 N^2 C folded in evaluation",
+    cost="multiply-adds per row and layer, N = M: 5 N C^2 + 2 N^2 C in training, N C^2 + 2 N^2 C folded",
     gradient="through C_t within the step, into gates and tokens; C_{t-1} is a constant",
 )
 class GRC(LayerMemory):
@@ -125,11 +127,11 @@ class GRC(LayerMemory):
     Args:
         width: D, of the layer. heads: H.
         length: M, slots; the paper takes the number of tokens (64 for translation).
-        variant: "paper" (Algorithm 1) or "released" (the published code); sets `attend`, `source`, `mix`, `initial_gate` and
-            `positional_convolution` where these are None.
+        variant: "paper" (Algorithm 1) or "released" (the published code); sets `attend`, `source`, `mix`,
+            `initial_gate` and `positional_convolution` where these are None.
         ratio: C / D.
-        attend: "mean", all rows read the batch mean of the update, or "sample", each reads its own; in evaluation "mean"
-            reads the stored cache, "sample" runs the gates on it.
+        attend: "mean", all rows read the batch mean of the update, or "sample", each reads its own; in evaluation
+            "mean" reads the stored cache, "sample" runs the gates on it.
         source: what feeds the cache: the first C channels of the attention's "input", or of its "output".
         mix: "heads", before the output projection, or "outputs", after separate ones.
         initial_gate: lambda at the start.
@@ -249,15 +251,19 @@ class GRC(LayerMemory):
     def fold(self) -> GRC:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
 
-        `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write through
-        `.data` leaves no trace; call `eval()` after one). Compiled or exported code cannot check, and takes the constants only
-        after this call.
+        `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write
+        through `.data` leaves no trace; call `eval()` after one). Compiled or exported code cannot check, and takes
+        the constants only after this call.
 
         Raises:
             ValueError: the module is training, or its gates run in evaluation too (attend="sample").
         """
         if self.training or self.cache.attend == "sample":
-            why = "it is in training mode; call eval() first" if self.training else "attend='sample' runs the gates at each call"
+            why = (
+                "it is in training mode; call eval() first"
+                if self.training
+                else "attend='sample' runs the gates at each call"
+            )
             raise ValueError(f"the cache cannot be folded: {why}")
         self._folded = _Folded(self, lasting=True)
         return self
@@ -313,7 +319,7 @@ class _Folded:
 
 
 def _has_values(t: Tensor) -> bool:
-    """Whether `t` can be computed with and watched: sharded, fake and meta tensors have no values here, inference tensors no version."""
+    """Whether `t` can be computed with here and now (no sharded, fake or meta tensor) and has a version to watch."""
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference()
 
 
@@ -346,7 +352,7 @@ def unfold(model: nn.Module) -> nn.Module:
 
 
 class StreamGRCState(NamedTuple):
-    """cache_BMC: the cache before the last segment; source_BMC: that segment's slots, not yet written; segments_B: seen."""
+    """The cache before the last segment, that segment's slots (not yet written), and the number of segments seen."""
 
     cache_BMC: Tensor
     source_BMC: Tensor
@@ -364,9 +370,9 @@ class StreamGRCState(NamedTuple):
 class StreamGRC(LayerMemory):
     """Gated recurrent cache of a stream: per row, updated one segment late, so that no token sees a later one.
 
-    Attending the updated cache C_t would show each token the rest of its segment, and attending the stored C_{t-1} would give
-    the gates no gradient. So the last segment's slots are kept, and the update by them is made when the next segment reads.
-    A row that has seen no segment yet is not mixed at all: an empty memory is no memory.
+    Attending the updated cache C_t would show each token the rest of its segment, and attending the stored C_{t-1}
+    would give the gates no gradient. So the last segment's slots are kept, and the update by them is made when the
+    next segment reads. A row that has seen no segment yet is not mixed at all: an empty memory is no memory.
 
     Args: as `GRC`, without what concerns maps and evaluation; `length` defaults to 64 slots.
     """
@@ -390,9 +396,7 @@ class StreamGRC(LayerMemory):
     ) -> None:
         super().__init__()
         c = cache_width(width, heads, ratio)
-        self.gates = CacheGates(
-            c, length, candidate=candidate, interpolation=interpolation, update_bias=update_bias
-        )
+        self.gates = CacheGates(c, length, candidate=candidate, interpolation=interpolation, update_bias=update_bias)
         self.branch = MemoryBranch(
             width,
             heads,

@@ -32,8 +32,9 @@ def interpolate(
     """Tokens to slots, (B, N, C) -> (B, length, C).
 
     Args:
-        padding_BN: True = padding; each row then spreads its own valid tokens over all slots. A row without any gives zeros.
-        size, to_size: maps of tokens and slots for two-dimensional interpolation; `prefix` tokens in front pass unchanged.
+        padding_BN: True = padding; each row then spreads its own valid tokens over all slots. A row without any gives
+        zeros. size, to_size: maps of tokens and slots for two-dimensional interpolation; `prefix` tokens in front
+        pass unchanged.
 
     Raises:
         ValueError: the number of tokens is not that of the map, or a map is combined with padding.

@@ -23,12 +23,13 @@ class MemoryBranch(nn.Module):
 
     Args:
         width: D. heads: H. cache: C, channels of the cache.
-        combine: "pad" (values have F channels a head, the other E - F channels of the head see zeros) or "project" (values
-            are projected to E channels a head).
+        combine: "pad" (values have F channels a head, the other E - F channels of the head see zeros) or "project"
+            (values are projected to E channels a head).
         mix: "heads", before a shared output projection, or "outputs", after a projection of the branch's own.
         initial_gate: lambda at the start. bias: whether q, k, v have biases.
         reduction: module called with (cache, size) that shortens the cache before keys and values (PVT).
-        window: (height, width) of a window of tokens and slots, for a relative position bias of the branch's own (Swin).
+        window: (height, width) of a window of tokens and slots, for a relative position bias of the branch's own
+        (Swin).
 
     Cost in multiply-adds: B N C^2 (queries) + 2 B N M C (attention) + 2 M C^2 (keys, values; per row of the cache).
     """
@@ -81,8 +82,9 @@ class MemoryBranch(nn.Module):
         q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
         q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         shared = k_BHMF.shape[0] == 1 and rows > 1
-        # One cache for all rows: on the CPU the rows become more queries of one row, so that keys are neither copied nor
-        # given a gradient B times; a GPU needs the rows to fill its processors, and takes expanded keys without a copy.
+        # One cache for all rows: on the CPU the rows become more queries of one row, so that keys are neither copied
+        # nor given a gradient B times; a GPU needs the rows to fill its processors, and takes expanded keys without a
+        # copy.
         fold = shared and self.relative_bias is None and not q.is_cuda
         if fold:
             q_BHNF = q.flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
@@ -138,7 +140,9 @@ class _MixAndProject(torch.autograd.Function):
     @staticmethod
     def _mix(y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor) -> Tensor:
         width, memory = y_BNHE.shape[-1], o_BNHF.shape[-1]
-        keep_D = (1 - ratio_H).repeat_interleave(width)  # whole vectors: broadcasting inside a head is far slower on CPUs
+        keep_D = (1 - ratio_H).repeat_interleave(
+            width
+        )  # whole vectors: broadcasting inside a head is far slower on CPUs
         mixed_BND = y_BNHE.flatten(2) * keep_D
         part = mixed_BND.unflatten(-1, (-1, width))[..., :memory]
         part.addcmul_(o_BNHF, ratio_H[:, None].expand(-1, memory).contiguous())
@@ -159,7 +163,8 @@ class _MixAndProject(torch.autograd.Function):
     def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor | None, ...]:
         y_BNHE, o_BNHF, ratio_H, weight = ctx.saved_tensors
         with torch.autocast(y_BNHE.device.type, enabled=False):
-            heads, width, memory = *y_BNHE.shape[2:], o_BNHF.shape[-1]
+            heads, width = y_BNHE.shape[2:]
+            memory = o_BNHF.shape[-1]
             grad = grad_BND.flatten(0, 1)
             dweight = grad.T @ _MixAndProject._mix(y_BNHE, o_BNHF, ratio_H)
             dmixed = grad @ weight

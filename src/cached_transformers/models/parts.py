@@ -71,8 +71,10 @@ def make_stack(
 
 
 def initialise(model: nn.Module) -> None:
-    """Xavier-uniform linear maps with zero biases, embeddings of 0.02; memories and convolutions keep their own initial values."""
-    skip = {id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()}
+    """Xavier-uniform linear maps with zero biases, embeddings of 0.02; memories and convolutions keep their own."""
+    skip = {
+        id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()
+    }
     for module in model.modules():
         if id(module) in skip:
             continue
