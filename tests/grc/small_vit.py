@@ -1,0 +1,61 @@
+"""A small vision transformer with GRC for the tests of this folder: 5 tokens of 16 channels, two layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import create_model
+from cached_transformers.memories.grc import caches
+
+
+def small_vit(**grc: Any) -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    return create_model(
+        "vision_transformer",
+        image_size=8,
+        patch_size=4,
+        channels=1,
+        classes=3,
+        width=16,
+        depth=2,
+        heads=2,
+        feed_forward=32,
+        memory={"name": "grc", **grc},
+    )
+
+
+def images(seed: int = 0, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(model: nn.Module) -> list[Tensor]:
+    """Copies of the buffers as they are, without committing anything."""
+    return [cache.cache_MC.clone() for cache in caches(model)]
+
+
+def settled(model: nn.Module) -> list[Tensor]:
+    """What the caches will be once the pending proposals are committed; asking commits nothing."""
+    return [torch.where(c._fresh, c._proposal_MC, c.cache_MC) for c in caches(model)]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) > 0 and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+def step(model: nn.Module, x: Tensor, run: Any = None, rate: float = 0.1) -> list[Tensor]:
+    """One step of plain SGD; returns the gradients."""
+    model.zero_grad()
+    (model if run is None else run)(x).outputs.square().mean().backward()
+    found = gradients(model)
+    with torch.no_grad():
+        for parameter, grad in zip(model.parameters(), found, strict=True):
+            parameter -= rate * grad
+    return found

@@ -1,0 +1,186 @@
+"""From tokens to slots: the rule of each mode, padding wherever it stands, and maps.
+
+Legend: B rows, N tokens, M slots, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers import GatedRecurrentCache
+from cached_transformers.memories.interpolation import Interpolation, interpolate
+
+MODES: tuple[Interpolation, ...] = ("nearest", "linear", "area")
+modes = pytest.mark.parametrize("mode", MODES)
+lengths = pytest.mark.parametrize(
+    "tokens, length", [(7, 7), (7, 3), (3, 7), (12, 4), (4, 12), (1, 5), (5, 1), (197, 64)]
+)
+
+
+def slot_by_rule(x_NC: Tensor, slot: int, length: int, mode: Interpolation) -> Tensor:
+    """One slot by the words of the module's docstring."""
+    n = len(x_NC)
+    if mode == "nearest":
+        return x_NC[math.floor(slot * n / length)]
+    if mode == "area":
+        return x_NC[math.floor(slot * n / length) : math.ceil((slot + 1) * n / length)].mean(0)
+    place = min(max((slot + 0.5) * n / length - 0.5, 0), n - 1)
+    low = math.floor(place)
+    high = min(low + 1, n - 1)
+    return x_NC[low] * (1 - place + low) + x_NC[high] * (place - low)
+
+
+@modes
+@lengths
+def test_rule(mode: Interpolation, tokens: int, length: int) -> None:
+    x_BNC = torch.randn(2, tokens, 3, dtype=torch.float64)
+    expected = torch.stack([torch.stack([slot_by_rule(x, i, length, mode) for i in range(length)]) for x in x_BNC])
+    torch.testing.assert_close(interpolate(x_BNC, length, mode), expected, rtol=0, atol=1e-12)
+
+
+@lengths
+def test_modes_are_those_of_pytorch(tokens: int, length: int) -> None:
+    x_BNC = torch.randn(2, tokens, 3)
+    x_BCN = x_BNC.transpose(1, 2)
+    by_name = {
+        "nearest": F.interpolate(x_BCN, size=length, mode="nearest"),
+        "linear": F.interpolate(x_BCN, size=length, mode="linear", align_corners=False),
+        "area": F.adaptive_avg_pool1d(x_BCN, length),
+    }
+    for mode in MODES:
+        torch.testing.assert_close(interpolate(x_BNC, length, mode), by_name[mode].transpose(1, 2), rtol=0, atol=1e-6)
+
+
+@modes
+def test_as_many_slots_as_tokens_change_nothing(mode: Interpolation) -> None:
+    x_BNC = torch.randn(2, 6, 3)
+    assert torch.equal(interpolate(x_BNC, 6, mode), x_BNC)
+    no_padding = torch.zeros(2, 6, dtype=torch.bool)
+    torch.testing.assert_close(interpolate(x_BNC, 6, mode, no_padding), x_BNC, rtol=0, atol=1e-6)
+
+
+def test_area_loses_no_token_when_it_shrinks_and_nearest_does() -> None:
+    x_BNC = torch.randn(1, 12, 2, requires_grad=True)
+    heard = {}
+    for mode in MODES:
+        (grad,) = torch.autograd.grad(interpolate(x_BNC, 4, mode).sum(), x_BNC)
+        heard[mode] = int((grad[0, :, 0] != 0).sum())
+    assert heard == {"nearest": 4, "linear": 4, "area": 12}
+
+
+PADDINGS = {
+    "right": [[0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "left": [[1, 1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0]],
+    "holes": [[0, 1, 0, 1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 1, 1, 1, 1]],
+}
+
+
+@modes
+@pytest.mark.parametrize("place", PADDINGS)
+@pytest.mark.parametrize("length", [1, 4, 9, 14])
+def test_a_padded_row_is_the_trimmed_row(mode: Interpolation, place: str, length: int) -> None:
+    padding_BN = torch.tensor(PADDINGS[place]).bool()
+    x_BNC = torch.randn(3, 9, 2, dtype=torch.float64).masked_fill(padding_BN[..., None], 1e9).requires_grad_()
+    got = interpolate(x_BNC, length, mode, padding_BN)
+    weight = torch.randn_like(got)
+    (grad,) = torch.autograd.grad((got * weight).sum(), x_BNC)
+    assert grad[padding_BN].abs().max() == 0 if padding_BN.any() else True
+    for row in range(3):
+        trimmed = x_BNC[row, ~padding_BN[row]][None].detach().requires_grad_()
+        expected = interpolate(trimmed, length, mode)
+        torch.testing.assert_close(got[row], expected[0], rtol=0, atol=1e-10)
+        (wanted,) = torch.autograd.grad((expected[0] * weight[row]).sum(), trimmed)
+        torch.testing.assert_close(grad[row, ~padding_BN[row]], wanted[0], rtol=0, atol=1e-10)
+
+
+@modes
+def test_a_row_of_padding_alone_gives_zeros_and_no_gradient(mode: Interpolation) -> None:
+    x_BNC = torch.randn(2, 5, 3).masked_fill(torch.tensor([True, False])[:, None, None], torch.nan).requires_grad_()
+    padding_BN = torch.tensor([[True] * 5, [False] * 5])
+    got = interpolate(x_BNC, 4, mode, padding_BN)
+    assert torch.equal(got[0], torch.zeros(4, 3))
+    (grad,) = torch.autograd.grad(got.sum(), x_BNC)
+    assert torch.equal(grad[0], torch.zeros(5, 3)) and grad[1].abs().max() > 0
+
+
+@modes
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_stands_in_padding_never_reaches_a_slot(mode: Interpolation, poison: float) -> None:
+    padding_BN = torch.tensor([[0, 0, 0, 1, 1], [1, 0, 1, 0, 0]]).bool()
+    x_BNC = torch.randn(2, 5, 3)
+    clean = interpolate(x_BNC, 4, mode, padding_BN)
+    assert torch.equal(interpolate(x_BNC.masked_fill(padding_BN[..., None], poison), 4, mode, padding_BN), clean)
+
+
+@modes
+def test_long_padded_rows_keep_their_digits_in_half_precision(mode: Interpolation) -> None:
+    """A running sum in bfloat16 would have lost the digits of single tokens long before the end of the row."""
+    x_BNC = torch.rand(1, 2000, 2) + 1
+    padding_BN = torch.zeros(1, 2000, dtype=torch.bool)
+    padding_BN[:, 1900:] = True
+    exact = interpolate(x_BNC, 64, mode, padding_BN)
+    rough = interpolate(x_BNC.bfloat16(), 64, mode, padding_BN)
+    assert rough.dtype == torch.bfloat16
+    tolerance = 0.02 if mode != "linear" else 0.05
+    torch.testing.assert_close(rough.float(), exact, rtol=0, atol=tolerance)
+
+
+# ---- maps
+
+
+@modes
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("size, to_size", [((4, 6), (2, 3)), ((3, 3), (5, 7)), ((6, 4), (3, 4))])
+def test_maps_are_resized_in_two_dimensions_and_class_tokens_pass(
+    mode: Interpolation, prefix: int, size: tuple[int, int], to_size: tuple[int, int]
+) -> None:
+    image_BCHW = torch.randn(2, 3, *size)
+    classes_BNC = torch.randn(2, prefix, 3)
+    x_BNC = torch.cat([classes_BNC, image_BCHW.flatten(2).transpose(1, 2)], 1)
+    length = to_size[0] * to_size[1] + prefix
+    got = interpolate(x_BNC, length, mode, size=size, to_size=to_size, prefix=prefix)
+    expected = {
+        "nearest": lambda: F.interpolate(image_BCHW, to_size, mode="nearest"),
+        "linear": lambda: F.interpolate(image_BCHW, to_size, mode="bilinear", align_corners=False),
+        "area": lambda: F.adaptive_avg_pool2d(image_BCHW, to_size),
+    }[mode]()
+    assert torch.equal(got[:, :prefix], classes_BNC)
+    torch.testing.assert_close(got[:, prefix:], expected.flatten(2).transpose(1, 2), rtol=0, atol=1e-6)
+
+
+@modes
+def test_a_map_of_the_same_size_changes_nothing(mode: Interpolation) -> None:
+    x_BNC = torch.randn(2, 13, 3)
+    assert torch.equal(interpolate(x_BNC, 13, mode, size=(3, 4), to_size=(3, 4), prefix=1), x_BNC)
+
+
+def test_a_turned_map_is_resized_and_not_reread() -> None:
+    """As many cells, another shape: one dimension would keep the raster order and scramble the rows."""
+    x_BNC = torch.arange(8.0).view(1, 8, 1)
+    got = interpolate(x_BNC, 8, "nearest", size=(2, 4), to_size=(4, 2))
+    assert got.flatten().tolist() == [0, 2, 0, 2, 4, 6, 4, 6]
+    assert torch.equal(interpolate(x_BNC, 8, "nearest"), x_BNC)
+
+
+# ---- refusals
+
+
+def test_tokens_that_are_not_the_map_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"10 tokens are not a map of 3 x 4 behind 1 class token"):
+        interpolate(torch.randn(1, 10, 2), 4, size=(3, 4), to_size=(2, 2), prefix=1)
+
+
+def test_a_map_with_padding_is_refused_with_the_way_out() -> None:
+    padding_BN = torch.zeros(1, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="takes no padding mask; build the cache without a map size"):
+        interpolate(torch.randn(1, 4, 2), 4, "nearest", padding_BN, size=(2, 2), to_size=(2, 2))
+
+
+def test_prefix_and_slots_must_fit_the_map() -> None:
+    with pytest.raises(ValueError, match="length=5 must equal size 2 x 2"):
+        GatedRecurrentCache(4, 5, size=(2, 2))

@@ -1,0 +1,330 @@
+"""Rules of a shared cache: when it is written and when not, what leaves it alone, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from grc.small_vit import equal, gradients, images, settled, small_vit, step, stored
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers import GRCAttention, hold_caches, reset_caches, shuffle_caches
+from cached_transformers.memories.gate_update import gate_update
+
+variants = pytest.mark.parametrize("variant", ["paper", "released"])
+
+
+# ---- recomputation
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are recomputed by the older kind of checkpointing."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.attention = block.attention
+        self.run = lambda *args, **kwargs: checkpoint(lambda *a: block(*a, **kwargs), *args, use_reentrant=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def reentrant(model: Any) -> Any:
+    model.stack.blocks = nn.ModuleList(Recomputed(block) for block in model.stack.blocks)
+    return model
+
+
+def not_reentrant(model: Any) -> Any:
+    model.set_activation_checkpointing(True)
+    return model
+
+
+def compiled_blocks(model: Any) -> Any:
+    for block in model.stack.blocks:
+        block.compile(backend="aot_eager")
+    return not_reentrant(model)
+
+
+def compiled_whole(model: Any) -> Any:
+    return torch.compile(not_reentrant(model), backend="aot_eager", fullgraph=True)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("recompute", [reentrant, not_reentrant, compiled_blocks, compiled_whole])
+@variants
+def test_recomputation_changes_neither_gradients_nor_caches(recompute: Callable[[Any], Any], variant: str) -> None:
+    plain, model = small_vit(variant=variant), small_vit(variant=variant)
+    parameters = list(model.parameters())
+    names = [name for name, _ in plain.named_parameters()]
+    run = recompute(model)
+    for index in range(3):
+        wanted = step(plain, images(index))
+        run(images(index)).outputs.square().mean().backward()
+        for name, parameter, grad in zip(names, parameters, wanted, strict=True):
+            got = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            torch.testing.assert_close(got, grad, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            parameter.grad = None
+            parameter.data -= 0.1 * grad
+        for a, b in zip(settled(model), settled(plain), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# ---- when the cache is written
+
+
+@variants
+def test_a_plain_training_loop_commits_once_a_step(variant: str) -> None:
+    model = small_vit(variant=variant)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for index in range(4):
+        proposed = settled(model)
+        model(images(index)).outputs.square().mean().backward()
+        assert equal(stored(model), proposed)  # the last step's proposal, once, and not yet this step's
+        optimizer.step()
+        optimizer.zero_grad()
+        assert equal(stored(model), proposed)
+        assert not equal(settled(model), proposed)
+
+
+@variants
+def test_the_proposal_is_one_update_of_the_stored_cache(variant: str) -> None:
+    model = small_vit(variant=variant)
+    memory = model.stack.layer_memories()[0]
+    seen: list[Tensor] = []
+    memory.cache.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    for index in range(3):
+        before = settled(model)[0]
+        model(images(index))
+        x_BNC = seen.pop()
+        expected = gate_update(x_BNC, before, memory.cache.weights, memory.cache.candidate).mean(0)
+        torch.testing.assert_close(settled(model)[0], expected, rtol=0, atol=1e-6)
+
+
+@variants
+def test_evaluation_writes_nothing(variant: str) -> None:
+    model = small_vit(variant=variant)
+    model(images(0))
+    proposed = settled(model)
+    model.eval()
+    assert equal(stored(model), proposed)  # eval() committed what was pending
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(images(1))
+    assert equal(stored(model), proposed) and equal(settled(model), proposed)
+    model.train()
+    model(images(2))
+    assert equal(stored(model), proposed) and not equal(settled(model), proposed)
+
+
+@variants
+def test_evaluation_of_a_row_does_not_depend_on_its_batch(variant: str) -> None:
+    model = small_vit(variant=variant)
+    model(images(0))
+    model.eval()
+    x = images(1)
+    together = model(x).outputs
+    torch.testing.assert_close(together, torch.cat([model(row[None]).outputs for row in x]), rtol=0, atol=1e-6)
+    reset_caches(model)
+    assert (model(x).outputs - together).abs().max() > 1e-5
+
+
+def test_accumulated_gradients_are_the_sum_and_every_micro_batch_is_an_update() -> None:
+    model, twin = small_vit(), small_vit()
+    for index in range(2):
+        model(images(index)).outputs.square().mean().backward()
+    total = [torch.zeros_like(p) for p in twin.parameters()]
+    for index in range(2):
+        twin.zero_grad()
+        twin(images(index)).outputs.square().mean().backward()
+        total = [a + b for a, b in zip(total, gradients(twin), strict=True)]
+    for a, b in zip(gradients(model), total, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert equal(settled(model), settled(twin)) and not equal(settled(model), stored(model))
+
+
+@variants
+def test_two_forwards_then_one_backward(variant: str) -> None:
+    """The second forward overwrites the buffer that the first one's graph was made from."""
+    model, twin = small_vit(variant=variant), small_vit(variant=variant)
+    model(images(9)), twin(images(9))  # a cache that is not empty
+    losses = [model(images(index)).outputs.square().mean() for index in range(2)]
+    sum(losses).backward()  # type: ignore[attr-defined]
+    for index in range(2):
+        twin(images(index)).outputs.square().mean().backward()
+    for a, b in zip(gradients(model), gradients(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert equal(settled(model), settled(twin))
+
+
+def test_held_caches_take_no_proposals() -> None:
+    model = small_vit()
+    model(images(0))
+    proposed = settled(model)
+    with hold_caches(model):
+        assert equal(stored(model), proposed)  # what was pending counts
+        first = model(images(1)).outputs
+        with hold_caches(model):
+            assert torch.equal(model(images(1)).outputs, first)  # the same cache, again
+        assert torch.equal(model(images(1)).outputs, first)  # leaving the inner one does not release the outer
+    assert equal(settled(model), proposed)
+    assert torch.equal(model(images(1)).outputs, first)
+    assert not equal(settled(model), proposed)
+
+
+def test_held_caches_are_released_after_an_error() -> None:
+    model = small_vit()
+    with pytest.raises(ValueError, match="images of shape"), hold_caches(model):
+        model(torch.randn(1, 1, 4, 4))
+    model(images(0))
+    assert not equal(settled(model), stored(model))
+
+
+def test_two_views_under_checkpointing_share_one_backward_when_held() -> None:
+    plain, model = small_vit(), not_reentrant(small_vit())
+    for m in (plain, model):
+        m(images(0)).outputs.sum().backward()
+        m.zero_grad()
+        with hold_caches(m):
+            (m(images(1)).outputs.square().mean() + m(images(2)).outputs.square().mean()).backward()
+    for a, b in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# ---- what must not reach the cache
+
+
+@variants
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
+def test_a_batch_that_is_not_finite_leaves_the_cache(variant: str, poison: float) -> None:
+    model, twin = small_vit(variant=variant), small_vit(variant=variant)
+    for m in (model, twin):
+        m(images(0))
+    bad = images(1)
+    bad[2, 0, 3, 3] = poison
+    assert not model(bad).outputs.isfinite().all()
+    assert equal(settled(model), settled(twin))
+    torch.testing.assert_close(step(model, images(2)), step(twin, images(2)), rtol=0, atol=0)
+    assert equal(settled(model), settled(twin))
+    assert all(cache.isfinite().all() for cache in settled(model))
+
+
+class Sequences:
+    """Rows of tokens, of which one is padding alone."""
+
+    def __init__(self, **grc: Any) -> None:
+        torch.manual_seed(0)
+        self.layer = GRCAttention(16, 2, 4, **grc)
+        self.x_BND = torch.randn(3, 6, 16)
+        self.padding_BN = torch.tensor([[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]).bool()
+
+
+NO_MAP: dict[str, Any] = {"variant": "released", "positional_convolution": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"attend": "sample"}, NO_MAP])
+def test_rows_of_padding_alone_leave_the_mean(options: dict[str, Any]) -> None:
+    given, without = Sequences(**options), Sequences(**options)
+    kept = [0, 2]
+    for _ in range(2):
+        y_BND = given.layer(given.x_BND, padding_BN=given.padding_BN).y_BND
+        expected = without.layer(without.x_BND[kept], padding_BN=without.padding_BN[kept]).y_BND
+        valid = ~given.padding_BN[kept]
+        torch.testing.assert_close(y_BND[kept][valid], expected[valid], rtol=0, atol=1e-6)
+        for a, b in zip(settled(given.layer), settled(without.layer), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    y_BND[kept][valid].square().sum().backward()
+    expected[valid].square().sum().backward()
+    for (name, a), b in zip(given.layer.named_parameters(), without.layer.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_what_stands_in_padding_does_not_reach_the_cache() -> None:
+    """Only as keys and queries may it be computed with, where the mask throws it away."""
+    given, other = Sequences(), Sequences()
+    other.x_BND = torch.where(other.padding_BN[..., None], 100.0, other.x_BND)
+    for a in (given, other):
+        a.layer(a.x_BND, padding_BN=a.padding_BN)
+    assert equal(settled(given.layer), settled(other.layer))
+
+
+@pytest.mark.parametrize("attend", ["mean", "sample"])
+def test_a_batch_of_padding_alone_changes_nothing(attend: str) -> None:
+    given = Sequences(attend=attend)
+    given.layer(given.x_BND, padding_BN=given.padding_BN)
+    before = settled(given.layer)
+    given.layer(given.x_BND, padding_BN=torch.ones_like(given.padding_BN))
+    assert equal(settled(given.layer), before)
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_every_digit_of_the_cache(dtype: torch.dtype) -> None:
+    model = small_vit()
+    model(images(0))
+    model(images(1))
+    now, next_ = stored(model), settled(model)
+    model.to(dtype)
+    assert all(cache.dtype == torch.float32 for cache in stored(model))
+    assert equal(stored(model), now) and equal(settled(model), next_)
+    out = model(images(2).to(dtype)).outputs
+    assert out.dtype == dtype and equal(stored(model), next_)
+    out.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.dtype == dtype for p in model.parameters())
+    fresh = settled(model)
+    assert all(c.dtype == torch.float32 and c.isfinite().all() for c in fresh)
+    # The lerp is made in float32: the new cache has digits that the half type does not have.
+    assert any(not torch.equal(c, c.to(dtype).float()) for c in fresh)
+
+
+def test_double_models_have_double_caches() -> None:
+    model = small_vit().double()
+    model(images(0).double())
+    assert all(cache.dtype == torch.float64 for cache in settled(model))
+
+
+# ---- reset and shuffle
+
+
+def test_reset_empties_and_forgets_the_proposal() -> None:
+    model = small_vit()
+    model(images(0)), model(images(1))
+    reset_caches(model)
+    empty = [torch.zeros_like(cache) for cache in stored(model)]
+    assert equal(stored(model), empty) and equal(settled(model), empty)
+    assert torch.equal(model(images(2)).outputs, small_vit()(images(2)).outputs)
+
+
+def test_shuffle_keeps_the_values_and_moves_them() -> None:
+    model = small_vit()
+    model(images(0))
+    before = settled(model)
+    shuffle_caches(model, torch.Generator().manual_seed(3))
+    after = stored(model)
+    assert equal([c.flatten().sort().values for c in after], [c.flatten().sort().values for c in before])
+    assert all((a != b).float().mean() > 0.8 for a, b in zip(after, before, strict=True))
+    twin = small_vit()
+    twin(images(0))
+    shuffle_caches(twin, torch.Generator().manual_seed(3))
+    assert equal(stored(twin), after)
+    assert equal(settled(model), after)  # nothing pending undoes it
+
+
+def test_shuffling_changes_evaluation() -> None:
+    model = small_vit()
+    model(images(0))
+    model.eval()
+    before = model(images(1)).outputs
+    shuffle_caches(model, torch.Generator().manual_seed(3))
+    assert (model(images(1)).outputs - before).abs().max() > 1e-6

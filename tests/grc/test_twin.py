@@ -1,0 +1,269 @@
+"""GRC against a slow twin: Algorithm 1 of arXiv:2312.12742 with one row, slot, query and head at a time, in float64.
+
+Legend: B rows, N tokens, M slots, D model width, C cache width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import GRCAttention
+from cached_transformers.memories.gate_update import Candidate, GateWeights, gate_update, mean_gate_update
+
+WIDTH, HEADS, ROWS = 8, 2, 2
+CANDIDATES: tuple[Candidate, ...] = ("norm", "tanh", "affine")
+
+
+def attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Softmax attention of one query of one head."""
+    logits = [(query * key).sum() / math.sqrt(len(query)) for key in keys]
+    shares = [torch.exp(logit - max(logits)) for logit in logits]
+    return sum(share * value for share, value in zip(shares, values, strict=True)) / sum(shares)  # type: ignore[return-value]
+
+
+def new_slot(layer: GRCAttention, token: Tensor, slot: Tensor) -> Tensor:
+    """One slot of one row after the update by one token (equations 3-5)."""
+    gates = layer.memory.cache
+    width = gates.width
+    # The paper's W [s, c]: one matrix on both, here put together from its two halves.
+    both = torch.cat([gates.from_tokens.weight, gates.from_cache.weight], 1)
+    update_W, reset_W, candidate_W = both.split(width)
+    update_b, reset_b, candidate_b = gates.from_tokens.bias.split(width)
+    seen = torch.cat([token, slot])
+    update = 1 / (1 + torch.exp(-(update_W @ seen + update_b)))
+    reset = 1 / (1 + torch.exp(-(reset_W @ seen + reset_b)))
+    fresh = candidate_W @ torch.cat([token, reset * slot]) + candidate_b
+    if gates.candidate == "tanh":
+        fresh = torch.tanh(fresh)
+    elif gates.candidate == "norm":
+        fresh = fresh * (1 + torch.erf(fresh / math.sqrt(2))) / 2
+        centred = fresh - fresh.mean()
+        fresh = centred / torch.sqrt((centred**2).mean() + gates.norm.eps) * gates.norm.weight + gates.norm.bias
+    return (1 - update) * slot + update * fresh
+
+
+def twin(layer: GRCAttention, x_BND: Tensor, cache_MC: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (B, N, D) of a training forward of `layer` that starts from `cache_MC`, and the new cache (M, C)."""
+    memory, heads = layer.memory, layer.heads
+    rows, n, width = x_BND.shape
+    slots, c = cache_MC.shape
+    updated = [[new_slot(layer, x_BND[b, i * n // slots, :c], cache_MC[i]) for i in range(slots)] for b in range(rows)]
+    mean = [sum(updated[b][i] for b in range(rows)) / rows for i in range(slots)]
+    merged = []
+    for b, t in itertools.product(range(rows), range(n)):
+        attended = mean if memory.cache.attend == "mean" else updated[b]
+        parts = []
+        for h in range(heads):
+            own = [layer.qkv(x_BND[b, j]).view(3, heads, -1)[:, h] for j in range(n)]
+            y = attend(own[t][0], [o[1] for o in own], [o[2] for o in own])
+            pairs = [memory.branch.key_value(slot) for slot in attended]
+            keys = [pair[:c].view(heads, -1)[h] for pair in pairs]
+            values = [pair[c:].view(heads, -1)[h] for pair in pairs]
+            o = attend(memory.branch.query(x_BND[b, t, :c]).view(heads, -1)[h], keys, values)
+            o = torch.cat([o, o.new_zeros(len(y) - len(o))])
+            ratio = 1 / (1 + torch.exp(-memory.branch.gate_H[h]))
+            parts.append(ratio * o + (1 - ratio) * y)
+        merged.append(layer.output(torch.cat(parts)))
+    return torch.stack(merged).view(rows, n, width), torch.stack(mean)  # type: ignore[arg-type]
+
+
+def make_layer(length: int, **options: object) -> GRCAttention:
+    layer = GRCAttention(WIDTH, HEADS, length, **options).double()  # type: ignore[arg-type]
+    for name, parameter in layer.named_parameters():
+        offset = 1.0 if name.endswith("norm.weight") else 0.0
+        nn.init.normal_(parameter, offset, 0.5)
+    return layer
+
+
+@pytest.mark.parametrize("tokens, length", [(4, 4), (5, 3), (3, 5)])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("combine", ["pad", "project"])
+@pytest.mark.parametrize("update", ["mean", "sample"])
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_two_training_steps_and_all_gradients(
+    candidate: Candidate, update: str, combine: str, ratio: float, tokens: int, length: int
+) -> None:
+    layer = make_layer(length, candidate=candidate, attend=update, combine=combine, ratio=ratio)
+    cache_MC = torch.zeros(length, int(ratio * WIDTH), dtype=torch.float64)
+    for _ in range(2):  # the second step starts from a cache that holds something
+        x_BND = torch.randn(ROWS, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+        weight_BND = torch.randn_like(x_BND)
+        expected, new_MC = twin(layer, x_BND, cache_MC)
+        sources = [x_BND, *layer.parameters()]
+        wanted = torch.autograd.grad((expected * weight_BND).sum(), sources)
+        y_BND = layer(x_BND).y_BND
+        torch.testing.assert_close(y_BND, expected, rtol=0, atol=1e-10)
+        got = torch.autograd.grad((y_BND * weight_BND).sum(), sources)
+        for name, a, b in zip(["x", *dict(layer.named_parameters())], got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        cache_MC = new_MC.detach()
+        layer.memory.cache.commit()
+        torch.testing.assert_close(layer.memory.cache.cache_MC, cache_MC, rtol=0, atol=1e-10)
+
+
+def test_evaluation_reads_the_stored_cache_and_no_row_sees_another() -> None:
+    layer = make_layer(4)
+    layer(torch.randn(ROWS, 4, WIDTH, dtype=torch.float64))
+    layer.eval()
+    x_BND = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    stored = layer.memory.cache.cache_MC.clone()
+    together = layer(x_BND).y_BND
+    assert torch.equal(layer.memory.cache.cache_MC, stored) and stored.abs().max() > 0.1
+    torch.testing.assert_close(together, torch.cat([layer(x[None]).y_BND for x in x_BND]), rtol=0, atol=1e-12)
+    layer.memory.cache.reset_cache()
+    assert (layer(x_BND).y_BND - together).abs().max() > 1e-3
+
+
+# ---- the mean update with a backward of its own
+
+
+class Inputs:
+    """Random inputs of one update in float64."""
+
+    def __init__(self, candidate: Candidate, rows: int = 3, slots: int = 2, width: int = 4) -> None:
+        def leaf(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+        self.candidate = candidate
+        self.s_BMC, self.cache_MC = leaf(rows, slots, width), leaf(slots, width).detach()
+        self.parameters = [leaf(3 * width, width), leaf(3 * width), leaf(3 * width, width)]
+        if candidate == "norm":
+            self.parameters += [leaf(width), leaf(width)]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.s_BMC, *self.parameters]
+
+    def weights(self, *leaves: Tensor) -> GateWeights:
+        tokens, bias, cache, *norm = leaves or self.parameters
+        return GateWeights(tokens, bias, cache, (norm[0], norm[1], 1e-5) if norm else None)
+
+    def mean(self, s_BMC: Tensor, *parameters: Tensor, weight_B: Tensor | None = None) -> Tensor:
+        return mean_gate_update(s_BMC, self.cache_MC, self.weights(*parameters), self.candidate, weight_B)
+
+    def rows(self) -> Tensor:
+        return gate_update(self.s_BMC, self.cache_MC, self.weights(), self.candidate)
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("weight", [None, [True, False, True], [False, True, False]])
+def test_mean_update_is_the_mean_of_row_updates(candidate: Candidate, weight: list[bool] | None) -> None:
+    given = Inputs(candidate)
+    weight_B = None if weight is None else torch.tensor(weight)
+    kept = slice(None) if weight_B is None else weight_B
+    expected, got = given.rows()[kept].mean(0), given.mean(*given.leaves, weight_B=weight_B)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    direction = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((got * direction).sum(), given.leaves),
+        torch.autograd.grad((expected * direction).sum(), given.leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert b.abs().max() > 1e-3  # something was compared
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("weight", [None, [True, False, True]])
+def test_gradcheck(candidate: Candidate, weight: list[bool] | None) -> None:
+    given = Inputs(candidate)
+    weight_B = None if weight is None else torch.tensor(weight)
+    assert torch.autograd.gradcheck(lambda *leaves: given.mean(*leaves, weight_B=weight_B), given.leaves)
+
+
+def test_without_a_marked_row_the_cache_stays() -> None:
+    given = Inputs("norm")
+    got = given.mean(*given.leaves, weight_B=torch.zeros(3, dtype=torch.bool))
+    assert torch.equal(got, given.cache_MC)
+    assert all(grad.abs().max() == 0 for grad in torch.autograd.grad(got.sum(), given.leaves))
+
+
+def test_some_inputs_may_be_constants() -> None:
+    given = Inputs("tanh")
+    wanted = torch.autograd.grad(given.rows().mean(0).sum(), given.parameters[0])
+    got = torch.autograd.grad(given.mean(given.s_BMC.detach(), *given.parameters).sum(), given.parameters[0])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    given = Inputs("norm")
+    loss = given.mean(*given.leaves).square().sum()
+    (grad,) = torch.autograd.grad(loss, given.s_BMC, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_autocast_is_close_to_float32_and_stores_float32(candidate: Candidate) -> None:
+    given = Inputs(candidate, rows=8, slots=4, width=16)
+    leaves = [(leaf.detach().float() * (0.25 if leaf.dim() == 2 else 1)).requires_grad_() for leaf in given.leaves]
+    given.cache_MC = given.cache_MC.float()
+    exact = given.mean(*leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = given.mean(*leaves)
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, exact, rtol=0, atol=0.03)
+    direction = torch.randn_like(exact)
+    pairs = zip(*(torch.autograd.grad((y * direction).sum(), leaves) for y in (rough, exact)), strict=True)
+    for a, b in pairs:
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.03 * b.norm()
+
+
+# ---- limiting cases
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("combine, ratio", [("pad", 0.5), ("project", 0.5), ("pad", 1.0)])
+def test_a_closed_gate_is_plain_attention(combine: str, ratio: float, training: bool) -> None:
+    layer = make_layer(5, combine=combine, ratio=ratio).train(training)
+    layer.memory.cache.cache_MC.normal_()
+    layer.memory.close_gate()
+    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+    plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
+    with torch.no_grad():
+        plain.in_proj_weight.copy_(layer.qkv.weight)
+        plain.in_proj_bias.copy_(layer.qkv.bias)
+        plain.out_proj.load_state_dict(layer.output.state_dict())
+    torch.testing.assert_close(layer(x_BND).y_BND, plain(x_BND, x_BND, x_BND)[0], rtol=0, atol=1e-12)
+
+
+def test_a_closed_gate_gives_the_memory_no_gradient() -> None:
+    layer = make_layer(5)
+    layer.memory.close_gate()
+    layer(torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)).y_BND.square().sum().backward()
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in layer.memory.parameters())
+    assert layer.qkv.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("combine", ["pad", "project"])
+def test_an_open_gate_at_ratio_one_hears_only_the_cache(combine: str) -> None:
+    layer = make_layer(5, ratio=1.0, combine=combine)
+    layer.memory.branch.gate_H.data.fill_(torch.inf)
+    layer.memory.cache.cache_MC.normal_()
+    layer.eval()
+    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+    before = layer(x_BND).y_BND
+    layer.qkv.weight.data.normal_()
+    assert torch.equal(layer(x_BND).y_BND, before)
+
+
+def test_padding_channels_of_the_memory_hear_nothing() -> None:
+    """combine="pad": the last E - F channels of a head are the self branch's, scaled by 1 - sigmoid(lambda)."""
+    layer = make_layer(5, ratio=0.5)
+    layer.output = nn.Identity()  # type: ignore[assignment]
+    layer.memory.cache.cache_MC.normal_()
+    layer.eval()
+    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+    y = layer(x_BND).y_BND.unflatten(-1, (HEADS, -1))
+    ratio_H = torch.sigmoid(layer.memory.branch.gate_H)
+    layer.memory.close_gate()
+    plain = layer(x_BND).y_BND.unflatten(-1, (HEADS, -1))
+    half = WIDTH // HEADS // 2
+    torch.testing.assert_close(y[..., half:], plain[..., half:] * (1 - ratio_H[:, None]), rtol=0, atol=1e-12)
+    assert (y[..., :half] - plain[..., :half] * (1 - ratio_H[:, None])).abs().min() > 1e-6
