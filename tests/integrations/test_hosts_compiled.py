@@ -94,6 +94,24 @@ def test_training_compiles_without_break_and_no_step_compiles_again(host: Host) 
         assert graphs <= 2 and counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@hosts([VIT, BERT_SDPA])
+def test_compiled_with_activation_checkpointing(host: Host) -> None:
+    """With graph breaks: the hosts, and the hooks on their layers, keep the compiler from one graph here."""
+    model, plain = host.with_memory(), host.with_memory()
+    host.recompute(model)  # type: ignore[misc]
+    run = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        for m, call in ((model, run), (plain, plain)):
+            m.zero_grad()
+            host.run(call, host.given(step)).square().mean().backward()
+        for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if b.grad is not None:
+                assert_near(a.grad, b.grad, name)
+        for a, b in zip(stored(model), stored(plain), strict=True):
+            assert_near(a, b, "cache")
+
+
 @hosts([VIT, BERT_DROPOUT])
 def test_released_variant_and_dropout_compile_too(host: Host) -> None:
     model = host.with_memory(variant="released") if host is VIT else host.with_memory()

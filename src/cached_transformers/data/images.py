@@ -60,7 +60,7 @@ class ImageDataset(LabelledDataset):
 
     def pixels(self, index: int) -> Tensor:
         """Stored pixels of one item, uint8 (C, H, W), before augmentation and normalisation."""
-        raise NotImplementedError
+        raise NotImplementedError("abstract: a data set of images reads its own pixels")
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         position = self.position(index)

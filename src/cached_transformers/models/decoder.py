@@ -13,11 +13,11 @@ from ..layers.block import ModelOutput, StackState
 from ..layers.positions import make_positions
 from ..registry import MODELS
 from ..state import reset as reset_rows
-from .parts import initialise, make_stack
+from .parts import StackModel, initialise, make_stack
 
 
 @MODELS.register("language_model")
-class LanguageModel(nn.Module):
+class LanguageModel(StackModel):
     """Decoder-only language model over segments of a stream.
 
     Args:
@@ -66,14 +66,6 @@ class LanguageModel(nn.Module):
         initialise(self)
         if tied:
             self.head.weight = self.embedding.weight
-
-    def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing."""
-        return self.stack.init_state(batch_size)
-
-    def set_activation_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.stack.activation_checkpointing = enabled
 
     def forward(
         self,

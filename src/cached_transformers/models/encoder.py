@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import make_positions
 from ..registry import MODELS
-from .parts import initialise, make_stack
+from .parts import StackModel, initialise, make_stack
 
 
 @MODELS.register("sequence_classifier", paper="arXiv:2011.04006")
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(StackModel):
     """Sequence classifier: embeddings, class token, positions, pre-norm blocks, a two-layer head on the class token.
 
     Args:
@@ -67,14 +67,6 @@ class SequenceClassifier(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, feed_forward), nn.ReLU(), nn.Linear(feed_forward, classes))
         initialise(self)
         nn.init.normal_(self.embedding.weight)
-
-    def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing."""
-        return self.stack.init_state(batch_size)
-
-    def set_activation_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.stack.activation_checkpointing = enabled
 
     def forward(
         self, inputs_BN: Tensor, state: StackState | None = None, *, padding: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the models have in common: building a stack from names, and initial weights."""
+"""What the models have in common: a body that is a stack, building it from names, and initial weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import SelfAttention, shows_the_future
-from ..layers.block import Block, SlotAttention, Stack
+from ..layers.block import Block, SlotAttention, Stack, StackState
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions
 from ..memories import create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
 from ..registry import ATTENTIONS, MEMORIES
+
+
+class StackModel(nn.Module):
+    """Base of the models whose body is one `Stack`."""
+
+    stack: Stack
+
+    def init_state(self, batch_size: int) -> StackState:
+        """State of rows that have seen nothing."""
+        return self.stack.init_state(batch_size)
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.stack.activation_checkpointing = enabled
 
 
 def make_stack(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import LearnedPositions
 from ..registry import MODELS
-from .parts import initialise, make_stack
+from .parts import StackModel, initialise, make_stack
 
 
 @MODELS.register("vision_transformer", paper="arXiv:2010.11929")
-class VisionTransformer(nn.Module):
+class VisionTransformer(StackModel):
     """Image classifier: patches, class token, learned positions, pre-norm blocks.
 
     Args:
@@ -69,14 +69,6 @@ class VisionTransformer(nn.Module):
         )
         self.head = nn.Linear(width, classes)
         initialise(self)
-
-    def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing."""
-        return self.stack.init_state(batch_size)
-
-    def set_activation_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.stack.activation_checkpointing = enabled
 
     def forward(
         self, inputs_BCHW: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
