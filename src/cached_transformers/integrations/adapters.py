@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from ..layers.attention import plain_weights
 from ..memories import create_memory, memory_spec
 from ..memories.base import LayerMemory, Query
-from ..memories.grc import commit_caches
 from ..registry import MEMORIES
 
 
@@ -135,14 +134,6 @@ class Tap:
         self.handle.remove()
 
 
-class CommitFirst:
-    """Root hook: shared caches take over the last step's proposal before the model runs, outside recomputed regions."""
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        if model.training:
-            commit_caches(model)
-
-
 def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options: Any) -> nn.Module:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
@@ -190,7 +181,6 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     for site, host, layer in built:
         _attach(site.layer, host, layer)
     _disable_nested_tensors(model)
-    model.register_forward_pre_hook(CommitFirst())
     return model
 
 
@@ -248,9 +238,6 @@ def remove_memory(model: nn.Module) -> nn.Module:
     for layer in layers:
         vars(layer).pop("memory_detach")(layer)
         del layer.memory
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, CommitFirst):
-            del model._forward_pre_hooks[key]
     _restore_nested_tensors(model)
     return model
 

@@ -1,8 +1,7 @@
 """The transformer block and the stack of blocks that every model of this package is made of.
 
 The stack threads the state: it hands each layer memory its own part, lets the model memory open and close the segment,
-and seals what leaves. It also commits shared caches before the first block, outside of any region that a compiler may
-recompute.
+and seals what leaves.
 
 Legend: B rows, N tokens, M slots, D model width, P position channels.
 """
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..memories.base import Context, LayerMemory, ModelMemory, Trace
-from ..memories.gated_recurrent_cache import commit_caches
 from ..state import State, seal
 from .attention import SelfAttention
 from .feed_forward import DropPath, FeedForward
@@ -183,8 +181,6 @@ class Stack(nn.Module):
             inputs: the model's raw inputs, for model memories that look at them.
             size: (height, width) of the token map.
         """
-        if self.training:
-            commit_caches(self)
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
         n = x_BND.shape[1]

@@ -26,7 +26,7 @@ class LanguageModel(StackModel):
         attention: name of the attention core, which must have a causal form.
         positions: "rotary" (default), "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
         tied: whether the output projection shares the embedding's weights.
-        dropout: after embeddings and sublayers.
+        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
@@ -44,6 +44,7 @@ class LanguageModel(StackModel):
         positions: str = "rotary",
         tied: bool = True,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
@@ -59,6 +60,7 @@ class LanguageModel(StackModel):
             attention=attention,
             positions=self.positions,
             dropout=dropout,
+            attention_dropout=attention_dropout,
             causal=True,
             sequence=True,
         )

@@ -26,7 +26,7 @@ class SequenceClassifier(StackModel):
         width: D. depth: layers. heads: per layer. feed_forward: hidden width, also of the head.
         memory: None, a name, or {"name": ..., option: value}; its cache has max_length + 1 slots by default.
         attention: name of the attention core. positions: "sinusoidal", "learned", "rotary", "alibi" or "none".
-        dropout: after embeddings and sublayers.
+        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
     Raises:
         ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
@@ -45,6 +45,7 @@ class SequenceClassifier(StackModel):
         attention: str = "softmax",
         positions: str = "sinusoidal",
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.vocabulary, self.max_length = vocabulary, max_length
@@ -61,6 +62,7 @@ class SequenceClassifier(StackModel):
             attention=attention,
             positions=self.positions,
             dropout=dropout,
+            attention_dropout=attention_dropout,
             length=max_length + 1,
             sequence=True,
         )

@@ -39,6 +39,7 @@ def make_stack(
     attention: str,
     positions: Positions | None = None,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
     drop_path: float = 0.0,
     causal: bool = False,
     **known: Any,
@@ -53,6 +54,7 @@ def make_stack(
     spec = memory_spec(memory)
     if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
+    known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
     first = create_memory(memory, width, heads, depth=depth, **known)
     spans = isinstance(first, ModelMemory)
 
@@ -67,7 +69,7 @@ def make_stack(
         layer = SelfAttention(
             width,
             heads,
-            core=ATTENTIONS.create(attention, dropout=dropout),
+            core=ATTENTIONS.create(attention, dropout=attention_dropout),
             memory=own,  # type: ignore[arg-type]
             positions=positions,
             norm=nn.LayerNorm(width),

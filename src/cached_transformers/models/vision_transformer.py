@@ -25,7 +25,8 @@ class VisionTransformer(StackModel):
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         memory: None, a name, or {"name": ..., option: value}; its cache has one slot per token by default.
         attention: name of the attention core.
-        dropout: after embeddings and sublayers. drop_path: stochastic depth of the last layer, growing linearly from 0.
+        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
+        drop_path: stochastic depth of the last layer, growing linearly from 0.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, images of another size.
@@ -44,6 +45,7 @@ class VisionTransformer(StackModel):
         memory: str | dict[str, Any] | None = None,
         attention: str = "softmax",
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
@@ -63,6 +65,7 @@ class VisionTransformer(StackModel):
             memory=memory,
             attention=attention,
             dropout=dropout,
+            attention_dropout=attention_dropout,
             drop_path=drop_path,
             length=side * side + 1,
             prefix=1,
