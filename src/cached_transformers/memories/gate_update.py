@@ -119,25 +119,35 @@ class _MeanGateUpdate(torch.autograd.Function):
         with torch.autocast(s_BMC.device.type, enabled=False):
             width, dtype = s_BMC.shape[-1], s_BMC.dtype
             forgotten = r * known_MC
-            with torch.enable_grad():
-                z = z.detach().requires_grad_()
-                leaves = [z]
-                norm = None
-                if norm_weight is not None:
-                    norm = (norm_weight.detach().requires_grad_(), norm_bias.detach().requires_grad_(), ctx.eps)
-                    leaves += [norm[0], norm[1]]
-                c = candidate_of(z, ctx.candidate, norm)
             row_grad = (grad_MC * share_B[:, None, None]).to(dtype)
-            grads = torch.autograd.grad(c, leaves, row_grad * u) if c is not z else (row_grad * u,)
-            dz = grads[0]
-            dforgotten = dz @ w_cache[2 * width :]
+            c, dz, *dnorm = _candidate_backward(z, row_grad * u, ctx.candidate, norm_weight, norm_bias, ctx.eps)
+            dforgotten = (dz.flatten(0, 1) @ w_cache[2 * width :]).view_as(dz)
             d = s_BMC.new_empty(*s_BMC.shape[:-1], 3 * width)  # gradients of update, reset and candidate logits
             du, dr, dc = d.split(width, -1)
-            torch.mul((c.detach() - known_MC).mul_(row_grad), u * (1 - u), out=du)
-            torch.mul(dforgotten.mul_(known_MC), r * (1 - r), out=dr)
+            torch.ops.aten.sigmoid_backward.grad_input((c - known_MC).mul_(row_grad), u, grad_input=du)
+            torch.ops.aten.sigmoid_backward.grad_input(dforgotten.mul_(known_MC), r, grad_input=dr)
             dc.copy_(dz)
             flat, tokens = d.flatten(0, 1), s_BMC.flatten(0, 1)
             shared = d[..., : 2 * width].sum(0)
             dw_cache = torch.cat([shared.T @ known_MC, dz.flatten(0, 1).T @ forgotten.flatten(0, 1)])
             ds = (flat @ w_tokens).view_as(s_BMC) if ctx.needs_input_grad[0] else None
-            return ds, flat.T @ tokens, flat.sum(0), dw_cache, *(grads[1:] or (None, None)), None, None, None, None
+            return ds, flat.T @ tokens, flat.sum(0), dw_cache, *dnorm, None, None, None, None
+
+
+def _candidate_backward(
+    z: Tensor, grad: Tensor, candidate: Candidate, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The candidate f(z), and the gradients of z and of the LayerNorm's weight and bias, by PyTorch's own operators."""
+    aten = torch.ops.aten
+    if candidate == "affine":
+        return z, grad, None, None
+    if candidate == "tanh":
+        c = torch.tanh(z)
+        return c, aten.tanh_backward(grad, c), None, None
+    assert weight is not None and bias is not None
+    shape, active = z.shape[-1:], F.gelu(z)
+    c, mean, scale = torch.native_layer_norm(active, shape, weight.to(z.dtype), bias.to(z.dtype), eps)
+    dactive, dweight, dbias = aten.native_layer_norm_backward(
+        grad, active, shape, mean, scale, weight.to(z.dtype), bias.to(z.dtype), [True, True, True]
+    )
+    return c, aten.gelu_backward(dactive, z), dweight.to(weight.dtype), dbias.to(bias.dtype)
