@@ -142,14 +142,14 @@ def _count(model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[st
 @contextlib.contextmanager
 def _countable_kernels() -> Iterator[None]:
     """Switch off the fused kernels that the counter has no formula for: they would count as nothing."""
-    fast_path, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    fast_path, onednn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer in eval mode
-    torch._C._set_mkldnn_enabled(False)  # nn.LSTM and nn.GRU on the CPU
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # nn.LSTM and nn.GRU on the CPU
     try:
         with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
-        torch._C._set_mkldnn_enabled(onednn)
+        torch.backends.mkldnn.enabled = onednn
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 

@@ -56,30 +56,32 @@ def build(architecture: str) -> dict[str, nn.Module]:
     }
 
 
-def train_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+def train_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, compiled: bool) -> Callable[[], None]:
     """A function that makes one AdamW step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    call = torch.compile(model) if compiled else model
 
     def step() -> None:
         model.train()
         optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
+        F.cross_entropy(call(images), labels).backward()
         optimizer.step()
 
     return step
 
 
-def inference(model: nn.Module, images: torch.Tensor) -> Callable[[], None]:
+def inference(model: nn.Module, images: torch.Tensor, compiled: bool) -> Callable[[], None]:
     """A function that runs the model in evaluation mode without gradients."""
+    call = torch.compile(model) if compiled else model
 
     def run() -> None:
         with torch.no_grad():
-            model(images)
+            call(images)
 
     return run
 
 
-def measure(name: str, architecture: str, batch: int, rounds: int, device: str) -> list[Row]:
+def measure(name: str, architecture: str, batch: int, rounds: int, device: str, compiled: bool) -> list[Row]:
     """All rows of one model."""
     models = {case: model.to(device) for case, model in build(architecture).items()}
     generator = torch.Generator().manual_seed(0)
@@ -87,12 +89,14 @@ def measure(name: str, architecture: str, batch: int, rounds: int, device: str) 
     labels = torch.randint(0, 1000, (batch,), generator=generator).to(device)
     train_flops = {case: count_flops(model, images, mode="train") for case, model in models.items()}
     kept = {case: _kept(model.train(), images, labels) for case, model in models.items()}
-    train = compare({case: train_step(model, images, labels) for case, model in models.items()}, "plain", rounds)
+    steps = {case: train_step(model, images, labels, compiled) for case, model in models.items()}
+    train = compare(steps, "plain", rounds)
     for model in models.values():
         model.eval()
     fold(models["GRC"])
     eval_flops = {case: count_flops(model, images) for case, model in models.items()}
-    infer = compare({case: inference(model, images) for case, model in models.items()}, "plain", 3 * rounds)
+    runs = {case: inference(model, images, compiled) for case, model in models.items()}
+    infer = compare(runs, "plain", 3 * rounds)
     return [
         Row(
             name,
@@ -115,15 +119,16 @@ def _kept(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> int:
     return saved_activation_bytes(lambda: F.cross_entropy(model(images), labels), model, images, labels)
 
 
-def run(batch: int, rounds: int, device: str) -> list[Row]:
+def run(batch: int, rounds: int, device: str, compiled: bool = False) -> list[Row]:
     """Measure every model of `MODELS`.
 
     Args:
         batch: images in a batch. rounds: counted rounds of training (inference takes three times as many).
+        compiled: time all of them through `torch.compile` (FLOPs and kept activations are those of eager mode).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
-        return [row for name, arch in MODELS.items() for row in measure(name, arch, batch, rounds, device)]
+        return [row for name, arch in MODELS.items() for row in measure(name, arch, batch, rounds, device, compiled)]
 
 
 def as_markdown(rows: list[Row]) -> str:

@@ -26,6 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=11, help="counted rounds of training steps (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    parser.add_argument("--compile", action="store_true", help="time every model through torch.compile")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
     return parser
@@ -49,10 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    rows = grc.run(arguments.batch, arguments.rounds, device)
-    facts = environment(device) | {"batch": arguments.batch, "rounds": arguments.rounds}
+    rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
+    facts = environment(device) | {name: getattr(arguments, name) for name in ("batch", "rounds", "compile")}
     print(grc.as_markdown(rows))
-    print(f"\nBatch {arguments.batch}, {arguments.rounds} rounds. {environment_text(facts)}")
+    how = f"Batch {arguments.batch}, {arguments.rounds} rounds, {'compiled' if arguments.compile else 'eager'}."
+    print(f"\n{how} {environment_text(facts)}")
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}

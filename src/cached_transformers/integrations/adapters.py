@@ -305,8 +305,17 @@ def _same_for_all_queries(mask_B1NN: Tensor) -> None:
         "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
         "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
     )
-    if same.is_cpu and not torch.compiler.is_compiling():
-        if not same:
-            raise ValueError(why)
-    else:  # asking would wait for the device, or break the graph
-        torch._assert_async(same, why)
+    insist(same, why)
+
+
+def insist(condition: Tensor, why: str) -> None:
+    """Require a condition on values: a `ValueError` on the CPU; in a graph or on a device, an error of torch's later.
+
+    Args:
+        condition: one bool. why: the message.
+    """
+    later = getattr(torch, "_assert_async", None)  # private, so perhaps not there in another torch
+    if later is not None and (torch.compiler.is_compiling() or not condition.is_cpu):
+        later(condition, why)  # asking now would break the graph, or wait for the device
+    elif not condition:
+        raise ValueError(why)

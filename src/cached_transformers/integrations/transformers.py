@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..memories.base import Query
-from .adapters import MASKED, Host, Site, map_size, no_mask, padding_of, register_adapter
+from .adapters import MASKED, Host, Site, insist, map_size, no_mask, padding_of, register_adapter
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")
@@ -26,7 +26,7 @@ def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Ten
     if attention_mask is not None and torch.compiler.is_compiling():
         # Traced code gets a mask even where nothing is hidden; whether that is so, only a run can tell.
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-        torch._assert_async(visible.all(), MASKED)
+        insist(visible.all(), MASKED)
     else:
         no_mask(attention_mask)
     return Query(hidden_states, size=map_size(hidden_states.shape[1], 1, grid))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ..extras import require
 from ..integrations.adapters import add_memory
-from ..integrations.torchvision_guard import ensure_torchvision
 from ..layers.block import ModelOutput
 from ..registry import MODELS
 
@@ -33,7 +32,6 @@ class TimmModel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        ensure_torchvision()
         timm = require("timm", extra="vision")
         if not timm.is_model(architecture):
             raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
