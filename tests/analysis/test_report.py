@@ -248,6 +248,10 @@ def test_plot_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert "<svg" in (tmp_path / f"{kind}.svg").read_text()
     assert command("report", folder, run) == 0
     assert (folder / "report.html").is_file() and (run / "report.html").is_file()
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["plain", "2", "55.00"] in [row[:3] for row in rows] and ["grc", "2", "65.00"] in [row[:3] for row in rows]
+    assert printed.rstrip().endswith(f"written: {run / 'report.html'}")
 
 
 def test_plot_command_refuses(tmp_path: Path) -> None:

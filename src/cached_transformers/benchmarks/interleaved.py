@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ def seconds_of(fn: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def compare(cases: dict[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:
+def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:
     """Time every case once a round, in alternating order, after one round that is not counted.
 
     Returns:
@@ -44,15 +44,15 @@ def compare(cases: dict[str, Callable[[], object]], reference: str, rounds: int)
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for index in range(rounds + 1):
-        names = list(cases) if index % 2 else list(reversed(cases))
-        for name in names:
+        names = list(cases)
+        for name in names if index % 2 else reversed(names):
             spent = seconds_of(cases[name])
             if index:
                 times[name].append(spent)
     result = {}
     for name, own in times.items():
         ratios = sorted(a / b for a, b in zip(own, times[reference], strict=True))
-        quartile = max(len(ratios) // 4, 0)
+        quartile = len(ratios) // 4
         low, high = ratios[quartile], ratios[-1 - quartile]
         result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(own))
     return result

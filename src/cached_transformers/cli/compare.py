@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cached_transformers.analysis.statistics import summarise
+from cached_transformers.cli.tables import print_statistics
 from cached_transformers.cli.variants import Variant, prepare
 from cached_transformers.config import RunConfig, config_hash, config_to_yaml, load_config
 from cached_transformers.training.distributed import pick_device
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     comparison.train_missing(arguments.jobs, console)
     path = comparison.write(shlex.join(["cached", *sys.argv[1:]]))
-    print_table(comparison, console)
+    comparison.print_table(console)
     try:
         path = write_compare_report(folder)
     except ImportError as error:
@@ -131,8 +132,8 @@ class Comparison:
         return summary if same and summary["steps"] == variant.config.training.steps else None
 
     def finished(self, variant: Variant) -> list[dict[str, Any]]:
-        """Summaries of a variant's finished runs, in order of the seeds."""
-        return [s for s in (self.summary(variant, seed) for seed in self.seeds) if s is not None]
+        """Summaries of a variant's runs up to the first unfinished one, in order of the seeds, so that runs pair up."""
+        return [s for s in takewhile(bool, (self.summary(variant, seed) for seed in self.seeds)) if s is not None]
 
     def values(self) -> dict[str, list[float]]:
         """Scores by variant, in order of the seeds."""
@@ -157,11 +158,11 @@ class Comparison:
             for variant, seed in missing:
                 folder = self.folder / variant.run_name(seed)
                 run_training(variant.seeded(seed), folder, "auto", console, variant.name)
-                print_table(self, console)
+                self.print_table(console)
             return
         with ThreadPoolExecutor(jobs) as pool:
             for _ in pool.map(lambda item: self._train_apart(item, jobs), missing):
-                print_table(self, console)
+                self.print_table(console)
 
     def _train_apart(self, item: tuple[Variant, int], jobs: int) -> None:
         """Train one run in a process of its own; its output goes to `log.txt` in the run folder."""
@@ -200,6 +201,12 @@ class Comparison:
         temporary.replace(path)
         return path
 
+    def print_table(self, console: Console) -> None:
+        """Print the table so far, of the variants with a finished run; nothing before the reference has one."""
+        values = {name: scores for name, scores in self.values().items() if scores}
+        if self.reference in values:
+            print_statistics(summarise(values, self.reference), self.metric, self.split, self.reference, console)
+
     def _row(self, variant: Variant) -> dict[str, Any]:
         summaries = self.finished(variant)
         return {
@@ -211,33 +218,3 @@ class Comparison:
             "runs": [variant.run_name(seed) for seed in self.seeds],
             **variant.facts,
         }
-
-
-def print_table(comparison: Comparison, console: Console) -> None:
-    """The table so far: mean, interval, difference to the reference and p-value of each variant with a finished run."""
-    values = {name: scores for name, scores in comparison.values().items() if scores}
-    if comparison.reference not in values:
-        return
-    title = f"{comparison.split} {comparison.metric}, reference {comparison.reference}"
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    table.add_column("variant")
-    for column in ("seeds", "mean", "95 % interval", "difference", "95 % interval", "p"):
-        table.add_column(column, justify="right")
-    scale = 100.0 if comparison.metric == "accuracy" else 1.0
-    for row in summarise(values, comparison.reference):
-        difference = row["difference"] or {"mean": None, "low": None, "high": None}
-        cells = [_number(row["mean"], scale), _interval(row, scale)]
-        cells += [_number(difference["mean"], scale, sign="+"), _interval(difference, scale, sign="+")]
-        p_value = "" if row["p_value"] is None else f"{row['p_value']:.3f}"
-        table.add_row(row["name"], str(len(values[row["name"]])), *cells, p_value)
-    console.print(table)
-
-
-def _number(value: float | None, scale: float, sign: str = "") -> str:
-    return "" if value is None else f"{scale * value:{sign}.{2 if scale == 100 else 4}f}"
-
-
-def _interval(row: dict[str, Any], scale: float, sign: str = "") -> str:
-    if row["low"] is None or row["high"] is None:
-        return ""
-    return f"{_number(row['low'], scale, sign)} to {_number(row['high'], scale, sign)}"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from cached_transformers.analysis.run_folder import (
     Comparison,
     Run,
@@ -16,6 +18,7 @@ from cached_transformers.analysis.run_folder import (
     read_comparison,
     read_run,
 )
+from cached_transformers.cli.tables import print_statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +28,7 @@ KINDS = {
     "gates": "memory share of every head and layer",
     "maps": "feature maps of self-attention and memory, of one run",
     "flops": "metric against operations, of comparisons",
-    "report": "write report.html into each folder",
+    "report": "write report.html into each folder, and print the tables",
 }
 
 
@@ -75,7 +78,15 @@ def _write_reports(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         raise ValueError(f"--output {arguments.output} does not apply: each report is written into its own folder")
     for folder in arguments.folders:
-        print(write_run_report(folder) if is_run(folder) else write_compare_report(folder))
+        if is_run(folder):
+            path = write_run_report(folder)
+        else:
+            path = write_compare_report(folder)
+            for comparison in find_comparisons(folder):
+                print(f"\n{comparison.title}")
+                split = str(comparison.data.get("split", "test"))
+                print_statistics(comparison.statistics, comparison.metric, split, comparison.reference, Console())
+        print(f"\nwritten: {path}")
     return 0
 
 
