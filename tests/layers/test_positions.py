@@ -5,16 +5,19 @@ Legend: B rows, H heads, N queries, M keys, E head width, D width.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from cached_transformers.layers.positions import (
     ALiBiPositions,
     LearnedPositions,
     Positions,
     RelativePositionBias2D,
+    RelativePositions,
     RotaryPositions,
     SinusoidalPositions,
     grid_positions,
@@ -75,7 +78,7 @@ def test_sinusoidal_values() -> None:
     ],
 )
 def test_alibi_slopes_are_those_of_the_paper(heads: int, slopes: list[float]) -> None:
-    bias = ALiBiPositions(heads).bias(places(5), places(2, 5, 6))
+    bias = ALiBiPositions(heads).bias(torch.zeros(1), places(5), places(2, 5, 6))
     assert bias is not None and bias.shape == (1, heads, 1, 3)
     torch.testing.assert_close(bias[0, :, 0], -torch.tensor(slopes)[:, None] * torch.tensor([3.0, 0, 1]))
 
@@ -86,7 +89,7 @@ def test_relative_bias_has_one_entry_per_offset() -> None:
         scheme.table.copy_(torch.arange(15.0)[:, None] + torch.tensor([0, 100]))
     grid = grid_positions((2, 3))
     assert grid[0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    bias = scheme.bias(grid, grid)
+    bias = scheme.bias(None, grid, grid)
     assert bias is not None
     for i, (y, x) in enumerate(grid[0].tolist()):
         for j, (v, u) in enumerate(grid[0].tolist()):
@@ -102,7 +105,7 @@ def test_learned_positions_are_rows_of_the_table() -> None:
 
 def test_the_base_scheme_does_nothing() -> None:
     scheme, t = Positions(), torch.randn(1, 1, 2, 4)
-    assert scheme.embed(places(1, 2)) is None and scheme.bias(places(1), places(2)) is None
+    assert scheme.embed(places(1, 2)) is None and scheme.bias(torch.zeros(1), places(1), places(2)) is None
     assert scheme.rotate(t, places(1, 2)) is t
 
 
@@ -113,6 +116,7 @@ def test_schemes_by_name() -> None:
         "sinusoidal": SinusoidalPositions,
         "rotary": RotaryPositions,
         "alibi": ALiBiPositions,
+        "relative": RelativePositions,
     }
     for name, kind in kinds.items():
         assert type(make_positions(name, width=8, heads=2, length=5)) is kind
@@ -130,3 +134,43 @@ def test_schemes_by_name() -> None:
 def test_what_cannot_be_built_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_positions(arguments.pop("name"), **arguments)
+
+
+def test_relative_positions_are_the_formula_in_each_of_their_forms() -> None:
+    heads, e, n, m = 2, 6, 4, 3
+    q = torch.randn(2, heads, n, e, dtype=torch.double)
+    keys = torch.arange(10, 10 + m + n)[None, :, None].expand(2, -1, -1)
+    queries = keys[:, m:]
+
+    def formula(scheme: RelativePositions, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Transformer-XL's position terms, one pair of places at a time, without the content terms."""
+        bias = torch.zeros(2, heads, q_positions.shape[1], k_positions.shape[1], dtype=torch.double)
+        for b, h, i, j in itertools.product(*map(range, bias.shape)):
+            distance = int(q_positions[b, i, 0] - k_positions[b, j, 0])
+            limit = scheme.clamp or 10**9
+            distance = max(-limit, min(limit, distance))
+            w = [distance * 10000 ** (-2 * k / (heads * e)) for k in range(heads * e // 2)]
+            code = torch.tensor([math.sin(a) for a in w] + [math.cos(a) for a in w], dtype=torch.double)
+            r = scheme.project.weight[h * e : (h + 1) * e] @ code
+            bias[b, h, i, j] = (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e)
+        return bias
+
+    for clamp in (None, 2):
+        scheme = RelativePositions(heads, e, clamp=clamp).double()
+        want = formula(scheme, queries, keys)
+        seen = torch.ones(n, m + n, dtype=torch.bool).tril(m)
+        run = scheme.bias(q, queries, keys, causal_run=True)
+        torch.testing.assert_close(run[..., seen], want[..., seen], rtol=0, atol=1e-6)
+        torch.testing.assert_close(scheme.bias(q, queries, keys), want, rtol=0, atol=1e-6)
+        strange = torch.tensor([[[3], [900], [7], [0]], [[5], [5], [1], [44]]])
+        got = scheme.bias(q, strange, keys)
+        torch.testing.assert_close(got, formula(scheme, strange, keys), rtol=0, atol=2e-4)
+        gradient = torch.autograd.grad(run[..., seen].sum(), [scheme.project.weight], retain_graph=True)
+        other = torch.autograd.grad(scheme.bias(q, queries, keys)[..., seen].sum(), [scheme.project.weight])
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5)
+
+
+def test_relative_positions_far_out_are_as_exact_as_near() -> None:
+    scheme, q = RelativePositions(2, 4), torch.randn(1, 2, 3, 4)
+    near, far = places(0, 1, 2), places(*(3_000_000 + i for i in range(3)))
+    torch.testing.assert_close(scheme.bias(q, far, far), scheme.bias(q, near, near), rtol=0, atol=1e-6)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
-from ..memories.base import Context, LayerMemory, Query, Reading, Weights
+from ..memories.base import Context, LayerMemory, Query, Reading, Recalled, Weights
 from ..state import State
 from .positions import Positions
 
@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         positions: scheme for queries and keys (rotary, bias); tokens are embedded by the model.
         norm: applied to the input and to hidden states that a memory stores; identity when None.
         causal: no output depends on a later token.
-        bias: whether the projections of q, k, v have biases (the output projection always has).
+        bias: whether the projections of q, k, v have biases. output_bias: whether the output projection has one.
         reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
         dropout: on the output.
 
@@ -66,6 +66,7 @@ class SelfAttention(nn.Module):
         norm: nn.Module | None = None,
         causal: bool = False,
         bias: bool = True,
+        output_bias: bool = True,
         reduction: nn.Module | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -75,7 +76,7 @@ class SelfAttention(nn.Module):
         self.width, self.heads, self.causal = width, heads, causal
         self.norm = norm if norm is not None else nn.Identity()
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.output = nn.Linear(width, width)
+        self.output = nn.Linear(width, width, bias=output_bias)
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
         self.positions = positions if positions is not None else Positions()
@@ -123,10 +124,14 @@ class SelfAttention(nn.Module):
         state: State = (),
         padding_BN: Tensor | None = None,
         context: Context | None = None,
+        recalled: Recalled | None = None,
+        visible_NN: Tensor | None = None,
+        sees_context_N: Tensor | None = None,
+        consecutive: bool = False,
         bias_BHNM: Tensor | None = None,
         size: tuple[int, int] | None = None,
     ) -> Attended:
-        """Attend over the segment and what the memory offers.
+        """Attend over the segment and what the memories offer.
 
         Args:
             x_BND: tokens, before the norm.
@@ -134,6 +139,10 @@ class SelfAttention(nn.Module):
             state: the memory's state.
             padding_BN: bool, True = padding.
             context: keys and values from a model memory, placed behind those of the layer's own memory.
+            recalled: hidden states from a model memory, which become keys and values in the same place.
+            visible_NN: bool, token i sees token j; replaces the causal mask.
+            sees_context_N: bool, the tokens that see the context; None when all do.
+            consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
             bias_BHNM: added to the logits (a shift mask).
             size: (height, width) of the token map.
         """
@@ -141,13 +150,21 @@ class SelfAttention(nn.Module):
         q, k, v = self._project(h_BND, size)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
-        context = join(reading.context, context)
-        placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM)
+        context = join(join(reading.context, self._recall(recalled)), context)
+        causal = self.causal and visible_NN is None
+        run = causal and consecutive and (context is None or context.consecutive)
+        placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM, run)
+        slots = 0 if context is None else context.k_BHME.shape[2]
+        if visible_NN is not None:
+            bias = _hide(bias, _with_context(visible_NN, sees_context_N, slots), q.dtype)
+        window = self.memory.window() if causal else None
+        if window is not None and positions_BNP is not None:
+            bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
         result = self.core(
             placed_q,
             placed_k,
             v,
-            causal=self.causal,
+            causal=causal,
             key_padding_mask=padding_BN,
             context=context,
             bias_BHNM=bias,
@@ -157,8 +174,23 @@ class SelfAttention(nn.Module):
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
 
+    def _recall(self, recalled: Recalled | None) -> Context | None:
+        if recalled is None:
+            return None
+        hidden_BMD = torch.where(recalled.valid_BM[..., None], recalled.hidden_BMD, 0)
+        k, v = self.project_kv(hidden_BMD)
+        if recalled.weight_BM is not None:
+            v = v * recalled.weight_BM[:, None, :, None]
+        return Context(k, v, recalled.positions_BMP, recalled.valid_BM, recalled.consecutive)
+
     def _place(
-        self, q: Tensor, k: Tensor, positions_BNP: Tensor | None, context: Context | None, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions_BNP: Tensor | None,
+        context: Context | None,
+        bias: Tensor | None,
+        run: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Context | None]:
         """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
         if context is not None:
@@ -168,15 +200,46 @@ class SelfAttention(nn.Module):
             context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
         if positions_BNP is None:
             return q, k, bias, context
-        all_positions = positions_BNP
         if context is not None:
             context = context._replace(k_BHME=self.positions.rotate(context.k_BHME, context.positions_BMP))
-            rows = positions_BNP.shape[0]
-            all_positions = torch.cat([context.positions_BMP.expand(rows, -1, -1), positions_BNP], 1)
-        own = self.positions.bias(positions_BNP, all_positions)
+        own = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
         if own is not None:
             bias = own if bias is None else own + bias
-        return self.positions.rotate(q, positions_BNP), self.positions.rotate(k, positions_BNP), bias, context
+        return self.positions.query(q, positions_BNP), self.positions.rotate(k, positions_BNP), bias, context
+
+
+def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:
+    """(B, M + N, P): positions of the keys of context and segment."""
+    if context is None:
+        return positions_BNP
+    return torch.cat([context.positions_BMP.expand(positions_BNP.shape[0], -1, -1), positions_BNP], 1)
+
+
+def _hide(bias_BHNM: Tensor | None, visible_BHNM: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias with minus infinity where a token must not look."""
+    if bias_BHNM is None:
+        bias_BHNM = torch.zeros_like(visible_BHNM, dtype=dtype)
+    return bias_BHNM.masked_fill(~visible_BHNM, -torch.inf)
+
+
+def _with_context(visible_NN: Tensor, sees_context_N: Tensor | None, slots: int) -> Tensor:
+    """(1, 1, N, slots + N) from what is visible in the segment."""
+    n = visible_NN.shape[0]
+    context_NM = visible_NN.new_ones(n, slots) if sees_context_N is None else sees_context_N[:, None].expand(n, slots)
+    return torch.cat([context_NM, visible_NN], 1)[None, None]
+
+
+def _near(positions_BNP: Tensor, context: Context | None, window: int, run: bool) -> Tensor:
+    """(B or 1, 1, N, M + N): keys less than `window` positions before the query."""
+    slots = 0 if context is None else context.k_BHME.shape[2]
+    if run:
+        n, device = positions_BNP.shape[1], positions_BNP.device
+        query_BN1 = torch.arange(slots, slots + n, device=device)[None, :, None]
+        key_B1M = torch.arange(slots + n, device=device)[None, None]
+    else:
+        query_BN1 = positions_BNP[..., :1]
+        key_B1M = _of_all(positions_BNP, context)[..., 0][:, None]
+    return (query_BN1 - key_B1M < window)[:, None]
 
 
 def join(first: Context | None, second: Context | None) -> Context | None:
@@ -184,9 +247,11 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     if first is None or second is None:
         return first if second is None else second
     rows = max(first.k_BHME.shape[0], second.k_BHME.shape[0])
-    pairs = [[t.expand(rows, *t.shape[1:]) for t in pair] for pair in zip(first, second, strict=True)]
-    (k_BHME, v_BHME), others = (torch.cat(pair, 2) for pair in pairs[:2]), (torch.cat(pair, 1) for pair in pairs[2:])
-    return Context(k_BHME, v_BHME, *others)
+    pairs = [[t.expand(rows, *t.shape[1:]) for t in pair] for pair in zip(first[:4], second[:4], strict=True)]
+    (k_BHME, v_BHME), (positions_BMP, valid_BM) = (
+        [torch.cat(pair, dim) for pair in some] for some, dim in ((pairs[:2], 2), (pairs[2:], 1))
+    )
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM)
 
 
 def shows_the_future(memory: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..memories.base import Context, LayerMemory, ModelMemory, Trace
+from ..memories.base import LayerMemory, ModelMemory, Trace
 from ..state import State, seal
 from .attention import SelfAttention
 from .feed_forward import DropPath, FeedForward
@@ -65,12 +65,13 @@ class SlotAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention with a memory, then feed-forward, each behind a residual connection.
+    """Transformer block: attention with a memory, then feed-forward, each with a residual connection.
 
     Args:
-        attention: the attention sublayer, with its norm. feed_forward: likewise.
+        attention: the attention sublayer; its norm is that of a pre-norm block. feed_forward: likewise.
         slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
         drop_path: rate of stochastic depth.
+        norms: norms after the two residual sums, in that order (a post-norm block, arXiv:1706.03762).
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class Block(nn.Module):
         *,
         slot_attention: SlotAttention | None = None,
         drop_path: float = 0.0,
+        norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.attention, self.feed_forward = attention, feed_forward
         self.slot_attention = slot_attention
         self.drop_path = DropPath(drop_path)
+        self.attention_norm, self.feed_forward_norm = norms if norms is not None else (nn.Identity(), nn.Identity())
 
     def forward(
         self,
@@ -92,19 +95,25 @@ class Block(nn.Module):
         positions_BNP: Tensor | None = None,
         *,
         state: State = (),
-        padding_BN: Tensor | None = None,
-        context: Context | None = None,
         slots_BMD: Tensor | None = None,
         slots_valid_BM: Tensor | None = None,
-        size: tuple[int, int] | None = None,
+        own: tuple[int, int] | None = None,
+        **attention: Any,
     ) -> tuple[Tensor, State, Trace, Tensor | None]:
-        """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None."""
-        attended = self.attention(x_BND, positions_BNP, state=state, padding_BN=padding_BN, context=context, size=size)
-        y_BND = x_BND + self.drop_path(attended.y_BND)
+        """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None.
+
+        Args:
+            own: (start, length) of the tokens that the memory may store; None for all.
+            attention: what `SelfAttention.forward` takes beside tokens, positions and state.
+        """
+        attended = self.attention(x_BND, positions_BNP, state=state, **attention)
+        y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots_BMD is not None:
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
-        y_BND = y_BND + self.drop_path(self.feed_forward(y_BND))
+        y_BND = self.feed_forward_norm(y_BND + self.drop_path(self.feed_forward(y_BND)))
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
+        if own is not None:
+            trace = trace.narrow(*own)
         state, loss = self.attention.memory.write(state, trace)
         losses = [part for part in (attended.auxiliary_loss, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
@@ -183,24 +192,48 @@ class Stack(nn.Module):
         """
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
+        step = self.model_memory.step
+        if step is None or x_BND.shape[1] <= step:
+            out = self._segment(x_BND, state, positions_BNP, padding_BN, inputs, size)
+            return out._replace(state=seal(out.state))
+        parts = [None if t is None else t.split(step, 1) for t in (x_BND, positions_BNP, padding_BN, inputs)]
+        outs = []
+        for index in range(len(parts[0])):  # type: ignore[arg-type]
+            x, positions, padding, own_inputs = (None if part is None else part[index] for part in parts)
+            outs.append(self._segment(x, state, positions, padding, own_inputs, size))  # type: ignore[arg-type]
+            state = outs[-1].state
+        # Mean, as over the segments of a batch: an auxiliary loss does not depend on how a text is cut.
+        loss = torch.stack([out.auxiliary_loss for out in outs]).mean()
+        return ModelOutput(torch.cat([out.outputs for out in outs], 1), seal(state), loss)
+
+    def _segment(
+        self,
+        x_BND: Tensor,
+        state: StackState,
+        positions_BNP: Tensor | None,
+        padding_BN: Tensor | None,
+        inputs: Tensor | None,
+        size: tuple[int, int] | None,
+    ) -> ModelOutput:
+        """Tokens that the model memory reads at once."""
         n = x_BND.shape[1]
-        if positions_BNP is None:
-            positions_BNP = self.clock_positions(state, n, padding_BN)
-        entry = self.model_memory.enter(state.model, x_BND, positions_BNP, padding_BN, inputs)
+        clocked = self.clock_positions(state, n, padding_BN) if positions_BNP is None else positions_BNP
+        entry = self.model_memory.enter(state.model, x_BND, clocked, padding_BN, inputs)
+        options = {
+            "padding_BN": entry.padding_BN,
+            "context": entry.context,
+            "visible_NN": entry.visible_NN,
+            "sees_context_N": entry.sees_context_N,
+            "consecutive": positions_BNP is None and padding_BN is None and entry.positions_BNP is clocked,
+            "size": size,
+        }
+        slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
         x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
-        for block, layer_state in zip(self.blocks, state.layers, strict=True):
-            x, layer_state, trace, loss = self._run(
-                block,
-                x,
-                entry.positions_BNP,
-                state=layer_state,
-                padding_BN=entry.padding_BN,
-                context=entry.context,
-                slots_BMD=entry.slots_BMD,
-                slots_valid_BM=entry.slots_valid_BM,
-                size=size,
-            )
-            layers.append(layer_state)
+        recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
+        for block, own_state, hidden in zip(self.blocks, state.layers, recalled, strict=True):
+            own = {"state": own_state, "recalled": hidden}
+            x, own_state, trace, loss = self._run(block, x, entry.positions_BNP, **own, **slots, **options)
+            layers.append(own_state)
             traces.append(trace)
             if loss is not None:
                 losses.append(loss)
@@ -208,7 +241,7 @@ class Stack(nn.Module):
         if loss is not None:
             losses.append(loss)
         seen = n if padding_BN is None else (~padding_BN).sum(1)
-        after = seal(StackState(state.clock_B + seen, model_state, tuple(layers)))
+        after = StackState(state.clock_B + seen, model_state, tuple(layers))
         return ModelOutput(self.norm(x), after, torch.stack(losses).sum())
 
     def _run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:

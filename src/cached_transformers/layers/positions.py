@@ -1,7 +1,7 @@
 """Position encodings. All take explicit positions, so that keys of a memory can be placed where they were seen.
 
 A scheme may act in three places, each with an identity default: `embed` adds to the tokens at the model's entrance,
-`rotate` turns queries and keys, `bias` adds to the attention logits.
+`rotate` turns keys and `query` queries, `bias` adds to the attention logits.
 
 Legend: B rows, N queries, M keys, H heads, E head width, D model width, P position channels (1, or row and column).
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Positions(nn.Module):
@@ -23,11 +24,23 @@ class Positions(nn.Module):
         return None
 
     def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
-        """Queries or keys with their positions applied."""
+        """Keys with their positions applied."""
         return t_BHNE
 
-    def bias(self, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor | None:
-        """(B, H, N, M) to add to the logits, or None."""
+    def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        """Queries with their positions applied; as keys, unless a scheme says otherwise."""
+        return self.rotate(q_BHNE, positions_BNP)
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor | None:
+        """(B, H, N, M) to add to the logits, or None.
+
+        Args:
+            q_BHNE: the queries before `query`.
+            causal_run: the keys' positions are consecutive and end with those of the queries, and what a query sees of
+                later keys does not matter.
+        """
         return None
 
 
@@ -89,7 +102,9 @@ class ALiBiPositions(Positions):
         between = [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
         self.register_buffer("slopes", torch.tensor(first + between), persistent=False)
 
-    def bias(self, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
         distance = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).abs()
         return -self.slopes[:, None, None] * distance[:, None]
 
@@ -106,11 +121,101 @@ class RelativePositionBias2D(Positions):
         self.table = nn.Parameter(torch.empty((2 * window[0] - 1) * (2 * window[1] - 1), heads))
         nn.init.trunc_normal_(self.table, std=0.02)
 
-    def bias(self, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
+    def bias(
+        self, q_BHNE: Tensor | None, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
         offset = q_positions_BNP[:, :, None] - k_positions_BMP[:, None, :]
         height, width = self.window
         row = (offset[..., 0] + height - 1) * (2 * width - 1) + offset[..., 1] + width - 1
         return self.table[row].permute(0, 3, 1, 2)
+
+
+class RelativePositions(Positions):
+    """Relative positions of Transformer-XL (arXiv:1901.02860, section 3.3; github.com/kimiyoung/transformer-xl).
+
+    logit_ij = [(q_i + u) . k_j + (q_i + v) . (W_r R_d)] / sqrt(E),  d = position of i - position of j,
+    R_d = [sin(d w_0), ..., sin(d w_last), cos(d w_0), ..., cos(d w_last)],  w_k = base^(-2 k / width).
+
+    In a causal run of keys the term of R is one product with a table of M + N distances, B H N (M + N) E multiply-adds,
+    whose rows are shifted by viewing the result with another row length: nothing is copied. For any other positions
+    sin and cos of a difference are split into those of both places, B H N M width multiply-adds, which is exact too and
+    takes distances of either sign; only `clamp` needs a gather there.
+
+    Args:
+        heads: H. head_width: E. width: channels of R; H E by default.
+        clamp: distances beyond it count as it; None for no limit.
+        biases: (u, v) of shape (H, E) to share between layers; own ones when None.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_width: int,
+        *,
+        width: int | None = None,
+        clamp: int | None = None,
+        biases: tuple[nn.Parameter, nn.Parameter] | None = None,
+        base: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_width, self.width, self.base = heads, head_width, width or heads * head_width, base
+        if self.width % 2:
+            raise ValueError(f"relative positions need an even number of channels, got width={self.width}")
+        if clamp is not None and clamp < 1:
+            raise ValueError(f"clamp={clamp} must be a distance of at least 1, or None for no limit")
+        self.clamp = clamp
+        self.project = nn.Linear(self.width, heads * head_width, bias=False)
+        u, v = biases if biases is not None else (nn.Parameter(0.02 * torch.randn(heads, head_width)) for _ in range(2))
+        self.content_bias, self.position_bias = u, v
+
+    def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        return q_BHNE + self.content_bias[:, None]
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        q_BHNE = (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
+        if causal_run:
+            return self._shifted(q_BHNE, k_positions_BMP.shape[1])
+        if self.clamp is not None:
+            return self._gathered(q_BHNE, q_positions_BNP, k_positions_BMP)
+        return self._split(q_BHNE, q_positions_BNP, k_positions_BMP)
+
+    def table(self, distances_K: Tensor) -> Tensor:
+        """(H, K, E): W_r R_d for each distance."""
+        angle = angles(distances_K[None, :, None], self.width, self.base)[0]
+        code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(self.project.weight.dtype)
+        return self.project(code_KW).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
+
+    def _shifted(self, q_BHNE: Tensor, keys: int) -> Tensor:
+        n = q_BHNE.shape[2]
+        distances = torch.arange(keys - 1, -1, -1, device=q_BHNE.device)
+        table_HKE = self.table(distances if self.clamp is None else distances.clamp(max=self.clamp))
+        # One column of zeros in front makes the rows one longer; read again with the right length, row i begins
+        # N - 1 - i columns later, which is where its distances are. What stands behind the diagonal is not for it.
+        wide = q_BHNE @ F.pad(table_HKE, (0, 0, 1, 0)).mT
+        return wide.flatten(-2)[..., n:].unflatten(-1, (n, keys))
+
+    def _split(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
+        weight_HEW = self.project.weight.unflatten(0, (self.heads, self.head_width))
+        sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
+        # Counted from the first query, since float32 does not hold the angles of places far out.
+        here = q_positions_BNP[:, :1]
+        q_angle, k_angle = (
+            angles(positions - here, self.width, self.base)[:, None] for positions in (q_positions_BNP, k_positions_BMP)
+        )
+        q_sin, q_cos = q_angle.sin().to(q_BHNE.dtype), q_angle.cos().to(q_BHNE.dtype)
+        with_cos = sine_BHNF * q_sin + cosine_BHNF * q_cos
+        with_sin = cosine_BHNF * q_sin - sine_BHNF * q_cos
+        k_code = torch.cat([k_angle.cos(), k_angle.sin()], -1).to(q_BHNE.dtype)
+        return torch.cat([with_cos, with_sin], -1) @ k_code.mT
+
+    def _gathered(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
+        limit = self.clamp or 0
+        distance_BNM = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).clamp(-limit, limit)
+        table_HKE = self.table(torch.arange(-limit, limit + 1, device=q_BHNE.device))
+        shape = (*q_BHNE.shape[:2], *distance_BNM.shape[1:])
+        return (q_BHNE @ table_HKE.mT).gather(-1, (distance_BNM + limit)[:, None].expand(shape))
 
 
 def angles(positions_BNP: Tensor, width: int, base: float) -> Tensor:
@@ -130,7 +235,7 @@ def grid_positions(size: tuple[int, int], device: torch.device | str | None = No
 
 
 def make_positions(name: str, *, width: int, heads: int, length: int | None = None) -> Positions:
-    """Build a scheme by name: "none", "learned", "sinusoidal", "rotary" or "alibi".
+    """Build a scheme by name: "none", "learned", "sinusoidal", "rotary", "alibi" or "relative".
 
     Raises:
         ValueError: the name is unknown, or "learned" is asked for without a `length`.
@@ -143,6 +248,7 @@ def make_positions(name: str, *, width: int, heads: int, length: int | None = No
         "sinusoidal": lambda: SinusoidalPositions(width),
         "rotary": lambda: RotaryPositions(width // heads),
         "alibi": lambda: ALiBiPositions(heads),
+        "relative": lambda: RelativePositions(heads, width // heads),
     }
     if name not in makers:
         raise ValueError(f"unknown positions {name!r} (known: {', '.join(makers)})")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..registry import MEMORIES
-from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
+from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
 from .convolution import ConvolutionControl
 from .gated_recurrent_cache import GatedRecurrentCache
 from .grc import GRC, StreamGRC
+from .transformer_xl import TransformerXL
 
 __all__ = [
     "GRC",
@@ -17,17 +18,24 @@ __all__ = [
     "Entry",
     "GatedRecurrentCache",
     "LayerMemory",
+    "MemorySpec",
     "ModelMemory",
     "Query",
     "Reading",
+    "Recalled",
     "StreamGRC",
     "Trace",
+    "TransformerXL",
     "create_memory",
     "memory_spec",
 ]
 
 
-def memory_spec(memory: str | dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
+MemorySpec: TypeAlias = str | dict[str, Any] | None
+"""A memory in a recipe or a call: None, its name, or {"name": ..., option: value}."""
+
+
+def memory_spec(memory: MemorySpec) -> tuple[str, dict[str, Any]] | None:
     """Name and options of a memory given as None, "name", or {"name": ..., option: value}.
 
     Raises:
@@ -45,9 +53,7 @@ def memory_spec(memory: str | dict[str, Any] | None) -> tuple[str, dict[str, Any
     return name, options
 
 
-def create_memory(
-    memory: str | dict[str, Any] | None, width: int, heads: int, **known: Any
-) -> LayerMemory | ModelMemory:
+def create_memory(memory: MemorySpec, width: int, heads: int, **known: Any) -> LayerMemory | ModelMemory:
     """Build a memory for a layer of `width` and `heads`.
 
     `known` holds what the model knows about itself (length, size, prefix, ...); a memory that has such an option gets

@@ -14,11 +14,14 @@ Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from ..state import State
+
+if TYPE_CHECKING:
+    from ..layers.positions import Positions
 
 ProjectKV = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections."""
@@ -30,12 +33,30 @@ Weights = tuple[Tensor, Tensor | None] | None
 
 
 class Context(NamedTuple):
-    """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions."""
+    """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions.
+
+    `consecutive` promises that the slots, oldest first, stand at the positions right before the segment's first token,
+    one each; relative positions are then cheaper.
+    """
 
     k_BHME: Tensor
     v_BHME: Tensor
     positions_BMP: Tensor
     valid_BM: Tensor
+    consecutive: bool = False
+
+
+class Recalled(NamedTuple):
+    """Hidden states (inputs of the layer, before its norm) that a model memory offers one layer as a context.
+
+    The layer makes keys and values of them; values are multiplied by `weight_BM`, where it is given.
+    """
+
+    hidden_BMD: Tensor
+    positions_BMP: Tensor
+    valid_BM: Tensor
+    weight_BM: Tensor | None = None
+    consecutive: bool = False
 
 
 class Query(NamedTuple):
@@ -70,6 +91,21 @@ class Trace(NamedTuple):
     query: Query
     reading: Reading
 
+    def narrow(self, start: int, length: int) -> Trace:
+        """The trace of some neighbouring tokens."""
+        x, q, positions, padding, size = self.query
+        query = Query(
+            x.narrow(1, start, length),
+            None if q is None else q.narrow(2, start, length),
+            None if positions is None else positions.narrow(1, start, length),
+            None if padding is None else padding.narrow(1, start, length),
+            size,
+        )
+        k, v = self.k_BHNE.narrow(2, start, length), self.v_BHNE.narrow(2, start, length)
+        return Trace(
+            self.x_BND.narrow(1, start, length), k, v, self.y_BND.narrow(1, start, length), query, self.reading
+        )
+
 
 class LayerMemory(nn.Module):
     """A memory of one layer. The defaults remember nothing.
@@ -83,6 +119,14 @@ class LayerMemory(nn.Module):
     insertion: Literal["kv", "head", "none"] = "none"
     shared: bool = False
     causal: bool = True
+
+    def position_scheme(self) -> Positions | None:
+        """Position scheme of its own for the layer it lives in; None for the model's."""
+        return None
+
+    def window(self) -> int | None:
+        """Number of tokens that a token of a causal layer sees, itself included; None for no limit."""
+        return None
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         """State before the first segment, on the device and in the dtype of `like`."""
@@ -122,9 +166,18 @@ class LayerMemory(nn.Module):
 
 
 class Entry(NamedTuple):
-    """What a model memory hands to the blocks: tokens, their positions, a context for all layers, slots for all layers.
+    """What a model memory hands to the blocks.
 
-    `slots_valid_BM` (bool) marks the slots that hold something; None when all do.
+    Attributes:
+        x_BND: the tokens, with those of the memory round them.
+        positions_BNP, padding_BN: of all these tokens.
+        context: keys and values for all layers.
+        slots_BMD: slots for the cross-attention of every block.
+        slots_valid_BM: bool, the slots that hold something; None when all do.
+        recalled: hidden states for each layer.
+        own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write`; None for all.
+        visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
+        sees_context_N: bool, the tokens that see a context; None when all do. Only beside `visible_NN`.
     """
 
     x_BND: Tensor
@@ -133,6 +186,10 @@ class Entry(NamedTuple):
     context: Context | None = None
     slots_BMD: Tensor | None = None
     slots_valid_BM: Tensor | None = None
+    recalled: Sequence[Recalled | None] | None = None
+    own: tuple[int, int] | None = None
+    visible_NN: Tensor | None = None
+    sees_context_N: Tensor | None = None
 
 
 class ModelMemory(nn.Module):
@@ -140,9 +197,22 @@ class ModelMemory(nn.Module):
 
     Attributes:
         insertion: "input", "kv", "sublayer" or "none"; "sublayer" gives every block a cross-attention over the slots.
+        step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
+            other and with gradient. None for whole segments.
+        causal: whether a causal model may use it.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
+    step: int | None = None
+    causal: bool = True
+
+    def layer_memory(self, index: int) -> LayerMemory:
+        """Memory for the layer `index`, beside this one; called once a layer."""
+        return LayerMemory()
+
+    def position_scheme(self) -> Positions | None:
+        """Position scheme for a layer, made anew at every call; None for the model's."""
+        return None
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         """State before the first segment, on the device and in the dtype of `like`."""

@@ -93,7 +93,7 @@ class MemoryBranch(nn.Module):
         bias = None
         if self.relative_bias is not None:
             grid = grid_positions(self.relative_bias.window, x_BNC.device)
-            bias = self.relative_bias.bias(grid, grid).to(q_BHNF.dtype)
+            bias = self.relative_bias.bias(None, grid, grid).to(q_BHNF.dtype)
         out = F.scaled_dot_product_attention(
             q_BHNF,
             k_BHMF.to(q_BHNF.dtype),

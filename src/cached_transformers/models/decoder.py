@@ -5,12 +5,11 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import make_positions
+from ..memories import MemorySpec
 from ..registry import MODELS
 from ..state import reset as reset_rows
 from .parts import StackModel, initialise, make_stack
@@ -24,7 +23,9 @@ class LanguageModel(StackModel):
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         memory: None, a name, or {"name": ..., option: value}; layer memories and model memories alike.
         attention: name of the attention core, which must have a causal form.
-        positions: "rotary" (default), "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
+        positions: "rotary", "relative", "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
+            None takes the memory's own scheme, or else "rotary".
+        norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
         tied: whether the output projection shares the embedding's weights.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
@@ -39,9 +40,12 @@ class LanguageModel(StackModel):
         depth: int = 4,
         heads: int = 4,
         feed_forward: int = 1024,
-        memory: str | dict[str, Any] | None = None,
+        memory: MemorySpec = None,
         attention: str = "softmax",
-        positions: str = "rotary",
+        positions: str | None = None,
+        norm: str = "pre",
+        activation: str = "gelu",
+        bias: bool = True,
         tied: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -49,7 +53,8 @@ class LanguageModel(StackModel):
         super().__init__()
         self.vocabulary = vocabulary
         self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = make_positions(positions, width=width, heads=heads)
+        embedded = positions == "sinusoidal"
+        self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
         self.dropout = nn.Dropout(dropout)
         self.stack = make_stack(
             width,
@@ -58,7 +63,11 @@ class LanguageModel(StackModel):
             feed_forward,
             memory=memory,
             attention=attention,
-            positions=self.positions,
+            positions="none" if embedded else positions,
+            fallback="rotary",
+            norm=norm,
+            activation=activation,
+            bias=bias,
             dropout=dropout,
             attention_dropout=attention_dropout,
             causal=True,
@@ -95,8 +104,7 @@ class LanguageModel(StackModel):
         if reset is not None:
             state = reset_rows(state, self.init_state(rows), reset)
         x_BND = self.embedding(inputs_BN)
-        positions_BNP = self.stack.clock_positions(state, inputs_BN.shape[1], padding)
-        placed = self.positions.embed(positions_BNP)
+        placed = self.positions.embed(self.stack.clock_positions(state, inputs_BN.shape[1], padding))
         x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
-        out = self.stack(x_BND, state, positions_BNP=positions_BNP, padding_BN=padding, inputs=inputs_BN)
+        out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
         return out._replace(outputs=self.head(out.outputs))

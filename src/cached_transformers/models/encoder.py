@@ -5,14 +5,13 @@ Legend: B rows, N tokens (class token first), D model width.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import make_positions
+from ..memories import MemorySpec
 from ..registry import MODELS
 from .parts import StackModel, initialise, make_stack
 
@@ -41,7 +40,7 @@ class SequenceClassifier(StackModel):
         depth: int = 4,
         heads: int = 8,
         feed_forward: int = 1024,
-        memory: str | dict[str, Any] | None = None,
+        memory: MemorySpec = None,
         attention: str = "softmax",
         positions: str = "sinusoidal",
         dropout: float = 0.0,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..extras import require
 from ..integrations.adapters import add_memory
 from ..layers.block import ModelOutput
+from ..memories import MemorySpec
 from ..registry import MODELS
 
 
@@ -27,7 +28,7 @@ class TimmModel(nn.Module):
         self,
         architecture: str = "vit_small_patch16_224",
         classes: int = 1000,
-        memory: str | dict[str, Any] | None = None,
+        memory: MemorySpec = None,
         pretrained: bool = False,
         **options: Any,
     ) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from ..layers.attention import SelfAttention, shows_the_future
 from ..layers.block import Block, SlotAttention, Stack, StackState
 from ..layers.feed_forward import FeedForward
-from ..layers.positions import Positions
-from ..memories import create_memory, memory_spec
+from ..layers.positions import Positions, make_positions
+from ..memories import MemorySpec, create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
 from ..registry import ATTENTIONS, MEMORIES
 
@@ -35,55 +35,78 @@ def make_stack(
     heads: int,
     feed_forward: int,
     *,
-    memory: str | dict[str, Any] | None,
+    memory: MemorySpec,
     attention: str,
-    positions: Positions | None = None,
+    positions: Positions | str | None = None,
+    fallback: str = "none",
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     drop_path: float = 0.0,
     causal: bool = False,
+    norm: str = "pre",
+    activation: str = "gelu",
+    bias: bool = True,
     **known: Any,
 ) -> Stack:
-    """Stack of pre-norm blocks; `known` are facts that a memory may ask for (length, size, prefix, sequence).
+    """Stack of blocks with a memory.
+
+    Args:
+        memory: None, a name, or {"name": ..., option: value}.
+        positions: one scheme for all layers, or the name of a scheme that each layer gets one of; None for the
+            memory's own.
+        fallback: name of the scheme where the memory has none of its own.
+        norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
+        bias: whether the projections of attention have biases.
+        known: facts that a memory may ask for (length, size, prefix, sequence).
 
     Raises:
         ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
     """
     if heads < 1 or width % heads:
         raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+    if norm not in ("pre", "post"):
+        raise ValueError(f"norm={norm!r} must be 'pre' or 'post'")
     spec = memory_spec(memory)
     if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
-    first = create_memory(memory, width, heads, depth=depth, **known)
-    spans = isinstance(first, ModelMemory)
+
+    def make_memory(index: int) -> LayerMemory | ModelMemory:
+        return create_memory(memory, width, heads, depth=depth, index=index, **known)
+
+    first = make_memory(0)
+    model_memory = first if isinstance(first, ModelMemory) else None
 
     def make_block(index: int) -> Block:
-        own = (
-            LayerMemory()
-            if spans
-            else first
-            if index == 0
-            else create_memory(memory, width, heads, depth=depth, **known)
-        )
+        if model_memory is not None:
+            own: LayerMemory | ModelMemory = model_memory.layer_memory(index)
+        else:
+            own = first if index == 0 else make_memory(index)
+        scheme = (model_memory or own).position_scheme() if positions is None else positions
+        if not isinstance(scheme, Positions):
+            scheme = make_positions(scheme or fallback, width=width, heads=heads)
         layer = SelfAttention(
             width,
             heads,
             core=ATTENTIONS.create(attention, dropout=attention_dropout),
             memory=own,  # type: ignore[arg-type]
-            positions=positions,
-            norm=nn.LayerNorm(width),
+            positions=scheme,
+            norm=nn.LayerNorm(width) if norm == "pre" else None,
             causal=causal,
+            bias=bias,
+            output_bias=bias,
             dropout=dropout,
         )
+        enter = nn.LayerNorm(width) if norm == "pre" else None
         return Block(
             layer,
-            FeedForward(width, feed_forward, norm=nn.LayerNorm(width), dropout=dropout),
+            FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout),
             slot_attention=SlotAttention(width, heads) if first.insertion == "sublayer" else None,
             drop_path=drop_path * index / max(depth - 1, 1),
+            norms=(nn.LayerNorm(width), nn.LayerNorm(width)) if norm == "post" else None,
         )
 
-    return Stack(make_block, depth, model_memory=first if spans else None, width=width)  # type: ignore[arg-type]
+    return Stack(make_block, depth, model_memory=model_memory, width=width if norm == "pre" else None)
 
 
 def initialise(model: nn.Module) -> None:

@@ -5,13 +5,12 @@ Legend: B rows, N tokens (class token and patches), D model width, H image heigh
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import LearnedPositions
+from ..memories import MemorySpec
 from ..registry import MODELS
 from .parts import StackModel, initialise, make_stack
 
@@ -42,7 +41,7 @@ class VisionTransformer(StackModel):
         depth: int = 12,
         heads: int = 6,
         feed_forward: int = 1536,
-        memory: str | dict[str, Any] | None = None,
+        memory: MemorySpec = None,
         attention: str = "softmax",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,

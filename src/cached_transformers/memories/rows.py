@@ -1,0 +1,66 @@
+"""A first-in first-out store of hidden states with their positions, for the memories that keep them.
+
+Legend: B rows, N tokens, M slots, L = M + N, D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """The last M hidden states of each row, newest last, their positions, and how many of them are real.
+
+    The layout is fixed: a row with fewer than M holds zeros in front. 4 M D + 8 M P + 8 bytes a row in float32.
+    """
+
+    hidden_BMD: Tensor
+    positions_BMP: Tensor
+    count_B: Tensor
+
+    @property
+    def valid_BM(self) -> Tensor:
+        """bool, the slots that hold something."""
+        slots = self.hidden_BMD.shape[1]
+        return torch.arange(slots, device=self.count_B.device) >= slots - self.count_B[:, None]
+
+    @property
+    def clean_BMD(self) -> Tensor:
+        """The hidden states, with zeros in empty slots whatever stands there: a NaN would come back as a gradient."""
+        return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
+
+
+def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Rows:
+    """A store that holds nothing."""
+    positions_BMP = torch.zeros(batch_size, slots, channels, dtype=torch.long, device=like.device)
+    count_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+    return Rows(like.new_zeros(batch_size, slots, width), positions_BMP, count_B)
+
+
+def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> tuple[Rows, Rows]:
+    """Store hidden states behind those that are there.
+
+    Padding is not stored, so what is stored stays dense.
+
+    Returns:
+        The store, of the same size; and the N states that had to leave or never were (`count_B` says how many of them,
+        from the end, are real), oldest first.
+    """
+    slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
+    hidden_BLD = torch.cat([rows.hidden_BMD, hidden_BND.to(rows.hidden_BMD.dtype)], 1)
+    positions_BLP = torch.cat([rows.positions_BMP, positions_BNP.expand(hidden_BND.shape[0], -1, -1)], 1)
+    if padding_BN is None:
+        total_B = rows.count_B + n
+    else:
+        valid_BL = torch.cat([rows.valid_BM, ~padding_BN], 1)
+        # What is real comes last, in its order; what is not is cleared.
+        order_BL1 = valid_BL.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
+        real_BL1 = valid_BL[..., None].gather(1, order_BL1)
+        hidden_BLD = torch.where(real_BL1, hidden_BLD.gather(1, order_BL1.expand_as(hidden_BLD)), 0)
+        positions_BLP = torch.where(real_BL1, positions_BLP.gather(1, order_BL1.expand_as(positions_BLP)), 0)
+        total_B = valid_BL.sum(1)
+    left = Rows(hidden_BLD[:, :n], positions_BLP[:, :n], (total_B - slots).clamp(min=0))
+    return Rows(hidden_BLD[:, n:], positions_BLP[:, n:], total_B.clamp(max=slots)), left

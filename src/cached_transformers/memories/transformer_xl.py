@@ -1,0 +1,87 @@
+"""Transformer-XL (Dai et al. 2019, arXiv:1901.02860; github.com/kimiyoung/transformer-xl).
+
+Each layer attends the inputs that it saw in earlier segments, detached, with positions given as distances.
+
+    Mem(n, t) = SG[O^{n-1}_{t-m} ... O^{n-1}_{t-1}],  keys and values of [Mem(n, t), O^{n-1}_t]
+
+Reach: N M tokens in N layers where the segment divides M; N (W - 1) with `same_length`.
+
+Legend: B rows, N tokens, M slots, H heads, D model width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..layers.positions import Positions, RelativePositions
+from ..registry import MEMORIES
+from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from .rows import Rows, empty_rows, push
+
+
+@MEMORIES.register(
+    "transformer_xl",
+    paper="arXiv:1901.02860",
+    equations="keys and values of [SG(last M inputs of the layer), segment]; positions as distances",
+    state="per row and layer: M (4 D + 8) + 8 bytes",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
+    reach="layers x M tokens",
+    gradient="none into the memory; its keys and values train the projections",
+    exact_when="length >= tokens seen",
+)
+class TransformerXL(LayerMemory):
+    """Keys and values of the last `length` inputs of the layer.
+
+    Args:
+        width: D. heads: H.
+        length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
+        same_length: a token sees exactly the last `length` tokens (itself included) as soon as there are so many,
+            and results do not depend on how a text is cut; without it, it sees the whole memory.
+        relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme.
+        clamp: distances beyond it count as it.
+
+    Raises:
+        ValueError: a length below 1.
+    """
+
+    insertion = "kv"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 128,
+        *,
+        eval_length: int | None = None,
+        same_length: bool = False,
+        relative: bool = True,
+        clamp: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in {"length": length, "eval_length": eval_length}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1 slot; a model without memory takes memory=None")
+        if clamp is not None and not relative:
+            raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
+        self.width, self.heads, self.relative, self.clamp = width, heads, relative, clamp
+        self.length, self.eval_length, self.same_length = length, eval_length or length, same_length
+
+    def window(self) -> int | None:
+        return self._slots() if self.same_length else None
+
+    def position_scheme(self) -> Positions | None:
+        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
+
+    def _slots(self) -> int:
+        return self.length if self.training else self.eval_length
+
+    def init_state(self, batch_size: int, like: Tensor) -> Rows:
+        return empty_rows(batch_size, self._slots(), self.width, like)
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert project_kv is not None
+        return Reading(Context(*project_kv(state.clean_BMD), state.positions_BMP, state.valid_BM, consecutive=True))
+
+    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
+        assert trace.query.positions_BNP is not None
+        return push(state, trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN)[0], None
