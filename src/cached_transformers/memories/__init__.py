@@ -1,7 +1,9 @@
-"""Memories; importing this package registers them all."""
+"""Memories; importing this package imports every file in it, which registers what the file defines."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any, TypeAlias
 
 from ..registry import MEMORIES
@@ -76,3 +78,7 @@ def create_memory(memory: MemorySpec, width: int, heads: int, **known: Any) -> L
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
     return entry.factory(width, heads, **facts, **options)
+
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

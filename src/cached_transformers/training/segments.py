@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..layers.block import ModelOutput
 from ..state import State, detach
 
 IGNORED = -100
@@ -89,23 +90,40 @@ class SegmentLoop(nn.Module):
         """One pass: its loss, and the state after each segment."""
         segments = [t.split(self.segment_length, 1) for t in (inputs_BN, targets_BN)]
         paddings = [None] * len(segments[0]) if padding is None else padding.split(self.segment_length, 1)
-        total, auxiliary, states = inputs_BN.new_zeros((), dtype=torch.float32), 0.0, []
+        total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
+        states: list[State] = []
         for index, (inputs, targets, padded) in enumerate(zip(*segments, paddings, strict=True)):
             if index and index % self.bptt == 0:
                 state = detach(state)
-            start: dict[str, Any] = {"reset": reset} if index == 0 and reset is not None else {}
-            logits, state, extra = self.model(inputs, state, padding=padded, **start)
-            total = total + _summed_cross_entropy(logits, targets)
+            losses, state, extra = token_losses(self.model, inputs, targets, state, reset, padded)
+            reset = None
+            total = total + losses.sum()
             auxiliary = auxiliary + extra
             states.append(state)
         count = (targets_BN != IGNORED).sum().clamp(min=1)
         return total / count + auxiliary / len(states), states
 
 
-def _summed_cross_entropy(logits_BNV: Tensor, targets_BN: Tensor) -> Tensor:
-    """Sum over tokens, in float32 or wider: half precision cannot add thousands of terms."""
+def token_losses(
+    model: nn.Module,
+    inputs_BN: Tensor,
+    targets_BN: Tensor,
+    state: State | None = None,
+    reset: Tensor | None = None,
+    padding: Tensor | None = None,
+) -> ModelOutput:
+    """Cross-entropy of every token of one segment, (B, N), in nats, with the state after it.
+
+    Float32 or wider, since half precision cannot add thousands of terms; 0 where the target is -100. A model with
+    `scores_targets = True` is asked for the losses themselves (`targets=`), so that it need not make all logits.
+    """
+    start: dict[str, Any] = {} if reset is None else {"reset": reset}
+    if getattr(model, "scores_targets", False):
+        return model(inputs_BN, state, padding=padding, targets=targets_BN, **start)
+    logits_BNV, state, auxiliary = model(inputs_BN, state, padding=padding, **start)
     wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
+    return ModelOutput(losses.view_as(targets_BN), state, auxiliary)
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:
