@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Results = Sequence[Mapping[str, Any]]
+TITLE = "What memories hold"
 REACHES = ("within reach", "out of reach")
 
 
@@ -90,12 +91,20 @@ def write_probe_report(folder: Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    content = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
-    results = content["results"]
+    return write_page(folder / "report.html", page(TITLE, probe_section(folder / "probe.json", 1, "p")))
+
+
+def probe_section(path: Path, level: int, identifier: str) -> str:
+    """The part of a page that tells of one probe.json.
+
+    Args:
+        level: of its heading. identifier: unique in the page; prefixes the ids of its figures.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
     rows: list[list[Cell | str]] = [[row.name, *map(_cell, row.trainings)] for row in table_rows(content)]
-    seeds = max(r["seed"] for r in results) + 1
+    seeds = max(r["seed"] for r in content["results"]) + 1
     parts = [
-        "<header><h1>What memories hold</h1>",
+        f"<section><header><h{level}>{TITLE}</h{level}>",
         facts(
             {
                 "command": content["command"],
@@ -108,13 +117,14 @@ def write_probe_report(folder: Path) -> Path:
         paragraph(
             f"Share of right answers in per cent, {content['distance']} segments after the cue, on episodes that were "
             "not trained on. Within reach: the options let the memory span the distance. Out of reach: they do not, "
-            "by its theory; empty where it knows no bound. Without the memory nothing but guessing is possible.",
+            "by its theory; empty where it knows no bound. Without a memory nothing but guessing is possible.",
             "summary",
         ),
         table(["memory", *table_columns(content)], rows, f"Seeds: {seeds}. Training ends early when solved."),
     ]
     for index, task in enumerate(content["tasks"]):
-        drawn = inline_svg(distance_figure(content, task), f"d{index}", f"right answers against distance, {task}")
+        description = f"right answers against distance, {task}"
+        drawn = inline_svg(distance_figure(content, task), f"{identifier}{index}", description)
         caption = f"{task}: trained at a distance of {content['distance']} segments (dotted), tried at others."
-        parts += [f"<h2>{task}</h2>", figure(drawn, caption)]
-    return write_page(folder / "report.html", page("What memories hold", "\n".join(parts)))
+        parts += [f"<h{level + 1}>{task}</h{level + 1}>", figure(drawn, caption)]
+    return "\n".join([*parts, "</section>"])
