@@ -104,6 +104,18 @@ CONTRACTS: dict[str, Contract] = {
         model={"positions": "relative"},
         detached=True,
     ),
+    "ernie_doc": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc/zeros": Contract(
+        options={"length": 4, "start": "zeros", "longest": 10},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        detached=True,
+        exempt={"empty": "the release's start: rows of zeros that are attended"},
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

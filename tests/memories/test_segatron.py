@@ -266,4 +266,4 @@ def test_without_token_ids_it_says_what_is_missing() -> None:
 
 def test_it_learns_to_copy() -> None:
     """Without a memory nothing is copied: see the tests of Transformer-XL."""
-    assert copying({"name": "segatron", "length": 4, "sentence_ends": (1, 3), "paragraph_ends": (5,)}, 300) > 0.95
+    assert copying({"name": "segatron", "length": 4, "sentence_ends": (1, 3), "paragraph_ends": (5,)}, 150) > 0.95

@@ -84,7 +84,7 @@ class SegatronPositions(RelativePositions):
         rows_K = torch.arange(keys, device=q_BHNE.device)
         if self.clamp is not None:
             rows_K = rows_K.clamp(max=self.clamp)
-        terms = []
+        bias_BHNK = q_BHNE.new_zeros(())
         for channel, weight_DW in enumerate(self.project.weight.split(self.widths, 1)):
             if not self.widths[channel]:
                 continue
@@ -92,8 +92,9 @@ class SegatronPositions(RelativePositions):
             code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
             table_HKE = (code_KW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
             scores_BHNK = q_BHNE @ table_HKE.mT
-            terms.append(scores_BHNK.gather(-1, distance_BNKP[:, None, ..., channel].expand_as(scores_BHNK)))
-        return torch.stack(terms).sum(0)
+            index_BHNK = distance_BNKP[:, None, ..., channel].expand_as(scores_BHNK)
+            bias_BHNK = bias_BHNK + scores_BHNK.gather(-1, index_BHNK)
+        return bias_BHNK
 
     def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
         """(B, N, K, 3): how far each key lies behind each query."""
