@@ -90,6 +90,32 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "segatron": Contract(
+        options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 64},
+        detached=True,
+        exempt={"empty": "tokens of one segment know their distance in sentences too; tests/memories has the rule"},
+    ),
+    "segatron/given_positions": Contract(
+        options={"length": 8, "sentence_ends": (1,), "same_length": True},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 8},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc/zeros": Contract(
+        options={"length": 4, "start": "zeros", "longest": 10},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        detached=True,
+        exempt={"empty": "the release's start: rows of zeros that are attended"},
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

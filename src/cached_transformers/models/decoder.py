@@ -26,6 +26,7 @@ class LanguageModel(StackModel):
         positions: "rotary", "relative", "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
             None takes the memory's own scheme, or else "rotary".
         norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
+        scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
         tied: whether the output projection shares the embedding's weights.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
@@ -46,12 +47,14 @@ class LanguageModel(StackModel):
         norm: str = "pre",
         activation: str = "gelu",
         bias: bool = True,
+        scale_embedding: bool = False,
         tied: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self.embedding_scale = width**0.5 if scale_embedding else 1.0
         self.embedding = nn.Embedding(vocabulary, width)
         embedded = positions == "sinusoidal"
         self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
@@ -104,6 +107,8 @@ class LanguageModel(StackModel):
         if reset is not None:
             state = reset_rows(state, self.init_state(rows), reset)
         x_BND = self.embedding(inputs_BN)
+        if self.embedding_scale != 1:
+            x_BND = x_BND * self.embedding_scale
         placed = self.positions.embed(self.stack.clock_positions(state, inputs_BN.shape[1], padding))
         x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
         out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
