@@ -90,6 +90,17 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "memorizing": Contract(
+        options={"length": 8, "k": 4},
+        bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it
+        detached=True,
+    ),
+    "memorizing/layer": Contract(
+        options={"length": 64, "k": 3, "layer": 1},
+        bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
+        detached=True,
+        exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),
