@@ -90,6 +90,20 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "infinity_former": Contract(
+        options={"length": 4, "chunk": 2, "basis": 8, "widths": (0.1, 0.2), "kl_weight": 0.0},
+        bytes_per_row=lambda d: 5 * (4 * d + 8) + 8 + 4 * 8 * d + 8,
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "infinity_former/uniform": Contract(
+        options={
+            **{"length": 1, "chunk": 4, "basis": 12, "widths": (0.05, 0.1), "samples": 9, "kl_weight": 0.0},
+            **{"sampling": "uniform", "relative": False, "normalise": False},
+        },
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8 + 4 * 12 * d + 8,
+        detached=True,
+    ),
     "memorizing": Contract(
         options={"length": 8, "k": 4},
         bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it

@@ -31,9 +31,7 @@ class NeighbourIndex:
 
     def __init__(self, kind: str = "Flat") -> None:
         if not re.fullmatch(r"Flat|HNSW[1-9]\d*", kind):
-            raise ValueError(
-                f"faiss_index={kind!r} must be 'Flat' (exact) or 'HNSW' and a number of links, as 'HNSW32'"
-            )
+            raise ValueError(f"faiss_index={kind!r} must be 'Flat' (exact) or 'HNSW' with a number of links ('HNSW32')")
         self.kind = kind
         self._faiss = require("faiss", extra="memory")
         self._indices: dict[tuple[int, int], Any] = {}
