@@ -109,6 +109,11 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it
         detached=True,
     ),
+    "memorizing/joint": Contract(
+        options={"length": 16, "k": 16, "joint": True},  # all: half precision puts near neighbours in another order
+        bytes_per_row=lambda d: (16 * 8 * d + 8) // DEPTH,
+        detached=True,
+    ),
     "memorizing/layer": Contract(
         options={"length": 64, "k": 3, "layer": 1},
         bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
@@ -207,6 +212,8 @@ def _cases() -> Iterator[Case]:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
             if memory.insertion == "kv" and not core.accepts_context:
+                continue
+            if CONTRACTS.get(label, Contract()).options.get("joint") and not core.gives_lse:
                 continue
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
             suited = ["language_model"] if core.supports_causal else []

@@ -120,7 +120,7 @@ def random_points(mass_BK: Tensor, count: int) -> Tensor:
 
 
 def divergence(mean: Tensor, variance: Tensor, prior_deviation: float, prior_mean: float | None = None) -> Tensor:
-    """Divergence (Kullback-Leibler) of N(mean, variance) from the prior; its part in the variance without a prior mean."""
+    """Kullback-Leibler divergence of N(mean, variance) from the prior; without a prior mean, the variance's part."""
     ratio = variance / prior_deviation**2
     apart = 0.0 if prior_mean is None else (mean - prior_mean).square() / prior_deviation**2
     return 0.5 * (ratio - ratio.log() - 1 + apart)

@@ -6,6 +6,9 @@ One upper layer also attends those of its earlier keys that are nearest to each 
     V_m = sum_{j in J_i} softmax_j(|s_h| q^_i . k^_j) v_j
     out = g_h V_m + (1 - g_h) V_c,   g_h = sigmoid(b_h),   V_c the layer's own attention
 
+One softmax over neighbours and segment is the same mix with g_ih = sigmoid(b_h + lse_m - lse_c), where lse is the
+log-sum-exp of either side's logits and b = 0 (lucidrains/memorizing-transformers-pytorch).
+
 Legend: B rows, N tokens, M slots, K neighbours, H heads, E head width, D = H * E model width.
 """
 
@@ -23,6 +26,13 @@ from ..state import State
 from .base import LayerMemory, ProjectKV, Query, Reading, Trace
 from .gated_recurrent_cache import one_of
 from .neighbour_index import NeighbourIndex
+
+
+class Found(NamedTuple):
+    """Which rows have a store that is not empty, and the log-sum-exp of the neighbours' logits."""
+
+    any_B: Tensor
+    lse_BHN: Tensor
 
 
 class NeighbourStore(NamedTuple):
@@ -74,8 +84,8 @@ def nearest(q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -
     return torch.where(torch.arange(neighbours, device=index.device) < filled_B111, index, -1)
 
 
-def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: Tensor) -> Tensor:
-    """(B, H, N, E): attention of each query over its own slots; 0 where it has none."""
+def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention (B, H, N, E) of each query over its own slots, 0 where it has none; log-sum-exp (B, H, N)."""
     real_BHNK = index_BHNK >= 0
     flat = index_BHNK.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, q_BHNE.shape[-1])
     k_BHNKE, v_BHNKE = (
@@ -84,9 +94,9 @@ def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: T
     )
     logits_BHNK = scale_H[:, None, None] * (k_BHNKE @ q_BHNE[..., None]).squeeze(-1)
     # Not minus infinity, of which a query without neighbours would make NaN.
-    weights_BHNK = logits_BHNK.masked_fill(~real_BHNK, torch.finfo(logits_BHNK.dtype).min).softmax(-1)
-    weights_BHNK = torch.where(real_BHNK, weights_BHNK, 0)
-    return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2)
+    logits_BHNK = logits_BHNK.masked_fill(~real_BHNK, torch.finfo(logits_BHNK.dtype).min)
+    weights_BHNK = torch.where(real_BHNK, logits_BHNK.softmax(-1), 0)
+    return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2), logits_BHNK.logsumexp(-1)
 
 
 @MEMORIES.register(
@@ -103,13 +113,16 @@ class Memorizing(LayerMemory):
 
     Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
     attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
-    is written to it. With an index of faiss the state stays the same tensors, and compiled code breaks at the search.
+    is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
+    (`gives_lse`), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
+    and compiled code breaks at the search.
 
     Args:
         width: D. heads: H.
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
         k: neighbours of a query; a store of fewer slots is read whole.
         layer: the layer that has the store, counted from 1; three quarters of the depth when None (9 of 12).
+        joint: one softmax instead of two mixed by the gate.
         empty: an empty store is left out ("bypass"), or read as zeros that the gate mixes in ("zero", the original).
         store: "exact" (all products, then the largest), or "faiss", which needs the extra "memory".
         faiss_index: "Flat" (exact) or "HNSW<links>" (approximate).
@@ -130,6 +143,7 @@ class Memorizing(LayerMemory):
         eval_length: int | None = None,
         k: int = 32,
         layer: int | None = None,
+        joint: bool = False,
         empty: Literal["bypass", "zero"] = "bypass",
         store: Literal["exact", "faiss"] = "exact",
         faiss_index: str = "Flat",
@@ -151,6 +165,8 @@ class Memorizing(LayerMemory):
             )
         one_of("empty", empty, ("bypass", "zero"))
         one_of("store", store, ("exact", "faiss"))
+        if joint and empty == "zero":
+            raise ValueError("joint=True has no zeros to mix in for an empty store; take empty='bypass'")
         if store == "exact" and faiss_index != "Flat":
             raise ValueError(f"faiss_index={faiss_index!r} needs store='faiss', got store={store!r}")
         if not initial_scale:
@@ -160,7 +176,7 @@ class Memorizing(LayerMemory):
         if layer is None and depth is not None:
             layer = math.ceil(0.75 * depth)
         self.here = index is None or layer is None or index + 1 == layer
-        self.insertion = "head" if self.here else "none"
+        self.insertion, self.wants_lse = "head" if self.here else "none", joint and self.here
         self.index = NeighbourIndex(faiss_index) if store == "faiss" else None
         if self.here:
             self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
@@ -181,17 +197,20 @@ class Memorizing(LayerMemory):
         q_BHNE = unit(query.q_BHNE)
         search = nearest if self.index is None else self.index.search
         index_BHNK = search(q_BHNE, state.k_BHME, state.filled_B, min(self.k, state.k_BHME.shape[2]))
-        output_BHNE = attend(q_BHNE.to(state.k_BHME.dtype), state, index_BHNK, self.scale_H.abs())
-        return Reading(output_BHNE=output_BHNE, carry=state.written_B > 0)
+        output_BHNE, lse_BHN = attend(q_BHNE.to(state.k_BHME.dtype), state, index_BHNK, self.scale_H.abs())
+        return Reading(output_BHNE=output_BHNE, carry=Found(state.written_B > 0, lse_BHN))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:
             return y_BHNE
-        gate_H11 = self.gate_H.sigmoid()[:, None, None]
-        mixed_BHNE = (gate_H11 * reading.output_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
+        logit = self.gate_H[:, None, None]
+        if reading.lse_BHN is not None:
+            logit = logit + (reading.carry.lse_BHN - reading.lse_BHN)[..., None]
+        gate = logit.sigmoid()
+        mixed_BHNE = (gate * reading.output_BHNE + (1 - gate) * y_BHNE).to(y_BHNE.dtype)
         if self.empty == "zero":
             return mixed_BHNE
-        return torch.where(reading.carry[:, None, None, None], mixed_BHNE, y_BHNE)
+        return torch.where(reading.carry.any_B[:, None, None, None], mixed_BHNE, y_BHNE)
 
     def write(self, state: State, trace: Trace) -> tuple[State, None]:
         if not self.here:
