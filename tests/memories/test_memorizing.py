@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memories import hidden_symbol
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,8 +28,6 @@ from cached_transformers.layers.positions import RotaryPositions
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.base import LayerMemory, Query, Reading, Trace
 from cached_transformers.memories.memorizing import Found, Memorizing, NeighbourStore, attend, nearest, store, unit
-from cached_transformers.models import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 
@@ -309,18 +308,11 @@ def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest
         Memorizing(WIDTH, HEADS, store="faiss")
 
 
-def language_model(**memory: Any) -> Any:
-    torch.manual_seed(0)
-    spec = {"name": "memorizing", **memory} if memory else None
-    sizes = {"vocabulary": 11, "width": 32, "depth": 1, "heads": 4, "feed_forward": 64}
-    return create_model("language_model", **sizes, memory=spec)
-
-
 def test_faiss_gives_what_exact_search_gives() -> None:
     """Whatever state is read: growing, at capacity, of another stream, reset, or by a copy of the model."""
     pytest.importorskip("faiss")
-    exact = language_model(length=20, k=4, initial_scale=5.0)
-    indexed = language_model(length=20, k=4, initial_scale=5.0, store="faiss")
+    exact = hidden_symbol.model("memorizing", length=20, k=4, initial_scale=5.0)
+    indexed = hidden_symbol.model("memorizing", length=20, k=4, initial_scale=5.0, store="faiss")
     indexed.load_state_dict(exact.state_dict())
     twins = [copy.deepcopy(indexed), pickle.loads(pickle.dumps(indexed)), indexed]
     streams = torch.randint(0, 11, (2, 3, 48)).split(6, -1)  # two streams of three rows
@@ -338,16 +330,16 @@ def test_faiss_gives_what_exact_search_gives() -> None:
 
 
 def test_recall_of_an_approximate_index() -> None:
-    """4000 unit keys of 16 channels: measured .99 of the true 32 neighbours; the paper works with about .9."""
+    """4000 unit keys of 16 channels: .98 of the true 32 neighbours are found; the paper works with about .9."""
     pytest.importorskip("faiss")
     q, k = unit(torch.randn(1, 2, 100, 16)), unit(torch.randn(1, 2, 4000, 16))
     filled = torch.tensor([4000])
     true = nearest(q, k, filled, 32)
-    memory = Memorizing(32, 2, length=4000, store="faiss", faiss_index="HNSW32")
+    memory = Memorizing(32, 2, length=4000, store="faiss", faiss_index="HNSW8")
     assert memory.index is not None
     found = memory.index.search(q, k, filled, 32)
     recall = (found[..., None] == true[..., None, :]).any(-1).float().mean()
-    assert recall > 0.95
+    assert 0.95 < recall < 1
     assert (found == memory.index.search(q, k, filled, 32)).all()
 
 
@@ -361,41 +353,10 @@ def test_log_sum_exp_of_rotated_keys_reaches_the_memory() -> None:
     assert isinstance(attended.reading.carry, Found)
 
 
-SEGMENT, SEGMENTS, CLASSES = 4, 4, 4
-
-
-def latch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One of four symbols somewhere in the first of four segments of noise; it is asked for at the very end."""
-    tokens = torch.randint(CLASSES, CLASSES + 4, (rows, SEGMENTS * SEGMENT), generator=generator)
-    symbol = torch.randint(0, CLASSES, (rows, 1), generator=generator)
-    tokens.scatter_(1, torch.randint(0, SEGMENT, (rows, 1), generator=generator), symbol)
-    tokens[:, -1] = CLASSES + 4
-    targets = torch.full_like(tokens, -100)
-    targets[:, -1:] = symbol
-    return tokens, targets
-
-
-def latch_accuracy(model: Any, steps: int) -> float:
-    loop, optimizer = SegmentLoop(model, SEGMENT, bptt=SEGMENTS), torch.optim.AdamW(model.parameters(), 3e-3)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loop(*latch(64, generator))[0].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    tokens, targets = latch(1000, torch.Generator().manual_seed(2))
-    state = None
-    with torch.no_grad():
-        for segment in tokens.split(SEGMENT, 1):
-            out = model.eval()(segment, state)
-            state = out.state
-    return (out.outputs[:, -1].argmax(-1) == targets[:, -1]).float().mean().item()
-
-
 @pytest.mark.parametrize("joint", [False, True])
 def test_it_learns_to_recall_what_the_segment_does_not_show(joint: bool) -> None:
-    assert latch_accuracy(language_model(length=16, k=4, joint=joint), 300) > 0.95
+    assert hidden_symbol.accuracy(hidden_symbol.model("memorizing", length=16, k=4, joint=joint), 150) > 0.95
 
 
 def test_without_memory_it_stays_at_chance() -> None:
-    assert latch_accuracy(language_model(), 300) < 0.35
+    assert hidden_symbol.accuracy(hidden_symbol.model(None), 150) < 0.35
