@@ -433,7 +433,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_it_learns_to_recall_what_the_short_memory_lost() -> None:
     memory = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
-    assert hidden_symbol.accuracy(hidden_symbol.model("infinity_former", **memory), 300) > 0.95
+    assert hidden_symbol.accuracy(hidden_symbol.model("infinity_former", **memory), 150) > 0.95
 
 
 def test_the_short_memory_alone_stays_at_chance() -> None:
