@@ -329,6 +329,18 @@ def test_faiss_gives_what_exact_search_gives() -> None:
     assert indexed.stack.blocks[0].attention.memory.scale_H.grad.abs().min() > 0
 
 
+def test_compiled_code_breaks_at_the_search_of_faiss_and_goes_on() -> None:
+    pytest.importorskip("faiss")
+    model = hidden_symbol.model("memorizing", length=20, k=4, store="faiss").eval()
+    run = torch.compile(model, backend="eager", dynamic=False)
+    state = model.init_state(2)
+    with torch.no_grad():
+        for segment in torch.randint(0, 11, (2, 24)).split(6, 1):
+            want = model(segment, state)
+            torch.testing.assert_close(run(segment, state).outputs, want.outputs, rtol=0, atol=1e-5)
+            state = want.state
+
+
 def test_recall_of_an_approximate_index() -> None:
     """4000 unit keys of 16 channels: .98 of the true 32 neighbours are found; the paper works with about .9."""
     pytest.importorskip("faiss")

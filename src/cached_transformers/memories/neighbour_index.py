@@ -35,6 +35,8 @@ class NeighbourIndex:
         self.kind = kind
         self._faiss = require("faiss", extra="memory")
         self._indices: dict[tuple[int, int], Any] = {}
+        # Here and not as a decorator, which would load the compiler whenever the package is imported.
+        self.search = torch.compiler.disable(self._search)
 
     def __getstate__(self) -> str:
         return self.kind
@@ -42,9 +44,8 @@ class NeighbourIndex:
     def __setstate__(self, kind: str) -> None:
         self.__init__(kind)  # type: ignore[misc]
 
-    @torch.compiler.disable
     @torch.no_grad()
-    def search(self, q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -> Tensor:
+    def _search(self, q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -> Tensor:
         """(B, H, N, K): slots of the keys with the largest products, the largest first; -1 where there is none."""
         queries, keys = (t.detach().float().cpu().contiguous().numpy() for t in (q_BHNE, k_BHME))
         found = np.full((*queries.shape[:3], neighbours), -1, dtype=np.int64)
