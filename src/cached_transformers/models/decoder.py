@@ -5,6 +5,8 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from ..layers.block import ModelOutput, StackState
@@ -27,6 +29,7 @@ class LanguageModel(StackModel):
             None takes the memory's own scheme, or else "rotary".
         norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
         tied: whether the output projection shares the embedding's weights.
+        scale_embedding: multiply embeddings by sqrt(D).
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
     Raises:
@@ -47,11 +50,13 @@ class LanguageModel(StackModel):
         activation: str = "gelu",
         bias: bool = True,
         tied: bool = True,
+        scale_embedding: bool = False,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self.embedding_scale = math.sqrt(width) if scale_embedding else 1.0
         self.embedding = nn.Embedding(vocabulary, width)
         embedded = positions == "sinusoidal"
         self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
@@ -103,7 +108,7 @@ class LanguageModel(StackModel):
             )
         if reset is not None:
             state = reset_rows(state, self.init_state(rows), reset)
-        x_BND = self.embedding(inputs_BN)
+        x_BND = self.embedding(inputs_BN) * self.embedding_scale
         placed = self.positions.embed(self.stack.clock_positions(state, inputs_BN.shape[1], padding))
         x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
         out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
