@@ -21,10 +21,10 @@ QUERY, VOCABULARY = 2 * CLASSES, 2 * CLASSES + 1
 
 
 def latch(rows: int, generator: torch.Generator, segments: int = SEGMENTS) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (rows, segments * SEGMENT): noise, one symbol in the first segment, the question at the end."""
+    """Inputs and targets (rows, segments * SEGMENT): noise, a symbol in the first segment, the question at the end."""
     inputs = torch.randint(CLASSES, 2 * CLASSES, (rows, segments * SEGMENT), generator=generator)
     symbol = torch.randint(0, CLASSES, (rows,), generator=generator)
-    place = torch.randint(0, SEGMENT, (rows,), generator=generator)
+    place = torch.randint(0, SEGMENT - 1, (rows,), generator=generator)
     inputs[torch.arange(rows), place] = symbol
     inputs[:, -1] = QUERY
     targets = torch.full_like(inputs, -100)

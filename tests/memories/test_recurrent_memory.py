@@ -13,18 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from latch import SEGMENT as LATCH_SEGMENT
+from latch import VOCABULARY as LATCH_VOCABULARY
+from latch import accuracy, latch, trained
 from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.layers.block import Block
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Entry, Trace
+from cached_transformers.memories.base import Entry
 from cached_transformers.memories.memory_tokens import surround, visible_round
 from cached_transformers.memories.recurrent_memory import RecurrentMemory
 from cached_transformers.models import create_model
+from cached_transformers.training.curriculum import Curriculum
+from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, HEADS, M, SEGMENT, ROWS = 11, 8, 2, 3, 5, 2
@@ -271,3 +278,193 @@ def test_golden_released_code(shared: Path, tag: str, options: dict[str, Any]) -
     for block in model.stack.blocks:  # type: ignore[union-attr]
         block.attention.positions.__class__ = WrappedPositions  # type: ignore[union-attr, assignment]
     compare(model, file[f"{tag}/x"], file, tag, 5e-6, levels=bool(options))
+
+
+# ------------------------------------------------------------------------------------------ identities and rules
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("positions", ["rotary", "relative", "alibi", "none"])
+def test_one_segment_and_no_write_is_a_memory_transformer(mask: str, positions: str) -> None:
+    recurrent = build(rmt(mask=mask), positions=positions).eval()
+    static = build({"name": "memory_transformer", "length": M, "mask": mask}, positions=positions).eval()
+    weights = {k: v for k, v in recurrent.state_dict().items() if k in static.state_dict()}
+    static.load_state_dict(weights)
+    first, second = tokens(2)
+    torch.testing.assert_close(recurrent(first).outputs, static(first).outputs, rtol=0, atol=1e-12)
+    state = recurrent(first).state
+    assert (recurrent(second, state).outputs - static(second, static(first).state).outputs).abs().max() > 1e-3
+
+
+def test_a_token_reaches_the_next_segment_through_what_is_written_and_nothing_before_it() -> None:
+    model = build(rmt()).eval()
+    segments = tokens(2)
+    changed = [segments[0].clone(), segments[1]]
+    changed[0][:, 3] = (changed[0][:, 3] + 1) % VOCABULARY
+    (a1, a2), (b1, b2) = run(model, segments), run(model, changed)
+    assert torch.equal(a1.outputs[:, :3], b1.outputs[:, :3])
+    assert (a2.outputs - b2.outputs).abs().amax((0, 2)).min() > 1e-4
+    kept = a2.outputs, model(segments[1], b1.state._replace(model=a1.state.model)).outputs
+    assert torch.equal(*kept), "only the memory carries it"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_the_gradient_reaches_as_many_segments_back_as_bptt_says(depth: int) -> None:
+    model = build(rmt())
+    embedded: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _m, _i, y: (y.retain_grad(), embedded.append(y))[1])  # type: ignore[union-attr, operator]
+    inputs = torch.cat(tokens(depth + 1), 1)
+    targets = torch.full_like(inputs, -100)
+    targets[:, -1] = 1
+    SegmentLoop(model, SEGMENT, bptt=depth + 1)(inputs, targets)[0].backward()
+    assert all(e.grad is not None and e.grad.abs().max() > 0 for e in embedded)
+    embedded.clear()
+    SegmentLoop(model, SEGMENT, bptt=depth)(inputs, targets)[0].backward()
+    reached = [e.grad is not None and bool(e.grad.abs().max() > 0) for e in embedded]
+    assert reached == [False] * depth + [True]
+
+
+def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places() -> None:
+    x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
+    padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
+    memory = torch.ones(2, M, WIDTH)
+    _, places, padded = surround(x, positions, padding, memory, memory)
+    assert places[..., 0].tolist() == [[1, 2, 3, 4, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 5, 5, 6, 7, 8]]
+    assert padded is not None and not padded[:, :M].any() and not padded[:, -M:].any()
+    assert torch.equal(padded[:, M:-M], padding)
+    given = torch.arange(4)[None, :, None].expand(2, -1, -1)  # positions that count padding too
+    assert surround(x, given, padding, memory, memory)[1][:, -M, 0].tolist() == [4, 2]
+
+
+def test_before_anything_is_written_the_state_is_not_looked_at() -> None:
+    """Reset goes to the learned vectors, not to zero, and what stands in a fresh state does not matter."""
+    model = build(rmt())
+    first, second = tokens(2)
+    fresh = model.init_state(ROWS)  # type: ignore[operator]
+    poison = fresh._replace(model=fresh.model._replace(tokens_BMD=torch.full_like(fresh.model.tokens_BMD, torch.nan)))
+    out = model(first, poison)
+    assert torch.equal(out.outputs, model(first).outputs)
+    later = model(second, out.state)
+    later.outputs.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert model.stack.model_memory.initial_MD.grad.abs().max() > 0  # type: ignore[union-attr, operator]
+    again = model(second, later.state, torch.tensor([True, False]))
+    assert torch.equal(again.outputs[0], model(second).outputs[0])
+    waits = model(second, poison, padding=torch.ones(ROWS, SEGMENT, dtype=torch.bool)).state
+    assert torch.equal(model(first, waits).outputs, model(first).outputs), "a row that saw only padding wrote"
+
+
+@pytest.mark.parametrize(("norm", "dtype"), [("pre", torch.bfloat16), ("post", torch.float32)])
+def test_a_thousand_segments_are_stable(norm: str, dtype: torch.dtype) -> None:
+    model = build(rmt(), norm=norm).to(dtype).eval()
+    segments, out = tokens(8), None
+    with torch.no_grad():
+        for index in range(1000):
+            out = model(segments[index % 8], None if out is None else out.state)
+    assert out is not None and out.outputs.isfinite().all()
+    size = out.state.model.tokens_BMD.float().square().mean(-1).sqrt()
+    assert 0.1 < size.min() and size.max() < 3, "what is carried grows or dies"
+    assert states.signature(out.state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
+
+
+def test_a_stream_takes_no_more_memory_the_longer_it_is() -> None:
+    model = build(rmt(cache=4)).train()
+    segments, live, state = tokens(8), [], None
+    loop = SegmentLoop(model, SEGMENT)
+    with LiveBytes() as counter:
+        for index in range(60):
+            loss, state = loop(segments[index % 8], segments[(index + 1) % 8], state)
+            loss.backward()
+            del loss
+            if index % 10 == 9:
+                live.append(counter.now())
+    assert len(set(live)) == 1 and live[0] > 0
+
+
+def test_without_a_norm_what_is_carried_by_a_pre_norm_model_grows() -> None:
+    """Why there is one."""
+    model = build(rmt()).eval()
+    model.stack.model_memory.norm = nn.Identity()  # type: ignore[union-attr, assignment]
+    with torch.no_grad():
+        sizes = [out.state.model.tokens_BMD.abs().max() for out in run(model, tokens(30))]
+    assert sizes[-1] > 5 * sizes[0]
+
+
+def encoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "classes": 3, "max_length": 8, "width": 16, "depth": 2, "heads": 2}
+    return create_model(
+        "sequence_classifier", **sizes, feed_forward=16, memory=rmt(**options), positions="rotary"
+    ).eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": 4}, {"cache": 4, "read_cache": True}], ids=str)
+def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(options: dict[str, Any]) -> None:
+    model = encoder(**options)
+    lengths: list[int] = []
+    model.stack.blocks[0].register_forward_pre_hook(lambda _m, given: lengths.append(given[0].shape[1]))  # type: ignore[index, union-attr, operator]
+    first, second = tokens(2)
+    state = model(first).state
+    assert lengths == [M + 1 + SEGMENT]
+    told = model(second, state).outputs
+    other = model(second, model(first.flip(0)).state).outputs
+    assert (told - other).abs().max() > 1e-4
+    filler, padding = F.pad(first, (0, 2)), F.pad(torch.zeros_like(first, dtype=torch.bool), (0, 2), value=True)
+    padded = model(filler, padding=padding)
+    torch.testing.assert_close(padded.outputs, model(first).outputs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(padded.state.model.tokens_BMD, state.model.tokens_BMD, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 memory token; .* memory=None"),
+        ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
+        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
+        ({"read_cache": True}, "read_cache=True needs tokens to read"),
+        ({"norm": "sandwich"}, "norm='sandwich' must be 'pre' or 'post'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecurrentMemory(WIDTH, HEADS, **options)
+
+
+def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
+    class NoBias(SoftmaxAttention):
+        supports_bias = False
+
+    def stack(memory: RecurrentMemory) -> Stack:
+        return Stack(
+            lambda _: Block(SelfAttention(WIDTH, HEADS, core=NoBias(), causal=True), FeedForward(WIDTH, WIDTH)),
+            1,
+            model_memory=memory,
+        )
+
+    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*supports_bias=False"):
+        stack(RecurrentMemory(WIDTH, HEADS))
+    stack(RecurrentMemory(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
+
+
+# -------------------------------------------------------------------------------------------------- it learns
+
+
+def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
+    model = trained({"name": "rmt", "length": 2}, 200)
+    assert accuracy(model) > 0.95
+    assert accuracy(model, forget=True) < 0.4 and accuracy(model, shuffle=True) < 0.4
+    assert accuracy(trained(None, 100)) < 0.4
+
+
+def test_it_learns_on_a_growing_number_of_segments() -> None:
+    """Few segments first, drawn evenly, and replayed: shorter texts remain solved."""
+    torch.manual_seed(0)
+    sizes = {"vocabulary": LATCH_VOCABULARY, "width": 32, "depth": 1, "heads": 4, "feed_forward": 64}
+    model = create_model("language_model", **sizes, memory={"name": "rmt", "length": 2})
+    optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
+    for segments in Curriculum([2, 3, 4, 6], steps_each=60):
+        optimizer.zero_grad()
+        ReplayLoop(model, LATCH_SEGMENT, segments)(*latch(64, generator, segments))[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert [accuracy(model.eval(), segments=n) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4

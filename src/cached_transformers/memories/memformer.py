@@ -114,8 +114,10 @@ class Memformer(ModelMemory):
         self.width, self.heads, self.length, self.temperature = width, heads, length, temperature
         self.norm = carried_norm(norm, width)
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
-        for linear in (self.query, self.key, self.value):
+        for linear in (self.query, self.key):
             nn.init.xavier_uniform_(linear.weight)
+        # Values about as long as slots: longer ones would wipe a slot out before it has learnt what to keep.
+        nn.init.xavier_uniform_(self.value.weight, gain=width**-0.5)
         self.bias_MD = nn.Parameter(forgetting * F.normalize(torch.randn(length, width), dim=-1))
 
     def init_state(self, batch_size: int, like: Tensor) -> Slots:
