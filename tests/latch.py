@@ -32,12 +32,12 @@ def latch(rows: int, generator: torch.Generator, segments: int = SEGMENTS) -> tu
     return inputs, targets
 
 
-def trained(memory: Any, steps: int, loop: type[SegmentLoop] = SegmentLoop, **options: Any) -> nn.Module:
+def trained(memory: Any, steps: int, **options: Any) -> nn.Module:
     """A model of one layer after `steps` steps over the whole text, the gradient crossing all segments."""
     torch.manual_seed(0)
     sizes = {"vocabulary": VOCABULARY, "width": 32, "depth": 1, "heads": 4, "feed_forward": 64}
     model = create_model("language_model", **{**sizes, **options}, memory=memory)
-    run, optimizer = loop(model, SEGMENT, SEGMENTS), torch.optim.AdamW(model.parameters(), 3e-3)
+    run, optimizer = SegmentLoop(model, SEGMENT, SEGMENTS), torch.optim.AdamW(model.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()

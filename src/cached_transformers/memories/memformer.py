@@ -100,7 +100,7 @@ class Memformer(ModelMemory):
         length: int = 32,
         *,
         temperature: float = 0.25,
-        forgetting: float = 0.5,
+        forgetting: float = 0.2,
         norm: str = "pre",
     ) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ class ReplayLoop(SegmentLoop):
     The model may itself recompute its blocks (`set_activation_checkpointing`), which also cuts what the segment in
     replay needs. Without gradient nothing is different from a segment loop.
 
-    Kept for each segment: inputs, targets, padding and 1 state. A caller that reads `model.training` flags or buffers
-    must leave them alone between forward and backward, as the segments are run again in between.
+    Kept for each segment: its inputs, targets and padding, the state before it, and the random state. Between forward
+    and backward the model has to stay as it is (weights, buffers, training or evaluation), since it is run again then.
 
     Example:
         >>> loop = ReplayLoop(model, segment_length=64, bptt=32)
