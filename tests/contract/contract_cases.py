@@ -51,6 +51,9 @@ class Contract:
 
 UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
 SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
+DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
+NOTHING = "nothing crosses from one segment to the next"
+LEARNED = "the first segment reads learned vectors, which are part of the definition"
 
 # "name/label" holds the memory to the contract a second time, with other options.
 CONTRACTS: dict[str, Contract] = {
@@ -146,6 +149,45 @@ CONTRACTS: dict[str, Contract] = {
         detached=True,
         exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
     ),
+    "memory_transformer": Contract(
+        options={"length": 3}, bytes_per_row=lambda d: 0, exempt={"remembers": NOTHING, "empty": LEARNED}
+    ),
+    "memory_transformer/control": Contract(
+        options={"length": 3, "control": True, "mask": "causal"},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
+    ),
+    "memory_transformer/encoder": Contract(
+        options={"length": 3},
+        models=("sequence_classifier", "vision_transformer"),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED},
+    ),
+    "memory_transformer/back": Contract(
+        options={"length": 3, "place": "back", "control": True},
+        models=("sequence_classifier", "vision_transformer"),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
+    ),
+    "rmt": Contract(options={"length": 3}, bytes_per_row=lambda d: 4 * 3 * d + 8, exempt={"empty": LEARNED}),
+    "rmt/causal": Contract(
+        options={"length": 3, "mask": "causal"},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        model={"norm": "post", "positions": "relative"},
+        exempt={"empty": LEARNED},
+    ),
+    "rmt/cache": Contract(
+        options={"length": 3, "cache": 4},
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
+        model={"positions": "relative"},
+        exempt={"empty": LEARNED},
+    ),
+    "rmt/read_cache": Contract(
+        options={"length": 3, "cache": 4, "read_cache": True, "mask": "causal"},
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
+        exempt={"empty": LEARNED},
+    ),
+    "memformer": Contract(options={"length": 3}, bytes_per_row=lambda d: 4 * 3 * d + 8, exempt={"empty": LEARNED}),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

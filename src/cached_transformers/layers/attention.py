@@ -7,6 +7,8 @@ Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E, P position 
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 
 from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
-from ..memories.base import Context, LayerMemory, Query, Reading, Recalled, Weights
+from ..memories.base import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
 from ..state import State
 from .positions import Positions
 
@@ -29,6 +31,21 @@ class Attended(NamedTuple):
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
+
+
+class OwnProjections(nn.Module):
+    """Norm and projections of an attention layer for the tokens that a model memory puts round the segment."""
+
+    def __init__(self, attention: SelfAttention) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.output = (copy.deepcopy(m) for m in (attention.norm, attention.qkv, attention.output))
+
+
+def by_owner(x_BND: Tensor, own: tuple[int, int], segment: Linear, memory: Linear) -> Tensor:
+    """`segment` of the segment's own tokens, given as (start, length), and `memory` of those round it."""
+    start, length = own
+    front, middle, back = x_BND.split([start, length, x_BND.shape[1] - start - length], 1)
+    return torch.cat([memory(front), segment(middle), memory(back)], 1)
 
 
 def plain_weights(linear: nn.Module) -> Weights:
@@ -135,6 +152,8 @@ class SelfAttention(nn.Module):
         consecutive: bool = False,
         bias_BHNM: Tensor | None = None,
         size: tuple[int, int] | None = None,
+        own: tuple[int, int] | None = None,
+        weights: OwnProjections | None = None,
     ) -> Attended:
         """Attend over the segment and what the memories offer.
 
@@ -150,9 +169,17 @@ class SelfAttention(nn.Module):
             consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
             bias_BHNM: added to the logits (a shift mask).
             size: (height, width) of the token map.
+            own: (start, length) of the segment's own tokens; None for all.
+            weights: what the other tokens have in place of norm and projections; None for the same.
         """
-        h_BND = self.norm(x_BND)
-        q, k, v = self._project(h_BND, size)
+        output: Linear = self.output
+        if own is None or weights is None:
+            h_BND = self.norm(x_BND)
+            q, k, v = self._project(h_BND, size)
+        else:
+            h_BND = by_owner(x_BND, own, self.norm, weights.norm)
+            q, k, v = (self._heads(t) for t in by_owner(h_BND, own, self.qkv, weights.qkv).chunk(3, -1))
+            output = functools.partial(by_owner, own=own, segment=self.output, memory=weights.output)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
         context = join(join(reading.context, self._recall(recalled)), context)
@@ -169,7 +196,8 @@ class SelfAttention(nn.Module):
         result = self.core(placed_q, placed_k, v, **seen, x_BND=h_BND)
         if self.memory.wants_lse:
             reading = reading._replace(lse_BHN=self.core.log_sum_exp(placed_q, placed_k, **seen))
-        y_BND = self.memory.project(result.out_BHNV, query, reading, self.output, plain_weights(self.output))
+        plain = plain_weights(self.output) if output is self.output else None
+        y_BND = self.memory.project(result.out_BHNV, query, reading, output, plain)
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
 

@@ -8,6 +8,8 @@ Legend: B rows, N tokens, M slots, D model width, P position channels.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..memories.base import LayerMemory, ModelMemory, Trace
+from ..memories.base import LayerMemory, Linear, ModelMemory, Trace
 from ..state import State, seal
-from .attention import SelfAttention
+from .attention import OwnProjections, SelfAttention, by_owner
 from .feed_forward import DropPath, FeedForward
 
 
@@ -64,14 +66,31 @@ class SlotAttention(nn.Module):
         return y_BND if valid_BM is None else torch.where(valid_BM.any(1)[:, None, None], y_BND, 0)
 
 
+class MemoryWeights(nn.Module):
+    """What the tokens of a model memory have in place of a block's weights: a copy of them, trained on its own."""
+
+    def __init__(self, attention: SelfAttention, feed_forward: FeedForward) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = OwnProjections(attention), copy.deepcopy(feed_forward)
+
+    def copy_from(self, block: Block) -> None:
+        """Take over the block's weights, as they are to be after the block was trained without a memory."""
+        for mine, theirs in ((self.attention, block.attention), (self.feed_forward, block.feed_forward)):
+            mine.load_state_dict({k: v for k, v in theirs.state_dict().items() if k in mine.state_dict()})
+
+
 class Block(nn.Module):
     """Transformer block: attention with a memory, then feed-forward, each with a residual connection.
 
     Args:
         attention: the attention sublayer; its norm is that of a pre-norm block. feed_forward: likewise.
         slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
+        memory_weights: for the tokens of a model memory that has weights of its own.
         drop_path: rate of stochastic depth.
         norms: norms after the two residual sums, in that order (a post-norm block, arXiv:1706.03762).
+
+    Raises:
+        ValueError: `memory_weights` for an attention with a reduction.
     """
 
     def __init__(
@@ -80,12 +99,17 @@ class Block(nn.Module):
         feed_forward: FeedForward,
         *,
         slot_attention: SlotAttention | None = None,
+        memory_weights: MemoryWeights | None = None,
         drop_path: float = 0.0,
         norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.attention, self.feed_forward = attention, feed_forward
-        self.slot_attention = slot_attention
+        self.slot_attention, self.memory_weights = slot_attention, memory_weights
+        if memory_weights is not None and attention.reduction is not None:
+            raise ValueError(
+                "a layer with a reduction cannot have memory_weights: memory tokens have no place in its map"
+            )
         self.drop_path = DropPath(drop_path)
         self.attention_norm, self.feed_forward_norm = norms if norms is not None else (nn.Identity(), nn.Identity())
 
@@ -103,14 +127,20 @@ class Block(nn.Module):
         """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None.
 
         Args:
-            own: (start, length) of the tokens that the memory may store; None for all.
+            own: (start, length) of the segment's own tokens, which a memory may store; None for all.
             attention: what `SelfAttention.forward` takes beside tokens, positions and state.
         """
+        feed_forward: Linear = self.feed_forward
+        if self.memory_weights is not None and own is not None:
+            attention |= {"own": own, "weights": self.memory_weights.attention}
+            feed_forward = functools.partial(
+                by_owner, own=own, segment=self.feed_forward, memory=self.memory_weights.feed_forward
+            )
         attended = self.attention(x_BND, positions_BNP, state=state, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots_BMD is not None:
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
-        y_BND = self.feed_forward_norm(y_BND + self.drop_path(self.feed_forward(y_BND)))
+        y_BND = self.feed_forward_norm(y_BND + self.drop_path(feed_forward(y_BND)))
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
         if own is not None:
             trace = trace.narrow(*own)
@@ -256,6 +286,16 @@ def _check_pair(memory: ModelMemory, block: Block) -> None:
         raise ValueError(
             f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot take "
             "(accepts_context=False)"
+        )
+    if memory.masks and not core.supports_bias:
+        raise ValueError(
+            f"memory {type(memory).__name__} chooses which tokens see each other, which attention "
+            f"{type(core).__name__} cannot take (supports_bias=False); `cached list attentions` shows which can"
+        )
+    if memory.own_weights and block.memory_weights is None:
+        raise ValueError(
+            f"memory {type(memory).__name__} has weights of its own, which no block holds; "
+            "give every Block memory_weights"
         )
     if memory.insertion == "sublayer" and block.slot_attention is None:
         raise ValueError(

@@ -69,6 +69,8 @@ def create_memory(memory: MemorySpec, width: int, heads: int, **known: Any) -> L
         return LayerMemory()
     name, options = spec
     entry = MEMORIES.entry(name)
+    if isinstance(entry.factory, type) and issubclass(entry.factory, ModelMemory):
+        known.pop("length", None)  # a model memory's length has nothing to do with that of a layer's input
     facts = {k: v for k, v in known.items() if k in entry.options and k not in options}
     needed = [n for n, p in entry.options.items() if p.default is p.empty and n not in ("width", "heads")]
     missing = [n for n in needed if n not in facts and n not in options]

@@ -181,7 +181,8 @@ class Entry(NamedTuple):
         slots_BMD: slots for the cross-attention of every block.
         slots_valid_BM: bool, the slots that hold something; None when all do.
         recalled: hidden states for each layer.
-        own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write`; None for all.
+        own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write` and the traces;
+            None for all.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
         sees_context_N: bool, the tokens that see a context; None when all do. Only beside `visible_NN`.
     """
@@ -206,11 +207,16 @@ class ModelMemory(nn.Module):
         step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
             other and with gradient. None for whole segments.
         causal: whether a causal model may use it.
+        masks: whether it sets `Entry.visible_NN`, which the attention core must then take as a bias.
+        own_weights: whether its tokens (those outside `Entry.own`) have projections and a feed-forward of their own in
+            every block.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
     step: int | None = None
     causal: bool = True
+    masks: bool = False
+    own_weights: bool = False
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import SelfAttention, shows_the_future
-from ..layers.block import Block, SlotAttention, Stack, StackState
+from ..layers.block import Block, MemoryWeights, SlotAttention, Stack, StackState
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, make_positions
 from ..memories import MemorySpec, create_memory, memory_spec
@@ -57,7 +57,7 @@ def make_stack(
         fallback: name of the scheme where the memory has none of its own.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
         bias: whether the projections of attention have biases.
-        known: facts that a memory may ask for (length, size, prefix, sequence).
+        known: facts that a memory may ask for (length, size, prefix, sequence), beside depth, index, causal and norm.
 
     Raises:
         ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
@@ -70,6 +70,7 @@ def make_stack(
     if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
+    known |= {"causal": causal, "norm": norm}
 
     def make_memory(index: int) -> LayerMemory | ModelMemory:
         return create_memory(memory, width, heads, depth=depth, index=index, **known)
@@ -98,10 +99,13 @@ def make_stack(
             dropout=dropout,
         )
         enter = nn.LayerNorm(width) if norm == "pre" else None
+        positionwise = FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout)
+        separate = model_memory is not None and model_memory.own_weights
         return Block(
             layer,
-            FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout),
+            positionwise,
             slot_attention=SlotAttention(width, heads) if first.insertion == "sublayer" else None,
+            memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=drop_path * index / max(depth - 1, 1),
             norms=(nn.LayerNorm(width), nn.LayerNorm(width)) if norm == "post" else None,
         )

@@ -96,13 +96,19 @@ class SegmentLoop(nn.Module):
         for index, (inputs, targets, padded) in enumerate(zip(*segments, paddings, strict=True)):
             if index and index % self.bptt == 0:
                 state = detach(state)
-            losses, state, extra = token_losses(self.model, inputs, targets, state, reset, padded)
+            losses, state, extra = self._segment(inputs, targets, state, reset, padded)
             reset = None
             total = total + losses.sum()
             auxiliary = auxiliary + extra
             states.append(state)
         count = (targets_BN != IGNORED).sum().clamp(min=1)
         return total / count + auxiliary / len(states), states
+
+    def _segment(
+        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
+    ) -> ModelOutput:
+        """Token losses of one segment, with the state after it."""
+        return token_losses(self.model, inputs_BN, targets_BN, state, reset, padding)
 
 
 def token_losses(

@@ -1,0 +1,163 @@
+"""Memformer (Wu, Lan, Qian, Gu, Geramifard, Yu 2020, arXiv:2010.06891; no code of the authors for this form).
+
+Every block reads M slots by cross-attention. After the last layer each slot is written anew by an attention that sees
+the slot itself and the segment's tokens, sharpened by a temperature, and then forgets a little.
+
+    read    x <- x + attention(x; slots)
+    write   a_i = softmax((m_i W_q) [m_i W_k; x W_k]^T / (sqrt(E) tau)),   n_i = a_i [m_i; x W_v]
+    forget  m_i' = (n_i + b_i) / |n_i + b_i|,   at first m_i = b_i / |b_i|
+
+Slots do not see each other, which would let them become one. Gradient flows through them; `training.replay` has the
+paper's way to train over many segments with the activations of one.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..registry import MEMORIES
+from .base import Entry, ModelMemory, Trace
+from .memory_tokens import carried_norm
+
+
+class Slots(NamedTuple):
+    """The slots, and how many segments the row has seen; before the first one the slots are those at the start."""
+
+    slots_BMD: Tensor
+    segments_B: Tensor
+
+
+def write_slots(
+    slots_BHME: Tensor,
+    q_BHME: Tensor,
+    own_k_BHME: Tensor,
+    k_BHNE: Tensor,
+    v_BHNE: Tensor,
+    temperature: float,
+    padding_BN: Tensor | None = None,
+) -> Tensor:
+    """What each slot makes of itself and the tokens, (B, H, M, E); a slot's value for itself is the slot as it is."""
+    scale = 1 / (math.sqrt(q_BHME.shape[-1]) * temperature)
+    own_BHM1 = (q_BHME * own_k_BHME).sum(-1, keepdim=True)
+    tokens_BHMN = q_BHME @ k_BHNE.mT
+    if padding_BN is not None:
+        tokens_BHMN = tokens_BHMN.masked_fill(padding_BN[:, None, None], -torch.inf)
+    own_BHM1, tokens_BHMN = (scale * torch.cat([own_BHM1, tokens_BHMN], -1)).softmax(-1).split([1, k_BHNE.shape[2]], -1)
+    return own_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
+
+
+def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
+    """Each slot is drawn towards the direction of its bias and brought to unit length."""
+    return F.normalize(slots_BMD + bias_MD, dim=-1)
+
+
+@MEMORIES.register(
+    "memformer",
+    paper="arXiv:2010.06891",
+    equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
+    state="4 M D + 8 bytes",
+    cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",
+    reach="unbounded; what fits into M slots",
+    gradient="through the slots, over `bptt` segments",
+)
+class Memformer(ModelMemory):
+    """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
+
+    In a causal model a segment reads what earlier segments wrote, and nothing of its own. The cross-attention stands
+    between attention and feed-forward with a residual connection and a norm of its own before it. Padding is not
+    written; a row of nothing but padding keeps its slots.
+
+    State: 4 M D + 8 bytes per row. A token costs 2 D^2 (1 + M / N) + 2 M D multiply-adds in each layer to read, and the
+    same once to write.
+
+    Args:
+        width: D. heads: H, also of the write.
+        length: M, slots.
+        temperature: tau of the write; below 1 a slot takes few things at a time.
+        forgetting: length of the biases b at the start of training; slots are drawn to where they point.
+        norm: "pre" or "post", where the model's norms are (models say it themselves); with "pre" what is written passes
+            through a LayerNorm of the memory first.
+
+    Raises:
+        ValueError: a length below 1; a temperature or forgetting that is not above 0; a width that the heads do not
+            divide; an unknown norm.
+    """
+
+    insertion = "sublayer"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 32,
+        *,
+        temperature: float = 0.25,
+        forgetting: float = 0.2,
+        norm: str = "pre",
+    ) -> None:
+        super().__init__()
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
+        for name, value in {"temperature": temperature, "forgetting": forgetting}.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be above 0")
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        self.width, self.heads, self.length, self.temperature = width, heads, length, temperature
+        self.norm = carried_norm(norm, width)
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        for linear in (self.query, self.key):
+            nn.init.xavier_uniform_(linear.weight)
+        # Values about as long as slots: longer ones would wipe a slot out before it has learnt what to keep.
+        nn.init.xavier_uniform_(self.value.weight, gain=width**-0.5)
+        self.bias_MD = nn.Parameter(forgetting * F.normalize(torch.randn(length, width), dim=-1))
+
+    def init_state(self, batch_size: int, like: Tensor) -> Slots:
+        segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return Slots(like.new_zeros(batch_size, self.length, self.width), segments_B)
+
+    def _slots(self, state: Slots) -> Tensor:
+        # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
+        return torch.where(state.segments_B[:, None, None] > 0, state.slots_BMD, F.normalize(self.bias_MD, dim=-1))
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def enter(
+        self,
+        state: Slots,
+        x_BND: Tensor,
+        positions_BNP: Tensor,
+        padding_BN: Tensor | None,
+        inputs: Tensor | None,
+    ) -> Entry:
+        return Entry(x_BND, positions_BNP, padding_BN, slots_BMD=self._slots(state))
+
+    def exit(self, state: Slots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Slots, None]:
+        padding_BN = traces[0].query.padding_BN
+        before_BMD = self._slots(state)
+        after_BMD = self.write(before_BMD, self.norm(x_BND), padding_BN).to(before_BMD.dtype)
+        wrote_B = torch.ones_like(state.segments_B) if padding_BN is None else (~padding_BN).any(1).long()
+        slots_BMD = torch.where(wrote_B[:, None, None] > 0, after_BMD, state.slots_BMD)
+        return x_BND, Slots(slots_BMD, state.segments_B + wrote_B), None
+
+    def write(self, slots_BMD: Tensor, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
+        """(B, M, D): the slots after the tokens x, whose padding is marked with True."""
+        made_BHME = write_slots(
+            self._heads(slots_BMD),
+            self._heads(self.query(slots_BMD)),
+            self._heads(self.key(slots_BMD)),
+            self._heads(self.key(x_BND)),
+            self._heads(self.value(x_BND)),
+            self.temperature,
+            padding_BN,
+        )
+        return forget(made_BHME.transpose(1, 2).flatten(2), self.bias_MD)

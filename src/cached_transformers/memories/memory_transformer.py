@@ -1,0 +1,96 @@
+"""Memory Transformer (Burtsev, Kuratov, Peganov, Sapunov 2020, arXiv:2006.11527; no code of the authors).
+
+Learned vectors stand beside the segment, and ordinary attention uses them as room for what concerns the whole of it.
+
+    X = [memory; segment],  every layer as usual,  the outputs of the memory are dropped
+    MemCtrl: tokens of the memory have projections and a feed-forward of their own in every layer
+
+Nothing crosses from one segment to the next. In a causal model the memory is in front, where its tokens see one another
+and nothing else: there they are a learned prefix, and gather nothing from the segment as they do in an encoder.
+
+Legend: B rows, N tokens, M memory tokens, D model width, F width of the feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import MEMORIES
+from ..state import State
+from .base import Entry, ModelMemory, Trace
+from .memory_tokens import check_tokens, surround, visible_round
+
+
+@MEMORIES.register(
+    "memory_transformer",
+    paper="arXiv:2006.11527",
+    equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
+    state="none",
+    cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
+    reach="the segment",
+    gradient="within the segment",
+)
+class MemoryTransformer(ModelMemory):
+    """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
+
+    A control for recurrent memories: as many tokens, no recurrence. The state is empty, 0 bytes. A token costs
+    M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds more in each layer.
+
+    Args:
+        width: D. heads: H.
+        length: M, memory tokens.
+        place: "front" or "back" of the segment; causal models have only "front", since no token sees what is behind it.
+        control: MemCtrl, own norms, projections and feed-forward for the memory's tokens; the weights are a copy's, see
+            `MemoryWeights.copy_from` for a model that was trained without.
+        mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
+        causal: whether the model is causal (models say it themselves).
+
+    Raises:
+        ValueError: a length below 1, an unknown place or mask, a memory behind the tokens of a causal model.
+    """
+
+    insertion = "input"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 10,
+        *,
+        place: str = "front",
+        control: bool = False,
+        mask: str = "full",
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        check_tokens(length, mask)
+        if place not in ("front", "back"):
+            raise ValueError(f"place={place!r} must be 'front' or 'back'")
+        if causal and place == "back":
+            raise ValueError(
+                "place='back' in a causal model puts the memory where no token sees it; take place='front', or "
+                "memory='rmt', which carries what is written behind the segment into the next one"
+            )
+        self.length, self.place, self.own_weights = length, place, control
+        self.masks = causal and mask == "full"
+        self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
+
+    def enter(
+        self, state: State, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
+    ) -> Entry:
+        memory_BMD = self.initial_MD.expand(x_BND.shape[0], -1, -1)
+        front_BMD, back_BMD = (memory_BMD, None) if self.place == "front" else (None, memory_BMD)
+        around = surround(x_BND, positions_BNP, padding_BN, front_BMD, back_BMD)
+        visible_NN = visible_round(self.length, x_BND.shape[1], 0, x_BND.device) if self.masks else None
+        return Entry(*around, own=(self._start, x_BND.shape[1]), visible_NN=visible_NN)
+
+    @property
+    def _start(self) -> int:
+        """Place of the segment's first token."""
+        return self.length if self.place == "front" else 0
+
+    def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, None]:
+        return x_BND.narrow(1, self._start, x_BND.shape[1] - self.length), state, None

@@ -1,0 +1,217 @@
+"""Memformer: a slow twin, golden values of the write, the rules of slots, and that it learns.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from latch import accuracy, trained
+from torch import Tensor, nn
+
+from cached_transformers.memories.memformer import Memformer, forget, write_slots
+from cached_transformers.models import create_model
+
+WIDTH, HEADS, M, N, ROWS = 8, 2, 3, 5, 2
+
+
+def memory(**options: Any) -> Memformer:
+    torch.manual_seed(0)
+    return Memformer(WIDTH, HEADS, M, **options).double()
+
+
+def slots_and_tokens() -> tuple[Tensor, Tensor]:
+    slots = nn.functional.normalize(torch.randn(ROWS, M, WIDTH, dtype=torch.float64), dim=-1)
+    return slots.requires_grad_(), torch.randn(ROWS, N, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def twin(module: Memformer, slots_BMD: Tensor, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
+    """The write, slot by slot and head by head."""
+    e, rows = WIDTH // HEADS, []
+    for b in range(len(slots_BMD)):
+        made = []
+        for i, slot in enumerate(slots_BMD[b]):
+            tokens = [t for j, t in enumerate(x_BND[b]) if padding_BN is None or not padding_BN[b, j]]
+            heads = []
+            for h in range(HEADS):
+                part = slice(h * e, (h + 1) * e)
+                q = (module.query.weight @ slot)[part]
+                keys = [(module.key.weight @ t)[part] for t in (slot, *tokens)]
+                values = [slot[part], *((module.value.weight @ t)[part] for t in tokens)]
+                scores = torch.stack([q @ k / math.sqrt(e) / module.temperature for k in keys])
+                heads.append(sum(w * v for w, v in zip(scores.softmax(0), values, strict=True)))
+            moved = torch.cat(heads) + module.bias_MD[i]  # type: ignore[arg-type]
+            made.append(moved / moved.square().sum().sqrt())
+        rows.append(torch.stack(made))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_write_is_that_of_a_slow_twin(padded: bool) -> None:
+    module, (slots, x) = memory(), slots_and_tokens()
+    padding = torch.tensor([[False, True, False, False, True], [True, False, False, False, False]]) if padded else None
+    got, want = module.write(slots, x, padding), twin(module, slots, x, padding)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    used = [slots, x, *(p for name, p in module.named_parameters() if not name.startswith("norm"))]
+    weights = torch.randn_like(got)
+    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), used) for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_the_model_is_that_of_a_slow_twin() -> None:
+    """Two segments: every block reads what the segment before wrote, and nothing of its own."""
+    model = build_model().double()
+    spanning = model.stack.model_memory  # type: ignore[union-attr]
+    segments = torch.randint(0, 11, (ROWS, 2 * N)).split(N, 1)
+    slots = nn.functional.normalize(spanning.bias_MD, dim=-1).expand(ROWS, -1, -1)  # type: ignore[union-attr, arg-type]
+    state: Any = None
+    for segment in segments:
+        out = model(segment, state)
+        x = model.embedding(segment)  # type: ignore[operator]
+        for block in model.stack.blocks:  # type: ignore[union-attr]
+            x = x + block.attention(x, torch.arange(N)[None, :, None].expand(ROWS, -1, -1)).y_BND  # type: ignore[operator]
+            x = x + read_by_hand(block.slot_attention, x, slots)
+            x = x + block.feed_forward(x)  # type: ignore[operator]
+        slots = twin(spanning, slots, spanning.norm(x))  # type: ignore[arg-type, union-attr, operator]
+        torch.testing.assert_close(out.outputs, model.head(model.stack.norm(x)), rtol=0, atol=1e-10)  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(out.state.model.slots_BMD, slots, rtol=0, atol=1e-10)
+        state = out.state
+
+
+def read_by_hand(attention: Any, x: Tensor, slots: Tensor) -> Tensor:
+    e = WIDTH // HEADS
+    q, (k, v) = attention.query(attention.norm(x)), attention.key_value(slots).chunk(2, -1)
+    heads = []
+    for h in range(HEADS):
+        part = slice(h * e, (h + 1) * e)
+        heads.append((q[..., part] @ k[..., part].mT / math.sqrt(e)).softmax(-1) @ v[..., part])
+    return attention.output(torch.cat(heads, -1))
+
+
+def build_model(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    spec = {"name": "memformer", "length": M, **options}
+    sizes = {"vocabulary": 11, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
+    return create_model("language_model", **sizes, memory=spec, positions="none")
+
+
+def test_golden_writes(shared: Path) -> None:
+    """Three writes of the paper's equations, attention and forgetting apart."""
+    file = np.load(shared / "golden/memories/spec_memformer_crtn.npz")
+    given = {k.removeprefix("memformer/"): torch.from_numpy(file[k]) for k in file.files if k.startswith("memformer/")}
+    module = Memformer(WIDTH, HEADS, M, temperature=given["tau"].item(), norm="post").double()
+    names = {"query": "Wq", "key": "Wk", "value": "Wv"}
+    weights = {f"{mine}.weight": given[theirs].T for mine, theirs in names.items()}
+    module.load_state_dict({**weights, "bias_MD": given["v_bias"]})
+    start = torch.zeros(1, N, WIDTH, dtype=torch.float64)
+    slots = module.enter(module.init_state(1, start), start, torch.zeros(1, N, 1), None, None).slots_BMD
+    assert slots is not None
+    torch.testing.assert_close(slots[0], given["M0"], rtol=0, atol=1e-12)
+    for step in range(3):
+        x = given[f"t{step}/x_enc"][None]
+        heads = [
+            module._heads(t) for t in (slots, module.query(slots), module.key(slots), module.key(x), module.value(x))
+        ]
+        before = write_slots(*heads, module.temperature).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(before[0], given[f"t{step}/M_pre_bmn"], rtol=0, atol=1e-12)
+        slots = module.write(slots, x)
+        torch.testing.assert_close(slots[0], given[f"t{step}/M_next"], rtol=0, atol=1e-12)
+
+
+def test_a_slot_sees_itself_and_the_tokens_and_no_other_slot() -> None:
+    module, (slots, x) = memory(), slots_and_tokens()
+    written = module.write(slots, x)
+    for i in range(M):
+        (gradient,) = torch.autograd.grad(written[:, i].sum(), slots, retain_graph=True)
+        reached = gradient.abs().amax((0, 2)) > 0
+        assert reached.tolist() == [j == i for j in range(M)]
+
+
+def test_slots_in_another_order_are_written_in_that_order() -> None:
+    module, (slots, x) = memory(), slots_and_tokens()
+    want = module.write(slots, x)[:, [2, 0, 1]]
+    with torch.no_grad():
+        module.bias_MD.copy_(module.bias_MD[[2, 0, 1]])
+    torch.testing.assert_close(module.write(slots[:, [2, 0, 1]], x), want, rtol=0, atol=1e-12)
+
+
+def test_nothing_to_write_leaves_the_slot_to_its_bias() -> None:
+    module, (slots, x) = memory(), slots_and_tokens()
+    written = module.write(slots, x, torch.ones(ROWS, N, dtype=torch.bool))
+    torch.testing.assert_close(written, forget(slots, module.bias_MD), rtol=0, atol=1e-12)
+    for _ in range(200):
+        slots = forget(slots, module.bias_MD)
+    toward = nn.functional.normalize(module.bias_MD, dim=-1).expand_as(slots)
+    torch.testing.assert_close(slots, toward, rtol=0, atol=1e-6)
+
+
+def test_a_small_temperature_takes_one_thing() -> None:
+    module, (slots, x) = memory(temperature=1e-4), slots_and_tokens()
+    parts = [module._heads(t) for t in (slots, module.query(slots), module.key(slots), module.key(x), module.value(x))]
+    made = write_slots(*parts, module.temperature)
+    own = (parts[1] * parts[2]).sum(-1, keepdim=True)
+    best = torch.cat([own, parts[1] @ parts[3].mT], -1).argmax(-1)
+    for b in range(ROWS):
+        for h in range(HEADS):
+            for i in range(M):
+                pick = int(best[b, h, i])
+                want = parts[0][b, h, i] if pick == 0 else parts[4][b, h, pick - 1]
+                torch.testing.assert_close(made[b, h, i], want, rtol=0, atol=1e-6)
+
+
+def test_a_row_of_padding_keeps_its_slots_and_a_fresh_state_is_not_looked_at() -> None:
+    model = build_model()
+    segment = torch.randint(0, 11, (ROWS, N))
+    nothing = torch.tensor([True, False])[:, None].expand(-1, N)
+    before = model(segment).state
+    after = model(segment, before, padding=nothing).state
+    assert torch.equal(after.model.slots_BMD[0], before.model.slots_BMD[0])
+    assert not torch.equal(after.model.slots_BMD[1], before.model.slots_BMD[1])
+    fresh = model.init_state(ROWS)  # type: ignore[operator]
+    poison = fresh._replace(model=fresh.model._replace(slots_BMD=torch.full_like(fresh.model.slots_BMD, torch.nan)))
+    out = model(segment, poison)
+    assert torch.equal(out.outputs, model(segment).outputs)
+    waits = model(segment, poison, padding=nothing).state
+    later = model(segment, waits).outputs
+    later.square().sum().backward()
+    assert later.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_keep_unit_length_over_a_thousand_segments(dtype: torch.dtype) -> None:
+    model = build_model().to(dtype).eval()
+    segments, state = torch.randint(0, 11, (8, ROWS, N)), None
+    with torch.no_grad():
+        for index in range(1000):
+            out = model(segments[index % 8], state)
+            state = out.state
+    length = state.model.slots_BMD.float().norm(dim=-1)  # type: ignore[attr-defined]
+    assert out.outputs.isfinite().all()
+    torch.testing.assert_close(length, torch.ones_like(length), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 slot"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"forgetting": -1.0}, "forgetting=-1.0 must be above 0"),
+        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
+        ({"norm": "none"}, "norm='none' must be 'pre' or 'post'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Memformer(**{"width": WIDTH, "heads": HEADS, **options})
+
+
+def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
+    model = trained({"name": "memformer", "length": 2}, 300)
+    assert accuracy(model) > 0.95
+    assert accuracy(model, forget=True) < 0.4 and accuracy(model, shuffle=True) < 0.4

@@ -1,0 +1,50 @@
+"""The curriculum over the number of segments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cached_transformers.training.curriculum import Curriculum
+
+
+def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:
+    curriculum = Curriculum([1, 2, 5], steps_each=[100, 2000, 5000])
+    drawn = list(curriculum)
+    assert len(drawn) == len(curriculum) == 7100
+    assert set(drawn[:100]) == {1}
+    for part, largest in ((drawn[100:2100], 2), (drawn[2100:], 5)):
+        counts = Counter(part)
+        assert set(counts) == set(range(1, largest + 1))
+        assert all(abs(n - len(part) / largest) < 0.15 * len(part) / largest for n in counts.values())
+
+
+def test_the_largest_number_every_time() -> None:
+    assert list(Curriculum([2, 3], steps_each=2, uniform=False)) == [2, 2, 3, 3]
+
+
+def test_a_step_depends_on_seed_and_step_alone() -> None:
+    first, again, other = (Curriculum([3, 7], 50, seed=seed) for seed in (1, 1, 2))
+    assert list(first) == list(again) != list(other)
+    assert [*first[:37], *first[37:]] == list(first), "training that is resumed goes on as it would have"
+    assert first[60] == list(first)[60] and first[-1] == list(first)[-1]
+    assert [first.largest(step) for step in (0, 49, 50, 99, 1000)] == [3, 3, 7, 7, 7]
+    with pytest.raises(IndexError, match="step 100 of a curriculum of 100 steps"):
+        first[100]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 5), "at least one number of segments"),
+        (([0, 1], 5), r"stages=\[0, 1\] must be .* each at least 1"),
+        (([2, 2], 5), r"stages=\[2, 2\] must grow"),
+        (([1, 2], 0), "steps_each=0 must be a number of at least 1"),
+        (([1, 2], [5]), r"steps_each=\[5\] must be .* one for each of 2 stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curriculum(*arguments)
