@@ -17,6 +17,7 @@ from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
 from ..memories.base import Context, LayerMemory, Query, Reading, Recalled, Weights
 from ..state import State
+from .choice import choice_of
 from .positions import Positions
 
 
@@ -150,6 +151,7 @@ class SelfAttention(nn.Module):
         q, k, v = self._project(h_BND, size)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
+        own = 0 if reading.context is None else reading.context.k_BHME.shape[2]
         context = join(join(reading.context, self._recall(recalled)), context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
@@ -160,17 +162,22 @@ class SelfAttention(nn.Module):
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
+        placed_v, choice = v, None if recalled is None else choice_of(recalled, own, slots)
+        if choice is not None and context is not None:
+            bias = bias if choice.visible_BNR is None else _hide(bias, choice.visible(v.shape[2]), q.dtype)
+            placed_v, context = choice.spread(v, context)
         result = self.core(
             placed_q,
             placed_k,
-            v,
+            placed_v,
             causal=causal,
             key_padding_mask=padding_BN,
             context=context,
             bias_BHNM=bias,
             x_BND=h_BND,
         )
-        y_BND = self.memory.project(result.out_BHNV, query, reading, self.output, plain_weights(self.output))
+        y_BHNE = result.out_BHNV if choice is None else choice.gather(result.out_BHNV)
+        y_BND = self.memory.project(y_BHNE, query, reading, self.output, plain_weights(self.output))
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
 
@@ -258,5 +265,5 @@ def shows_the_future(memory: str) -> str:
     """Message for a memory in a causal model that cannot have it."""
     return (
         f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
-        "take its causal form (for GRC: memory='grc_stream')"
+        "take its causal form (for GRC: memory='grc_stream'; for crtn: scope='previous' or 'token')"
     )
