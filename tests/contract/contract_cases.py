@@ -113,8 +113,8 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "crtn/draft": Contract(
         options={
-            **{"segment": 9, "regions": 3, "topk": 1, "query": "compute_first", "scope": "token", "summary": "last"},
-            **{"short_memory": 1, "renormalise": "sum", "rescale": True, "scale": True},
+            **{"segment": 9, "regions": 3, "query": "compute_first", "scope": "token", "summary": "mean"},
+            **{"short_memory": 1, "renormalise": "softmax", "rescale": True, "scale": True},
         },
         bytes_per_row=lambda d: crtn_bytes(d, 4),
         model={"positions": "relative"},
