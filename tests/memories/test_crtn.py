@@ -338,6 +338,7 @@ def golden(shared: Path, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("placed", ["slot", "packed"])
 def test_golden_values_of_the_equations(shared: Path, placed: str) -> None:
+    """The regions recalled there stand next to the segment, so that both ways of placing them are the same."""
     g = {k.removeprefix("crtn/"): v for k, v in golden(shared, "spec_memformer_crtn").items() if k.startswith("crtn/")}
     memory = CRTN(8, 2, depth=1, segment=4, regions=3, placed=placed)
     positions = RelativePositions(2, 4, biases=(nn.Parameter(g["u"]), nn.Parameter(g["v"]))).double()
@@ -410,18 +411,14 @@ def after(model: Any, g: dict[str, Tensor], tag: str, segment: int) -> Any:
 
 
 def test_golden_values_of_the_released_code_with_all_regions(shared: Path) -> None:
+    """From the empty memory on; its empty keys are random, but nothing is chosen by them here."""
     g, tag = golden(shared, "crtn_head"), "head_k_eq_N_unweighted"
     model = released(g, tag, topk=3, weighted=False)
-    x = g[f"{tag}/x"].T
-    torch.testing.assert_close(model(x[:, :4]).outputs, g[f"{tag}/seg0/logits"].transpose(0, 1), rtol=0, atol=1e-5)
-    state = after(model, g, tag, 3)
-    for segment in (4, 5, 6):
-        out = model(x[:, 4 * segment :][:, :4], state)
-        state = out.state
-        want = after(model, g, tag, segment).model
+    for segment, out in enumerate(run(model, list(g[f"{tag}/x"].T.split(4, 1)))):
         torch.testing.assert_close(out.outputs, g[f"{tag}/seg{segment}/logits"].transpose(0, 1), rtol=0, atol=1e-5)
-        for a, b in zip(out.state.model[:4], want[:4], strict=True):  # keys, values, places, sizes
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        if segment >= 3:
+            for a, b in zip(out.state.model[:4], after(model, g, tag, segment).model[:4], strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # keys, values, places, sizes
 
 
 @pytest.mark.parametrize("tag", ["head_single_last", "head_single_last_unweighted", "head_single_mean"])
@@ -473,7 +470,7 @@ def latch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, targets
 
 
-def accuracy_after(steps: int, memory: dict[str, Any]) -> float:
+def accuracy_after(steps: int, memory: dict[str, Any] | None) -> float:
     torch.manual_seed(0)
     sizes = {"vocabulary": SYMBOLS + 5, "width": 32, "depth": 1, "heads": 4, "feed_forward": 64, "tied": False}
     model = create_model("language_model", **sizes, memory=memory)
@@ -490,21 +487,29 @@ def accuracy_after(steps: int, memory: dict[str, Any]) -> float:
     return (last.outputs[:, -1].argmax(-1) == targets[:, -1]).double().mean().item()
 
 
+BARE = {"name": "crtn", "segment": L, "regions": 3, "topk": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"scope": "token"}, {"query": "compute_first", "summary": "bilstm"}])
-def test_it_learns_which_of_three_regions_to_recall(options: dict[str, Any]) -> None:
-    """One layer, one region at a time: only a trained choice brings the first segment to the fourth."""
-    memory = {"name": "crtn", "segment": L, "regions": 3, "topk": 1, **options}
-    assert accuracy_after(300, memory) > 0.95
+def test_every_kind_of_query_learns_what_to_recall(options: dict[str, Any]) -> None:
+    assert accuracy_after(300, {**BARE, **options}) > 0.95
 
 
-def test_it_learns_to_look_into_the_region_of_the_first_segment() -> None:
-    memory = {"name": "crtn", "segment": L, "regions": 3, "topk": 1, "rescale": True, "scale": True}
-    assert accuracy_after(150, memory) > 0.95
+def test_it_learns_which_of_three_regions_to_recall() -> None:
+    """One layer and one region at a time: the first segment must be chosen for the fourth."""
+    assert accuracy_after(150, {**BARE, "rescale": True, "scale": True}) > 0.95
 
 
-def test_a_memory_of_one_segment_and_one_layer_does_not_reach_it() -> None:
-    assert accuracy_after(150, {"name": "transformer_xl", "length": L}) < 0.4
+@pytest.mark.slow
+def test_a_choice_that_nothing_trains_falls_short() -> None:
+    """To the letter no gradient reaches the summary; what it picks still moves, since the embeddings learn."""
+    assert 0.5 < accuracy_after(150, {**BARE, "rescale": True, "scale": True, "alpha_grad": False}) < 0.9
+
+
+@pytest.mark.parametrize("memory", [None, {"name": "transformer_xl", "length": L}])
+def test_without_regions_the_first_segment_is_out_of_reach(memory: dict[str, Any] | None) -> None:
+    assert accuracy_after(150, memory) < 0.4
 
 
 # ------------------------------------------------------------------------------------------------ wrong arguments

@@ -75,14 +75,18 @@ class CRTN(ModelMemory):
         placed: recalled tokens stand at their own positions ("slot"), or right before the segment ("packed").
         order: of packed regions, by "age" or by "score", the best first.
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
-            draft paper, there in tokens). The first run of "compute_first" sees them.
+            draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
+            that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
         relative: position scheme of Transformer-XL for all layers; False takes the model's scheme.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
             longer than `segment`.
 
-    A summary of linear layers costs L D K multiply-adds a segment, and with scope="token" a token.
+    A linear summary costs L D K multiply-adds a segment, and with scope="token" a token, whose windows are B N L D
+    numbers. Options that are those of the authors' last code: query="compute_first", scope="token", summary="last",
+    short_memory=1, renormalise="softmax", rescale=True, scale=True. Its distances go wrong across unrecalled regions
+    (a shift runs over the gap); here they are right.
     """
 
     insertion = "kv"
