@@ -55,6 +55,12 @@ DROPPED = "what the last layer makes of the memory's tokens is dropped, so its o
 NOTHING = "nothing crosses from one segment to the next"
 LEARNED = "the first segment reads learned vectors, which are part of the definition"
 
+
+def crtn_bytes(d: int, regions: int, segment: int = 9) -> int:
+    """Keys, hidden states of all layers, positions, sizes; and the source of the next query."""
+    return regions * (4 * DEPTH * segment * d + 4 * d + 8 * segment + 8) + 4 * segment * d
+
+
 # "name/label" holds the memory to the contract a second time, with other options.
 CONTRACTS: dict[str, Contract] = {
     "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
@@ -188,13 +194,42 @@ CONTRACTS: dict[str, Contract] = {
         exempt={"empty": LEARNED},
     ),
     "memformer": Contract(options={"length": 3}, bytes_per_row=lambda d: 4 * 3 * d + 8, exempt={"empty": LEARNED}),
+    "crtn": Contract(
+        options={"segment": 9, "regions": 4, "topk": 2, "rescale": True},
+        bytes_per_row=lambda d: crtn_bytes(d, 4),
+        model={"positions": "relative"},
+    ),
+    "crtn/compute_first": Contract(
+        options={"segment": 9, "query": "compute_first", "summary": "bilstm", "regions": 3, "placed": "packed"},
+        bytes_per_row=lambda d: crtn_bytes(d, 3),
+        model={"positions": "relative"},
+        exempt={"recomputes": "the last segment's first run serves the next one; no backward asks for it"},
+    ),
+    "crtn/token": Contract(
+        options={"segment": 9, "scope": "token", "summary": "mlp", "regions": 3, "relative": False, "empty": "compete"},
+        bytes_per_row=lambda d: crtn_bytes(d, 3),
+    ),
+    "crtn/draft": Contract(
+        options={
+            **{"segment": 9, "regions": 3, "query": "compute_first", "scope": "token", "summary": "mean"},
+            **{"short_memory": 1, "renormalise": "softmax", "rescale": True, "scale": True},
+        },
+        bytes_per_row=lambda d: crtn_bytes(d, 4),
+        model={"positions": "relative"},
+    ),
+    "crtn/segment": Contract(
+        options={"segment": 15, "scope": "segment"},
+        bytes_per_row=lambda d: crtn_bytes(d, 5, 15),
+        models=("sequence_classifier",),
+        exempt={"learns": "the first sequence of a row has no region to choose among"},
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),
     "example_tokens": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
     "example_slots": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
 }
-RULES = ("remembers", "empty", "learns")
+RULES = ("remembers", "empty", "learns", "recomputes")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def test_recomputing_activations_changes_neither_losses_nor_gradients_nor_caches
     assert_same(kept.state_dict(), recomputed.state_dict())
 
 
-@cases()
+@cases(rule="recomputes")
 def test_activation_checkpointing_really_recomputes(case: Case) -> None:
     model = case.build()
     calls = 0

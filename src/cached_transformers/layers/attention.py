@@ -19,6 +19,7 @@ from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
 from ..memories.base import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
 from ..state import State
+from .choice import choice_of
 from .positions import Positions
 
 
@@ -182,6 +183,7 @@ class SelfAttention(nn.Module):
             output = functools.partial(by_owner, own=own, segment=self.output, memory=weights.output)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
+        before = 0 if reading.context is None else reading.context.k_BHME.shape[2]
         context = join(join(reading.context, self._recall(recalled)), context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
@@ -192,12 +194,17 @@ class SelfAttention(nn.Module):
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
+        placed_v, choice = v, None if recalled is None else choice_of(recalled, before, slots)
+        if choice is not None and context is not None:
+            bias = bias if choice.visible_BNR is None else _hide(bias, choice.visible(v.shape[2]), q.dtype)
+            placed_v, context = choice.spread(v, context)
         seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        result = self.core(placed_q, placed_k, v, **seen, x_BND=h_BND)
+        result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND)
+        y_BHNE = result.out_BHNV if choice is None else choice.gather(result.out_BHNV)
         if self.memory.wants_lse:
             reading = reading._replace(lse_BHN=self.core.log_sum_exp(placed_q, placed_k, **seen))
         plain = plain_weights(self.output) if output is self.output else None
-        y_BND = self.memory.project(result.out_BHNV, query, reading, output, plain)
+        y_BND = self.memory.project(y_BHNE, query, reading, output, plain)
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
 
@@ -285,5 +292,5 @@ def shows_the_future(memory: str) -> str:
     """Message for a memory in a causal model that cannot have it."""
     return (
         f"memory {memory} shows each token the rest of its segment and cannot serve a causal model; "
-        "take its causal form (for GRC: memory='grc_stream')"
+        "take its causal form (for GRC: memory='grc_stream'; for crtn: scope='previous' or 'token')"
     )

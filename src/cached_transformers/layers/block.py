@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..memories.base import LayerMemory, Linear, ModelMemory, Trace
+from ..memories.base import Entry, LayerMemory, Linear, ModelMemory, Trace
 from ..state import State, seal
 from .attention import OwnProjections, SelfAttention, by_owner
 from .feed_forward import DropPath, FeedForward
@@ -249,16 +249,31 @@ class Stack(nn.Module):
         n = x_BND.shape[1]
         clocked = self.clock_positions(state, n, padding_BN) if positions_BNP is None else positions_BNP
         entry = self.model_memory.enter(state.model, x_BND, clocked, padding_BN, inputs)
+        run = positions_BNP is None and padding_BN is None
+        while entry.then is not None:
+            entry = entry.then(self._through(entry, state, run and entry.positions_BNP is clocked, size)[0])
+        x, layers, traces, losses = self._through(entry, state, run and entry.positions_BNP is clocked, size)
+        before = state.model if entry.state is None else entry.state
+        x, model_state, loss = self.model_memory.exit(before, x, traces)
+        losses = [x_BND.new_zeros(()), *losses, *([] if loss is None else [loss])]
+        seen = n if padding_BN is None else (~padding_BN).sum(1)
+        after = StackState(state.clock_B + seen, model_state, tuple(layers))
+        return ModelOutput(self.norm(x), after, torch.stack(losses).sum())
+
+    def _through(
+        self, entry: Entry, state: StackState, consecutive: bool, size: tuple[int, int] | None
+    ) -> tuple[Tensor, list[State], list[Trace], list[Tensor]]:
+        """All blocks over an entry: tokens, states of the layers, traces, auxiliary losses."""
         options = {
             "padding_BN": entry.padding_BN,
             "context": entry.context,
             "visible_NN": entry.visible_NN,
             "sees_context_N": entry.sees_context_N,
-            "consecutive": positions_BNP is None and padding_BN is None and entry.positions_BNP is clocked,
+            "consecutive": consecutive,
             "size": size,
         }
         slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
-        x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
+        x, layers, traces, losses = entry.x_BND, [], [], []
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
         for block, own_state, hidden in zip(self.blocks, state.layers, recalled, strict=True):
             own = {"state": own_state, "recalled": hidden}
@@ -267,12 +282,7 @@ class Stack(nn.Module):
             traces.append(trace)
             if loss is not None:
                 losses.append(loss)
-        x, model_state, loss = self.model_memory.exit(state.model, x, traces)
-        if loss is not None:
-            losses.append(loss)
-        seen = n if padding_BN is None else (~padding_BN).sum(1)
-        after = StackState(state.clock_B + seen, model_state, tuple(layers))
-        return ModelOutput(self.norm(x), after, torch.stack(losses).sum())
+        return x, layers, traces, losses
 
     def _run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.activation_checkpointing and torch.is_grad_enabled():

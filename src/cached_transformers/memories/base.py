@@ -8,7 +8,8 @@ default, so that a paper's file overrides only what the paper changes. Four inse
 * head: `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
 * sublayer: the model memory offers slots, over which every block runs a cross-attention of its own.
 
-Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width, P position channels.
+Legend: B rows, N tokens, M slots, R regions of slots, H heads, E head width, D = H * E model width,
+P position channels.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Recalled(NamedTuple):
     """Hidden states (inputs of the layer, before its norm) that a model memory offers one layer as a context.
 
     The layer makes keys and values of them; values are multiplied by `weight_BM`, where it is given.
+
+    Where each token chooses for itself, `region_BM` says to which of R regions a slot belongs (R: to none, which all
+    tokens see with weight 1), `visible_BNR` which regions a token sees, and `weight_BNR` by what it multiplies their
+    values. The weights act behind the softmax, so that the keys of a region count in full.
     """
 
     hidden_BMD: Tensor
@@ -57,6 +62,9 @@ class Recalled(NamedTuple):
     valid_BM: Tensor
     weight_BM: Tensor | None = None
     consecutive: bool = False
+    region_BM: Tensor | None = None
+    visible_BNR: Tensor | None = None
+    weight_BNR: Tensor | None = None
 
 
 class Query(NamedTuple):
@@ -185,6 +193,9 @@ class Entry(NamedTuple):
             None for all.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
         sees_context_N: bool, the tokens that see a context; None when all do. Only beside `visible_NN`.
+        then: makes this a preview: the blocks run over it, nothing of that run is written, and the function turns the
+            last block's output (B, N, D) into the entry that follows.
+        state: what `exit` gets in the place of the state, for what has been computed already; None for the state.
     """
 
     x_BND: Tensor
@@ -197,6 +208,8 @@ class Entry(NamedTuple):
     own: tuple[int, int] | None = None
     visible_NN: Tensor | None = None
     sees_context_N: Tensor | None = None
+    then: Callable[[Tensor], Entry] | None = None
+    state: State | None = None
 
 
 class ModelMemory(nn.Module):

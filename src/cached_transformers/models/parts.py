@@ -77,6 +77,8 @@ def make_stack(
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
+    if causal and spec is not None and not first.causal:
+        raise ValueError(shows_the_future(spec[0]))  # an option may decide it
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
