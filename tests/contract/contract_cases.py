@@ -90,6 +90,33 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "compressive": Contract(
+        options={"length": 4, "compressed": 3, "rate": 2},
+        bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "compressive/dilated": Contract(
+        options={
+            "length": 2,
+            "compressed": 3,
+            "rate": 3,
+            "function": "dilated",
+            "loss": "autoencoding",
+            "positions": "age",
+            "relative": False,
+        },
+        bytes_per_row=lambda d: (2 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
+    "compressive/most_used": Contract(
+        options={"length": 4, "compressed": 3, "rate": 3, "function": "most_used", "relative": False},
+        bytes_per_row=lambda d: (4 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

@@ -7,14 +7,15 @@ Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E, P position 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
+from ..attentions.softmax import SoftmaxAttention, mean_weights
 from ..memories.base import Context, LayerMemory, Query, Reading, Recalled, Weights
 from ..state import State
 from .positions import Positions
@@ -29,6 +30,7 @@ class Attended(NamedTuple):
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
+    usage_BL: Tensor | None = None
 
 
 def plain_weights(linear: nn.Module) -> Weights:
@@ -98,14 +100,24 @@ class SelfAttention(nn.Module):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
+    def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
         """Rows first..last of the fused projection."""
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:last]
-        return F.linear(x, self.qkv.weight[first:last], bias)
+        weight, bias = self.qkv.weight[first:last], None if self.qkv.bias is None else self.qkv.bias[first:last]
+        if frozen:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return F.linear(x, weight, bias)
 
-    def project_kv(self, hidden_BMD: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections."""
-        k, v = self._linear(self.norm(hidden_BMD), self.width, 3 * self.width).chunk(2, -1)
+    def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]:
+        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections.
+
+        With `frozen` the norm and the projections receive no gradient; the hidden states do.
+        """
+        if frozen:
+            constants = {name: parameter.detach() for name, parameter in self.norm.named_parameters()}
+            h_BMD = functional_call(self.norm, constants, (hidden_BMD,))
+        else:
+            h_BMD = self.norm(hidden_BMD)
+        k, v = self._linear(h_BMD, self.width, 3 * self.width, frozen).chunk(2, -1)
         return self._heads(k), self._heads(v)
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,19 +172,17 @@ class SelfAttention(nn.Module):
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
-        result = self.core(
-            placed_q,
-            placed_k,
-            v,
-            causal=causal,
-            key_padding_mask=padding_BN,
-            context=context,
-            bias_BHNM=bias,
-            x_BND=h_BND,
-        )
+        masks: dict[str, Any] = {
+            "causal": causal,
+            "key_padding_mask": padding_BN,
+            "context": context,
+            "bias_BHNM": bias,
+        }
+        result = self.core(placed_q, placed_k, v, **masks, x_BND=h_BND)
+        usage_BL = mean_weights(placed_q, placed_k, **masks) if self.memory.weighs else None
         y_BND = self.memory.project(result.out_BHNV, query, reading, self.output, plain_weights(self.output))
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
-        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
+        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss, usage_BL)
 
     def _recall(self, recalled: Recalled | None) -> Context | None:
         if recalled is None:

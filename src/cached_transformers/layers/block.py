@@ -111,7 +111,8 @@ class Block(nn.Module):
         if self.slot_attention is not None and slots_BMD is not None:
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
         y_BND = self.feed_forward_norm(y_BND + self.drop_path(self.feed_forward(y_BND)))
-        trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
+        read = (attended.query, attended.reading, attended.usage_BL)
+        trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, *read)
         if own is not None:
             trace = trace.narrow(*own)
         state, loss = self.attention.memory.write(state, trace)

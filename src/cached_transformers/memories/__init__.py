@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ..registry import MEMORIES
 from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
+from .compressive import Compressive
 from .convolution import ConvolutionControl
 from .gated_recurrent_cache import GatedRecurrentCache
 from .grc import GRC, StreamGRC
@@ -15,6 +16,7 @@ from .transformer_xl import TransformerXL
 
 __all__ = [
     "GRC",
+    "Compressive",
     "Context",
     "ConvolutionControl",
     "Entry",

@@ -14,8 +14,9 @@ Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E model width,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..state import State
@@ -23,8 +24,15 @@ from ..state import State
 if TYPE_CHECKING:
     from ..layers.positions import Positions
 
-ProjectKV = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections."""
+
+class ProjectKV(Protocol):
+    """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
+
+    With `frozen` these receive no gradient; the hidden states do.
+    """
+
+    def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]: ...
+
 
 Linear = Callable[[Tensor], Tensor]
 """An output projection, (B, N, D) -> (B, N, D)."""
@@ -82,7 +90,11 @@ class Reading(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a block leaves for `write`: its input, its keys and values (unrotated), its output, and what was read."""
+    """What a block leaves for `write`: its input, its keys and values (unrotated), its output, and what was read.
+
+    `usage_BL` is for memories with `weighs`: the mean attention weight of each key of context and segment, without
+    gradient.
+    """
 
     x_BND: Tensor
     k_BHNE: Tensor
@@ -90,6 +102,7 @@ class Trace(NamedTuple):
     y_BND: Tensor
     query: Query
     reading: Reading
+    usage_BL: Tensor | None = None
 
     def narrow(self, start: int, length: int) -> Trace:
         """The trace of some neighbouring tokens."""
@@ -102,9 +115,11 @@ class Trace(NamedTuple):
             size,
         )
         k, v = self.k_BHNE.narrow(2, start, length), self.v_BHNE.narrow(2, start, length)
-        return Trace(
-            self.x_BND.narrow(1, start, length), k, v, self.y_BND.narrow(1, start, length), query, self.reading
-        )
+        y, usage = self.y_BND.narrow(1, start, length), self.usage_BL
+        if usage is not None:
+            slots = usage.shape[1] - self.x_BND.shape[1]
+            usage = torch.cat([usage[:, :slots], usage.narrow(1, slots + start, length)], 1)
+        return Trace(self.x_BND.narrow(1, start, length), k, v, y, query, self.reading, usage)
 
 
 class LayerMemory(nn.Module):
@@ -114,11 +129,13 @@ class LayerMemory(nn.Module):
         insertion: "kv", "head" or "none"; only "kv" asks the attention core to accept a context.
         shared: one state for all rows and steps, kept in buffers of the module (the state tuple is then empty).
         causal: whether a causal model may use it (no output may depend on a later token).
+        weighs: whether `write` needs the attention weights of the keys, which are then computed a second time.
     """
 
     insertion: Literal["kv", "head", "none"] = "none"
     shared: bool = False
     causal: bool = True
+    weighs: bool = False
 
     def position_scheme(self) -> Positions | None:
         """Position scheme of its own for the layer it lives in; None for the model's."""
