@@ -49,6 +49,7 @@ class Contract:
     exempt: Mapping[str, str] = field(default_factory=dict)
 
 
+FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}
 UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
 SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
 
@@ -116,6 +117,21 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: (4 + 2 + 3) * (4 * d + 8) + 16,
         exact={"length": 64},
         detached=True,
+    ),
+    "feedback": Contract(
+        options={"length": 4}, bytes_per_row=lambda d: 4 * (4 * d + 8) + 8, exact={"length": 4}, exempt=FEEDBACK
+    ),
+    "feedback/separate": Contract(
+        options={"length": 4, "shared_kv": False, "positions": "relative", "start": "zeros"},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
+    ),
+    "feedback/kv": Contract(
+        options={"length": 4, "positions": None, "keep": "kv"},
+        bytes_per_row=lambda d: 4 * (8 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
     ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}

@@ -193,10 +193,24 @@ class Stack(nn.Module):
         """
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
+        memory = self.model_memory
+        state = state._replace(model=memory.open(state.model, [block.attention for block in self.blocks]))  # type: ignore[misc]
+        out = self._steps(x_BND, state, positions_BNP, padding_BN, inputs, size)
+        return out._replace(state=seal(out.state._replace(model=memory.close(out.state.model))))
+
+    def _steps(
+        self,
+        x_BND: Tensor,
+        state: StackState,
+        positions_BNP: Tensor | None,
+        padding_BN: Tensor | None,
+        inputs: Tensor | None,
+        size: tuple[int, int] | None,
+    ) -> ModelOutput:
+        """A segment, in the steps in which the model memory reads."""
         step = self.model_memory.step
         if step is None or x_BND.shape[1] <= step:
-            out = self._segment(x_BND, state, positions_BNP, padding_BN, inputs, size)
-            return out._replace(state=seal(out.state))
+            return self._segment(x_BND, state, positions_BNP, padding_BN, inputs, size)
         parts = [None if t is None else t.split(step, 1) for t in (x_BND, positions_BNP, padding_BN, inputs)]
         outs = []
         for index in range(len(parts[0])):  # type: ignore[arg-type]
@@ -205,7 +219,7 @@ class Stack(nn.Module):
             state = outs[-1].state
         # Mean, as over the segments of a batch: an auxiliary loss does not depend on how a text is cut.
         loss = torch.stack([out.auxiliary_loss for out in outs]).mean()
-        return ModelOutput(torch.cat([out.outputs for out in outs], 1), seal(state), loss)
+        return ModelOutput(torch.cat([out.outputs for out in outs], 1), state, loss)
 
     def _segment(
         self,
@@ -222,7 +236,6 @@ class Stack(nn.Module):
         entry = self.model_memory.enter(state.model, x_BND, clocked, padding_BN, inputs)
         options = {
             "padding_BN": entry.padding_BN,
-            "context": entry.context,
             "visible_NN": entry.visible_NN,
             "sees_context_N": entry.sees_context_N,
             "consecutive": positions_BNP is None and padding_BN is None and entry.positions_BNP is clocked,
@@ -231,8 +244,9 @@ class Stack(nn.Module):
         slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
         x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
-        for block, own_state, hidden in zip(self.blocks, state.layers, recalled, strict=True):
-            own = {"state": own_state, "recalled": hidden}
+        contexts = entry.contexts if entry.contexts is not None else [entry.context] * len(self.blocks)
+        for block, own_state, hidden, context in zip(self.blocks, state.layers, recalled, contexts, strict=True):
+            own = {"state": own_state, "recalled": hidden, "context": context}
             x, own_state, trace, loss = self._run(block, x, entry.positions_BNP, **own, **slots, **options)
             layers.append(own_state)
             traces.append(trace)
@@ -257,6 +271,11 @@ def _check_pair(memory: ModelMemory, block: Block) -> None:
         raise ValueError(
             f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot take "
             "(accepts_context=False)"
+        )
+    if memory.own_keys != block.attention.own_keys:
+        raise ValueError(
+            f"memory {type(memory).__name__} has own_keys={memory.own_keys}, a layer has own_keys="
+            f"{block.attention.own_keys}; make every SelfAttention with that of the memory"
         )
     if memory.insertion == "sublayer" and block.slot_attention is None:
         raise ValueError(

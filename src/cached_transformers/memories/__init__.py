@@ -10,6 +10,7 @@ from ..registry import MEMORIES
 from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
 from .compressive import Compressive
 from .convolution import ConvolutionControl
+from .feedback import Feedback
 from .gated_recurrent_cache import GatedRecurrentCache
 from .grc import GRC, StreamGRC
 from .transformer_xl import TransformerXL
@@ -20,6 +21,7 @@ __all__ = [
     "Context",
     "ConvolutionControl",
     "Entry",
+    "Feedback",
     "GatedRecurrentCache",
     "LayerMemory",
     "MemorySpec",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..state import State
 
 if TYPE_CHECKING:
+    from ..layers.attention import SelfAttention
     from ..layers.positions import Positions
 
 
@@ -188,7 +189,7 @@ class Entry(NamedTuple):
     Attributes:
         x_BND: the tokens, with those of the memory round them.
         positions_BNP, padding_BN: of all these tokens.
-        context: keys and values for all layers.
+        context: keys and values for all layers. contexts: those for each layer, instead.
         slots_BMD: slots for the cross-attention of every block.
         slots_valid_BM: bool, the slots that hold something; None when all do.
         recalled: hidden states for each layer.
@@ -207,6 +208,7 @@ class Entry(NamedTuple):
     own: tuple[int, int] | None = None
     visible_NN: Tensor | None = None
     sees_context_N: Tensor | None = None
+    contexts: Sequence[Context | None] | None = None
 
 
 class ModelMemory(nn.Module):
@@ -217,11 +219,18 @@ class ModelMemory(nn.Module):
         step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
             other and with gradient. None for whole segments.
         causal: whether a causal model may use it.
+        own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none
+            gets 0 from attention; traces then hold no keys and values.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
     step: int | None = None
     causal: bool = True
+    own_keys: bool = True
+
+    def layer_keys(self, index: int) -> bool:
+        """Whether the layer `index` has projections of keys and values; only without `own_keys` can one do without."""
+        return True
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
@@ -235,10 +244,18 @@ class ModelMemory(nn.Module):
         """State before the first segment, on the device and in the dtype of `like`."""
         return ()
 
+    def open(self, state: State, layers: Sequence[SelfAttention]) -> Any:
+        """What `enter` and `exit` get for a state during one segment, all its steps. It may hold more than tensors."""
+        return state
+
+    def close(self, opened: Any) -> State:
+        """The state after the segment, of the structure that `init_state` gives."""
+        return opened
+
     def enter(
         self, state: State, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
     ) -> Entry:
-        """Called before the first block. `inputs` are the raw inputs of the model (token ids)."""
+        """Called before the first block, with what `open` gave. `inputs` are the model's raw inputs (token ids)."""
         return Entry(x_BND, positions_BNP, padding_BN)
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
