@@ -54,6 +54,7 @@ SHARED = "one cache for all rows: the state of a row is empty, and the cache is 
 DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
 NOTHING = "nothing crosses from one segment to the next"
 LEARNED = "the first segment reads learned vectors, which are part of the definition"
+FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}
 
 
 def crtn_bytes(d: int, regions: int, segment: int = 9) -> int:
@@ -222,6 +223,48 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: crtn_bytes(d, 5, 15),
         models=("sequence_classifier",),
         exempt={"learns": "the first sequence of a row has no region to choose among"},
+    ),
+    "compressive": Contract(
+        options={"length": 4, "compressed": 3, "rate": 2},
+        bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "compressive/dilated": Contract(
+        options={
+            "length": 2,
+            "compressed": 3,
+            "rate": 3,
+            "function": "dilated",
+            "loss": "autoencoding",
+            "positions": "age",
+            "relative": False,
+        },
+        bytes_per_row=lambda d: (2 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
+    "compressive/most_used": Contract(
+        options={"length": 4, "compressed": 3, "rate": 3, "function": "most_used", "relative": False},
+        bytes_per_row=lambda d: (4 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
+    "feedback": Contract(
+        options={"length": 4}, bytes_per_row=lambda d: 4 * (4 * d + 8) + 8, exact={"length": 4}, exempt=FEEDBACK
+    ),
+    "feedback/separate": Contract(
+        options={"length": 4, "shared_kv": False, "positions": "relative", "start": "zeros"},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
+    ),
+    "feedback/kv": Contract(
+        options={"length": 4, "positions": None, "keep": "kv"},
+        bytes_per_row=lambda d: 4 * (8 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
     ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}

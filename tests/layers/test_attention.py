@@ -227,6 +227,93 @@ def test_a_core_without_causal_form_serves_where_none_is_needed() -> None:
     assert SelfAttention(WIDTH, HEADS, core=Bare())(x).y_BND.shape == x.shape
 
 
+def test_frozen_projections_pass_the_gradient_on_and_keep_none() -> None:
+    layer, hidden = make(), torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double, requires_grad=True)
+    plain, frozen = layer.project_kv(hidden), layer.project_kv(hidden, frozen=True)
+    wants = torch.autograd.grad(sum(t.sin().sum() for t in plain), hidden)
+    for a, b in zip(frozen, plain, strict=True):
+        assert torch.equal(a, b)
+    sum(t.sin().sum() for t in frozen).backward()
+    torch.testing.assert_close(hidden.grad, wants[0], rtol=0, atol=1e-12)
+    assert all(p.grad is None and p.requires_grad for p in layer.parameters())
+
+
+class Weighing(Offer):
+    weighs = True
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("scheme", [Positions, lambda: ALiBiPositions(HEADS)])
+def test_the_weights_of_the_keys_are_means_over_what_sees_them(causal: bool, padded: bool, scheme: Any) -> None:
+    """The derivative of a query's output by the value of a key is the weight of that key."""
+    layer = make(scheme(), causal=causal, memory=Weighing())
+    x, places = (
+        torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double),
+        torch.arange(9, 9 + TOKENS)[None, :, None].expand(ROWS, -1, -1),
+    )
+    padding = torch.tensor([[False, False, True, False], [True] * 4]) if padded else torch.zeros(ROWS, TOKENS).bool()
+    calls: list[Any] = []
+    handle = layer.core.register_forward_hook(
+        lambda m, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
+    )
+    usage = layer(x, places, padding_BN=padding if padded else None).usage_BL
+    handle.remove()
+    (q, k, v), masks = calls[0]
+    context = masks["context"]
+    values = torch.cat([context.v_BHME, v], 2).requires_grad_()
+    read = layer.core(q, k, values[:, :, SLOTS:], **{**masks, "context": context._replace(v_BHME=values[:, :, :SLOTS])})
+    assert usage.shape == (ROWS, SLOTS + TOKENS)
+    for row in range(ROWS):
+        for key in range(SLOTS + TOKENS):
+            weights = []
+            for i in range(TOKENS):
+                own = key - SLOTS
+                seen = context.valid_BM[row, key] if own < 0 else not padding[row, own] and (own <= i or not causal)
+                if seen and not padding[row, i]:
+                    for head in range(HEADS):
+                        grad = torch.autograd.grad(read.out_BHNV[row, head, i, 0], values, retain_graph=True)[0]
+                        weights.append(grad[row, head, key, 0].item())
+            want = sum(weights) / len(weights) if weights else 0.0
+            assert usage[row, key].item() == pytest.approx(want, abs=1e-10)
+
+
+@pytest.mark.parametrize("scheme", ["none", "rotary", "alibi"])
+def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
+    """As if the segment were padding for each other, except that a row whose context is empty reads 0."""
+    schemes = {"none": Positions, "rotary": lambda: RotaryPositions(E), "alibi": lambda: ALiBiPositions(HEADS)}
+    layer, offer = make(schemes[scheme](), causal=True, memory=Offer(), own_keys=False), Offer()
+    offer.valid_BM[1] = False
+    layer.memory.valid_BM[1] = False
+    x = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double, requires_grad=True)
+    places = torch.arange(9, 9 + TOKENS)[None, :, None].expand(ROWS, -1, -1)
+    out = layer(x, places)
+    other = make(schemes[scheme](), causal=True, memory=offer)
+    want = other(x, places, padding_BN=torch.ones(ROWS, TOKENS, dtype=torch.bool)).y_BND
+    torch.testing.assert_close(out.y_BND[0], want[0], rtol=0, atol=1e-10)
+    assert torch.equal(out.y_BND[1], layer.output.bias.expand(TOKENS, -1))
+    assert out.k_BHNE.shape == out.v_BHNE.shape == (ROWS, HEADS, 0, E)
+    assert torch.equal(make(causal=True, own_keys=False)(x, places).y_BND[0], layer.output.bias.expand(TOKENS, -1))
+    out.y_BND.sin().sum().backward()
+    assert x.grad is not None and all(p.grad.isfinite().all() for p in [x, *layer.parameters()] if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": False}, r"keys=False leaves tokens nothing .*; take own_keys=False"),
+        (
+            {"own_keys": False, "core": Bare()},
+            r"own_keys=False needs an attention of context alone, which .* Bare is not",
+        ),
+        ({"own_keys": False, "memory": Weighing()}, r"memory Weighing weighs the keys of the segment"),
+    ],
+)
+def test_layers_without_keys_need_what_makes_sense_of_it(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelfAttention(WIDTH, HEADS, **options)
+
+
 def test_dropout_must_be_a_probability() -> None:
     with pytest.raises(ValueError, match=r"dropout=1.0 must lie in \[0, 1\)"):
         Bare(dropout=1.0)

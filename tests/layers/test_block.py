@@ -154,6 +154,53 @@ def test_the_context_of_a_model_memory_reaches_every_layer() -> None:
     assert (told[0] - told[1]).abs().max() > 1e-2
 
 
+class Apart(Spanning):
+    """Another context for each layer, from a state that is opened once a segment and read in steps of two tokens."""
+
+    insertion, step = "none", 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def open(self, state: Count, layers: Sequence[SelfAttention]) -> Any:
+        self.calls.append(f"open {len(layers)}")
+        return {"state": state, "steps": 0}
+
+    def close(self, opened: Any) -> Count:
+        self.calls.append(f"close {opened['steps']}")
+        return opened["state"]
+
+    def enter(self, state: Any, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Any, inputs: Any) -> Entry:
+        places, valid = torch.zeros(1, 3, 1, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
+        full = torch.full((1, H, 3, D // H), 1.0)
+        return Entry(x_BND, positions_BNP, padding_BN, contexts=[Context(full, full, places, valid), None])
+
+    def exit(self, state: Any, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Any, None]:
+        self.traces = traces
+        return x_BND, {"state": Count(state["state"].segments_B + 1), "steps": state["steps"] + 1}, None
+
+
+def test_a_memory_is_opened_once_a_segment_and_may_offer_each_layer_its_own_context() -> None:
+    memory, seen = Apart(), []
+    stack = Stack(lambda _: make_block(), 2, model_memory=memory)
+    for block in stack.blocks:
+        block.attention.core.register_forward_hook(
+            lambda m, args, kwargs, out: seen.append(kwargs["context"] is not None), with_kwargs=True
+        )
+    out = stack(torch.randn(3, 5, D))
+    out = stack(torch.randn(3, 1, D), out.state)
+    assert memory.calls == ["open 2", "close 3", "open 2", "close 1"]
+    assert out.state.model.segments_B.tolist() == [4] * 3
+    assert seen == [True, False] * 4
+
+
+def test_a_trace_of_some_tokens_keeps_the_weights_of_the_context_and_of_those_tokens() -> None:
+    x, usage = torch.randn(1, 4, D), torch.arange(7.0)[None]
+    trace = Trace(x, *torch.zeros(2, 1, H, 4, 4), x, Query(x), Reading(), usage)
+    assert trace.narrow(1, 2).usage_BL.tolist() == [[0, 1, 2, 4, 5]]
+
+
 def test_padding_does_not_move_the_clock() -> None:
     layer = Counting(0.0)
     stack = Stack(lambda _: make_block(layer), 1)

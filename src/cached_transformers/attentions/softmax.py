@@ -92,6 +92,38 @@ class SoftmaxAttention(Attention):
         return logits_BHNM.logsumexp(-1)
 
 
+@torch.no_grad()
+def mean_weights(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    context: Context | None,
+    bias_BHNM: Tensor | None,
+) -> Tensor:
+    """(B, M + N): weight of each key of context and segment, mean over the heads and the queries that see the key.
+
+    Padding asks nothing. The fused kernels keep no weights, so these cost B H N (M + N) E multiply-adds and as many
+    numbers as there are weights. Arguments as of `Attention.forward`.
+    """
+    if context is not None:
+        k_BHNE = torch.cat([context.k_BHME.expand(k_BHNE.shape[0], -1, -1, -1), k_BHNE], 2)
+    logits_BHNM = q_BHNE @ k_BHNE.mT / math.sqrt(q_BHNE.shape[-1])
+    logits_BHNM = logits_BHNM.to(torch.promote_types(logits_BHNM.dtype, torch.float32))
+    seen_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool)
+    mask = visible(q_BHNE, k_BHNE, causal, key_padding_mask, context, bias_BHNM)
+    if mask is not None and mask.dtype == torch.bool:
+        seen_BHNM = seen_BHNM & mask
+    elif mask is not None:
+        logits_BHNM, seen_BHNM = logits_BHNM + mask, seen_BHNM & (mask > -torch.inf)
+    if key_padding_mask is not None:
+        seen_BHNM = seen_BHNM & ~key_padding_mask[:, None, :, None]
+    weights_BHNM = logits_BHNM.masked_fill(~seen_BHNM, -torch.inf).softmax(-1)
+    sums_BM = torch.where(seen_BHNM, weights_BHNM, 0).sum((1, 2))  # a query that sees nothing has NaN for weights
+    return sums_BM / seen_BHNM.sum((1, 2)).clamp(min=1)
+
+
 def visible(
     q_BHNE: Tensor,
     k_BHNE: Tensor,

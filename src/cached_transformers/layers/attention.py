@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
+from ..attentions.base import Attention, AttentionOutput
+from ..attentions.softmax import SoftmaxAttention, mean_weights
 from ..memories.base import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
 from ..state import State
 from .choice import choice_of
@@ -32,6 +33,7 @@ class Attended(NamedTuple):
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
+    usage_BL: Tensor | None = None
 
 
 class OwnProjections(nn.Module):
@@ -67,6 +69,9 @@ class SelfAttention(nn.Module):
         bias: whether the projections of q, k, v have biases. output_bias: whether the output projection has one.
         reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
         dropout: on the output.
+        own_keys: whether tokens attend their own segment. Without, they attend the context alone, and get 0 if it is
+            empty.
+        keys: whether there are projections of keys and values, which only a layer without `own_keys` can lack.
 
     Raises:
         ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the
@@ -87,13 +92,15 @@ class SelfAttention(nn.Module):
         output_bias: bool = True,
         reduction: nn.Module | None = None,
         dropout: float = 0.0,
+        own_keys: bool = True,
+        keys: bool = True,
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-        self.width, self.heads, self.causal = width, heads, causal
+        self.width, self.heads, self.causal, self.own_keys, self.keys = width, heads, causal, own_keys, keys
         self.norm = norm if norm is not None else nn.Identity()
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.qkv = nn.Linear(width, (3 if keys else 1) * width, bias=bias)
         self.output = nn.Linear(width, width, bias=output_bias)
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
@@ -117,21 +124,48 @@ class SelfAttention(nn.Module):
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
+        if self.own_keys and not self.keys:
+            raise ValueError("keys=False leaves tokens nothing of their segment to attend; take own_keys=False with it")
+        if not self.own_keys and not (self.core.accepts_context and self.core.supports_cross):
+            raise ValueError(
+                f"own_keys=False needs an attention of context alone, which attention {core} is not "
+                "(accepts_context=False or supports_cross=False)"
+            )
+        if not self.own_keys and self.memory.weighs:
+            raise ValueError(f"memory {memory} weighs the keys of the segment, which own_keys=False leaves out")
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
+    def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
         """Rows first..last of the fused projection."""
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:last]
-        return F.linear(x, self.qkv.weight[first:last], bias)
+        weight, bias = self.qkv.weight[first:last], None if self.qkv.bias is None else self.qkv.bias[first:last]
+        if frozen:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return F.linear(x, weight, bias)
 
-    def project_kv(self, hidden_BMD: Tensor) -> tuple[Tensor, Tensor]:
-        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections."""
-        k, v = self._linear(self.norm(hidden_BMD), self.width, 3 * self.width).chunk(2, -1)
+    def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]:
+        """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections.
+
+        With `frozen` the norm and the projections receive no gradient; the hidden states do.
+
+        Raises:
+            ValueError: the layer was made without such projections.
+        """
+        if not self.keys:
+            raise ValueError("a layer with keys=False projects no keys and values; ask one that does")
+        if frozen:
+            constants = {name: parameter.detach() for name, parameter in self.norm.named_parameters()}
+            h_BMD = functional_call(self.norm, constants, (hidden_BMD,))
+        else:
+            h_BMD = self.norm(hidden_BMD)
+        k, v = self._linear(h_BMD, self.width, 3 * self.width, frozen).chunk(2, -1)
         return self._heads(k), self._heads(v)
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.own_keys:
+            q = self._heads(self._linear(h_BND, 0, self.width))
+            return q, q[:, :, :0], q[:, :, :0]
         if self.reduction is None:
             q, k, v = self.qkv(h_BND).chunk(3, -1)
         else:
@@ -189,24 +223,39 @@ class SelfAttention(nn.Module):
         run = causal and consecutive and (context is None or context.consecutive)
         placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM, run)
         slots = 0 if context is None else context.k_BHME.shape[2]
+        keys = slots + k.shape[2]
         if visible_NN is not None:
-            bias = _hide(bias, _with_context(visible_NN, sees_context_N, slots), q.dtype)
+            bias = _hide(bias, _with_context(visible_NN, sees_context_N, slots)[..., :keys], q.dtype)
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
-            bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
+            bias = _hide(bias, _near(positions_BNP, context, window, run)[..., :keys], q.dtype)
         placed_v, choice = v, None if recalled is None else choice_of(recalled, before, slots)
         if choice is not None and context is not None:
             bias = bias if choice.visible_BNR is None else _hide(bias, choice.visible(v.shape[2]), q.dtype)
             placed_v, context = choice.spread(v, context)
         seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND)
+        usage_BL = mean_weights(placed_q, placed_k, **seen) if self.memory.weighs else None
+        if self.own_keys:
+            result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND)
+        else:
+            result = self._attend_context(placed_q, context, bias, h_BND)
         y_BHNE = result.out_BHNV if choice is None else choice.gather(result.out_BHNV)
         if self.memory.wants_lse:
             reading = reading._replace(lse_BHN=self.core.log_sum_exp(placed_q, placed_k, **seen))
         plain = plain_weights(self.output) if output is self.output else None
         y_BND = self.memory.project(y_BHNE, query, reading, output, plain)
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
-        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)
+        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss, usage_BL)
+
+    def _attend_context(
+        self, q: Tensor, context: Context | None, bias_BHNM: Tensor | None, h_BND: Tensor
+    ) -> AttentionOutput:
+        """Attention of all queries over all valid slots of the context."""
+        if context is None:
+            return AttentionOutput(torch.zeros_like(q))
+        rows = q.shape[0]
+        k_BHME, v_BHME, empty_BM = (t.expand(rows, *t.shape[1:]) for t in (*context[:2], ~context.valid_BM))
+        return self.core(q, k_BHME, v_BHME, key_padding_mask=empty_BM, bias_BHNM=bias_BHNM, x_BND=h_BND)
 
     def _recall(self, recalled: Recalled | None) -> Context | None:
         if recalled is None:
@@ -238,8 +287,11 @@ class SelfAttention(nn.Module):
             context = context._replace(k_BHME=self.positions.rotate(context.k_BHME, context.positions_BMP))
         own = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
         if own is not None:
+            if not self.own_keys:
+                own = own[..., : own.shape[-1] - positions_BNP.shape[1]]
             bias = own if bias is None else own + bias
-        return self.positions.query(q, positions_BNP), self.positions.rotate(k, positions_BNP), bias, context
+        placed_k = self.positions.rotate(k, positions_BNP) if self.own_keys else k
+        return self.positions.query(q, positions_BNP), placed_k, bias, context
 
 
 def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:

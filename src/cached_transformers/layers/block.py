@@ -141,7 +141,8 @@ class Block(nn.Module):
         if self.slot_attention is not None and slots_BMD is not None:
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
         y_BND = self.feed_forward_norm(y_BND + self.drop_path(feed_forward(y_BND)))
-        trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
+        read = (attended.query, attended.reading, attended.usage_BL)
+        trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, *read)
         if own is not None:
             trace = trace.narrow(*own)
         state, loss = self.attention.memory.write(state, trace)
@@ -222,10 +223,24 @@ class Stack(nn.Module):
         """
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
+        memory = self.model_memory
+        state = state._replace(model=memory.open(state.model, [block.attention for block in self.blocks]))  # type: ignore[misc]
+        out = self._steps(x_BND, state, positions_BNP, padding_BN, inputs, size)
+        return out._replace(state=seal(out.state._replace(model=memory.close(out.state.model))))
+
+    def _steps(
+        self,
+        x_BND: Tensor,
+        state: StackState,
+        positions_BNP: Tensor | None,
+        padding_BN: Tensor | None,
+        inputs: Tensor | None,
+        size: tuple[int, int] | None,
+    ) -> ModelOutput:
+        """A segment, in the steps in which the model memory reads."""
         step = self.model_memory.step
         if step is None or x_BND.shape[1] <= step:
-            out = self._segment(x_BND, state, positions_BNP, padding_BN, inputs, size)
-            return out._replace(state=seal(out.state))
+            return self._segment(x_BND, state, positions_BNP, padding_BN, inputs, size)
         parts = [None if t is None else t.split(step, 1) for t in (x_BND, positions_BNP, padding_BN, inputs)]
         outs = []
         for index in range(len(parts[0])):  # type: ignore[arg-type]
@@ -234,7 +249,7 @@ class Stack(nn.Module):
             state = outs[-1].state
         # Mean, as over the segments of a batch: an auxiliary loss does not depend on how a text is cut.
         loss = torch.stack([out.auxiliary_loss for out in outs]).mean()
-        return ModelOutput(torch.cat([out.outputs for out in outs], 1), seal(state), loss)
+        return ModelOutput(torch.cat([out.outputs for out in outs], 1), state, loss)
 
     def _segment(
         self,
@@ -266,7 +281,6 @@ class Stack(nn.Module):
         """All blocks over an entry: tokens, states of the layers, traces, auxiliary losses."""
         options = {
             "padding_BN": entry.padding_BN,
-            "context": entry.context,
             "visible_NN": entry.visible_NN,
             "sees_context_N": entry.sees_context_N,
             "consecutive": consecutive,
@@ -275,8 +289,9 @@ class Stack(nn.Module):
         slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
         x, layers, traces, losses = entry.x_BND, [], [], []
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
-        for block, own_state, hidden in zip(self.blocks, state.layers, recalled, strict=True):
-            own = {"state": own_state, "recalled": hidden}
+        contexts = entry.contexts if entry.contexts is not None else [entry.context] * len(self.blocks)
+        for block, own_state, hidden, context in zip(self.blocks, state.layers, recalled, contexts, strict=True):
+            own = {"state": own_state, "recalled": hidden, "context": context}
             x, own_state, trace, loss = self._run(block, x, entry.positions_BNP, **own, **slots, **options)
             layers.append(own_state)
             traces.append(trace)
@@ -306,6 +321,11 @@ def _check_pair(memory: ModelMemory, block: Block) -> None:
         raise ValueError(
             f"memory {type(memory).__name__} has weights of its own, which no block holds; "
             "give every Block memory_weights"
+        )
+    if memory.own_keys != block.attention.own_keys:
+        raise ValueError(
+            f"memory {type(memory).__name__} has own_keys={memory.own_keys}, a layer has own_keys="
+            f"{block.attention.own_keys}; make every SelfAttention with that of the memory"
         )
     if memory.insertion == "sublayer" and block.slot_attention is None:
         raise ValueError(

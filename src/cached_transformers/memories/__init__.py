@@ -8,16 +8,20 @@ from typing import Any, TypeAlias
 
 from ..registry import MEMORIES
 from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
+from .compressive import Compressive
 from .convolution import ConvolutionControl
+from .feedback import Feedback
 from .gated_recurrent_cache import GatedRecurrentCache
 from .grc import GRC, StreamGRC
 from .transformer_xl import TransformerXL
 
 __all__ = [
     "GRC",
+    "Compressive",
     "Context",
     "ConvolutionControl",
     "Entry",
+    "Feedback",
     "GatedRecurrentCache",
     "LayerMemory",
     "MemorySpec",

@@ -15,17 +15,26 @@ P position channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..state import State
 
 if TYPE_CHECKING:
+    from ..layers.attention import SelfAttention
     from ..layers.positions import Positions
 
-ProjectKV = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections."""
+
+class ProjectKV(Protocol):
+    """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
+
+    With `frozen` these receive no gradient; the hidden states do.
+    """
+
+    def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]: ...
+
 
 Linear = Callable[[Tensor], Tensor]
 """An output projection, (B, N, D) -> (B, N, D)."""
@@ -94,7 +103,11 @@ class Reading(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a block leaves for `write`: its input, its keys and values (unrotated), its output, and what was read."""
+    """What a block leaves for `write`: its input, its keys and values (unrotated), its output, and what was read.
+
+    `usage_BL` is for memories with `weighs`: the mean attention weight of each key of context and segment, without
+    gradient.
+    """
 
     x_BND: Tensor
     k_BHNE: Tensor
@@ -102,6 +115,7 @@ class Trace(NamedTuple):
     y_BND: Tensor
     query: Query
     reading: Reading
+    usage_BL: Tensor | None = None
 
     def narrow(self, start: int, length: int) -> Trace:
         """The trace of some neighbouring tokens."""
@@ -114,9 +128,11 @@ class Trace(NamedTuple):
             size,
         )
         k, v = self.k_BHNE.narrow(2, start, length), self.v_BHNE.narrow(2, start, length)
-        return Trace(
-            self.x_BND.narrow(1, start, length), k, v, self.y_BND.narrow(1, start, length), query, self.reading
-        )
+        y, usage = self.y_BND.narrow(1, start, length), self.usage_BL
+        if usage is not None:
+            slots = usage.shape[1] - self.x_BND.shape[1]
+            usage = torch.cat([usage[:, :slots], usage.narrow(1, slots + start, length)], 1)
+        return Trace(self.x_BND.narrow(1, start, length), k, v, y, query, self.reading, usage)
 
 
 class LayerMemory(nn.Module):
@@ -127,12 +143,14 @@ class LayerMemory(nn.Module):
         shared: one state for all rows and steps, kept in buffers of the module (the state tuple is then empty).
         causal: whether a causal model may use it (no output may depend on a later token).
         wants_lse: `combine` needs the log-sum-exp of the core's logits, which only some cores give.
+        weighs: whether `write` needs the attention weights of the keys, which are then computed a second time.
     """
 
     insertion: Literal["kv", "head", "none"] = "none"
     shared: bool = False
     causal: bool = True
     wants_lse: bool = False
+    weighs: bool = False
 
     def position_scheme(self) -> Positions | None:
         """Position scheme of its own for the layer it lives in; None for the model's."""
@@ -185,7 +203,7 @@ class Entry(NamedTuple):
     Attributes:
         x_BND: the tokens, with those of the memory round them.
         positions_BNP, padding_BN: of all these tokens.
-        context: keys and values for all layers.
+        context: keys and values for all layers. contexts: those for each layer, instead.
         slots_BMD: slots for the cross-attention of every block.
         slots_valid_BM: bool, the slots that hold something; None when all do.
         recalled: hidden states for each layer.
@@ -210,6 +228,7 @@ class Entry(NamedTuple):
     sees_context_N: Tensor | None = None
     then: Callable[[Tensor], Entry] | None = None
     state: State | None = None
+    contexts: Sequence[Context | None] | None = None
 
 
 class ModelMemory(nn.Module):
@@ -223,6 +242,8 @@ class ModelMemory(nn.Module):
         masks: whether it sets `Entry.visible_NN`, which the attention core must then take as a bias.
         own_weights: whether its tokens (those outside `Entry.own`) have projections and a feed-forward of their own in
             every block.
+        own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none
+            gets 0 from attention; traces then hold no keys and values.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
@@ -230,6 +251,11 @@ class ModelMemory(nn.Module):
     causal: bool = True
     masks: bool = False
     own_weights: bool = False
+    own_keys: bool = True
+
+    def layer_keys(self, index: int) -> bool:
+        """Whether the layer `index` has projections of keys and values; only without `own_keys` can one do without."""
+        return True
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
@@ -243,10 +269,18 @@ class ModelMemory(nn.Module):
         """State before the first segment, on the device and in the dtype of `like`."""
         return ()
 
+    def open(self, state: State, layers: Sequence[SelfAttention]) -> Any:
+        """What `enter` and `exit` get for a state during one segment, all its steps. It may hold more than tensors."""
+        return state
+
+    def close(self, opened: Any) -> State:
+        """The state after the segment, of the structure that `init_state` gives."""
+        return opened
+
     def enter(
         self, state: State, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
     ) -> Entry:
-        """Called before the first block. `inputs` are the raw inputs of the model (token ids)."""
+        """Called before the first block, with what `open` gave. `inputs` are the model's raw inputs (token ids)."""
         return Entry(x_BND, positions_BNP, padding_BN)
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:

@@ -99,6 +99,8 @@ def make_stack(
             bias=bias,
             output_bias=bias,
             dropout=dropout,
+            own_keys=model_memory is None or model_memory.own_keys,
+            keys=model_memory is None or model_memory.layer_keys(index),
         )
         enter = nn.LayerNorm(width) if norm == "pre" else None
         positionwise = FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout)

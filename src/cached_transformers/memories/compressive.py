@@ -1,0 +1,271 @@
+"""Compressive Transformer (Rae et al. 2019, arXiv:1911.05507; the authors published no code).
+
+Transformer-XL's memory, but what falls out of it is compressed, `rate` hidden states to a slot, into an older memory.
+
+    keys and values of [compressed, recent, segment]
+    recent' = [recent, SG(x)] without what is evicted,  compressed' = [compressed, f(evicted)]
+    f minimises || attn(SG(x), evicted) - attn(SG(x), f(evicted)) ||
+
+The recent memory holds `length` hidden states; whole groups of `rate` leave it, so up to rate - 1 more wait there,
+attended like the others, until their group is complete. Nothing is lost, and no group is padded.
+
+Reach: layers x (length + rate x compressed) tokens.
+
+Legend: B rows, N tokens, M slots, G groups of C = rate, E = G C evicted states, H heads, D model width, P position
+channels, S queries; K keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layers.positions import Positions, RelativePositions
+from ..registry import MEMORIES
+from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from .compression import FUNCTIONS, LEARNED
+from .rows import Rows, empty_rows, push
+
+
+class CompressiveState(NamedTuple):
+    """The older, compressed slots, and the hidden states that follow them; both first in, first out."""
+
+    compressed: Rows
+    recent: Rows
+
+
+@MEMORIES.register(
+    "compressive",
+    paper="arXiv:1911.05507",
+    equations="keys and values of [f(evicted groups), last inputs, segment]; f trained to keep attention's result",
+    state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes",
+    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 (convolution) multiply-adds",
+    reach="layers x (length + rate x compressed) tokens",
+    gradient="none into the memory; the compression learns from its own loss",
+    exact_when="length >= tokens seen",
+)
+class Compressive(LayerMemory):
+    """The last inputs of the layer, and before them older ones compressed.
+
+    Training adds, per token and layer, (2 D^2 + 2 N D) (1 + 1 / rate) multiply-adds for the attention loss, or D^2 for
+    autoencoding; "most_used" adds one product of the queries with all keys, (M + N) D.
+
+    Args:
+        width: D. heads: H.
+        length: hidden states kept as they are (and up to rate - 1 that wait). compressed: slots for older ones; 0 makes
+            it Transformer-XL. rate: c, hidden states in a slot.
+        function: "mean", "max", "conv" (kernel and stride c), "dilated", or "most_used": of what leaves, one in c stays
+            as it is, those with the largest attention weights in the segment that pushes them out.
+        loss: what trains "conv" and "dilated": "attention" (the default), "autoencoding" (with a decoder), or "task"
+            (the model's own, through later segments: bptt > 1). The first two are computed in training mode only.
+        error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
+        positions: "slots": a slot is one step long, whatever it holds. "age": it stands where the middle of its group
+            stood.
+        relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme.
+        clamp: distances beyond it count as it.
+        eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
+
+    Raises:
+        ValueError: sizes too small, unknown names, or options that exclude each other.
+    """
+
+    insertion = "kv"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 128,
+        compressed: int = 128,
+        rate: int = 4,
+        *,
+        function: Literal["mean", "max", "conv", "dilated", "most_used"] = "conv",
+        loss: Literal["attention", "autoencoding", "task"] | None = None,
+        error: Literal["norm", "mean_square"] = "norm",
+        positions: Literal["slots", "age"] = "slots",
+        relative: bool = True,
+        clamp: int | None = None,
+        eval_length: int | None = None,
+        eval_compressed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.width, self.heads, self.rate, self.relative, self.clamp = width, heads, rate, relative, clamp
+        self.length, self.compressed, self.positions, self.error = length, compressed, positions, error
+        self.eval_length = length if eval_length is None else eval_length
+        self.eval_compressed = compressed if eval_compressed is None else eval_compressed
+        self._check(function, loss)
+        make = FUNCTIONS[function]
+        self.weighs = function == "most_used" and compressed > 0
+        self.function = make(rate, width) if make is not None and compressed else None
+        self.loss = loss or ("attention" if function in LEARNED and compressed else None)
+        self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
+
+    def _check(self, function: str, loss: str | None) -> None:
+        for name, value in {"length": self.length, "eval_length": self.eval_length, "rate": self.rate}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
+            if value < 0:
+                raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
+        if (self.compressed == 0) != (self.eval_compressed == 0):
+            raise ValueError(
+                f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
+                "needs slots both times; make both 0 or both at least 1"
+            )
+        choices = {
+            "function": (function, tuple(FUNCTIONS)),
+            "loss": (loss, (None, "attention", "autoencoding", "task")),
+            "error": (self.error, ("norm", "mean_square")),
+            "positions": (self.positions, ("slots", "age")),
+        }
+        for option, (choice, known) in choices.items():
+            if choice not in known:
+                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        if loss is not None and (function not in LEARNED or self.compressed == 0):
+            raise ValueError(
+                f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "
+                "loss=None, or function='conv' or 'dilated' with slots"
+            )
+        if function == "dilated" and self.rate == 1:
+            raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
+        if self.clamp is not None and not self.relative:
+            raise ValueError(f"clamp={self.clamp} limits relative distances; take relative=True, or clamp=None")
+
+    def position_scheme(self) -> Positions | None:
+        return RelativePositions(self.heads, self.width // self.heads, clamp=self.clamp) if self.relative else None
+
+    def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
+        length, slots = (self.length, self.compressed) if self.training else (self.eval_length, self.eval_compressed)
+        waiting = self.rate - 1 if slots else 0
+        return CompressiveState(
+            empty_rows(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
+        )
+
+    def read(self, state: CompressiveState, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert project_kv is not None and query.positions_BNP is not None
+        hidden_BMD, positions_BMP, valid_BM = lined_up(state)
+        if self.positions == "slots":
+            steps_M = torch.arange(-hidden_BMD.shape[1], 0, device=hidden_BMD.device)
+            positions_BMP = query.positions_BNP[:, :1] + steps_M[None, :, None]
+        k_BHME, v_BHME = project_kv(hidden_BMD)
+        context = Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=self.positions == "slots")
+        return Reading(context, carry=project_kv)
+
+    def write(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
+        compressed, recent = state
+        x_BND, positions_BNP, padding_BN = trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN
+        assert positions_BNP is not None
+        if compressed.hidden_BMD.shape[1] == 0:
+            return CompressiveState(compressed, push(recent, x_BND, positions_BNP, padding_BN)[0]), None
+        gone = push_groups(recent, x_BND, positions_BNP, padding_BN, self.rate)
+        if self.function is None:
+            return CompressiveState(self._keep_most_used(state, gone, trace), gone.recent), None
+        slots_BGD = self.function(gone.groups(self.rate))
+        # The middle of a group stands for it.
+        places_BGP = gone.positions_BEP[:, (self.rate - 1) // 2 :: self.rate]
+        empty_BG = ~gone.real_BE[:, :: self.rate]
+        stored_BGD = slots_BGD if self.loss == "task" else slots_BGD.detach()
+        after = CompressiveState(push(compressed, stored_BGD, places_BGP, empty_BG)[0], gone.recent)
+        if self.loss is None or not self.training:
+            return after, None
+        if self.loss == "attention":
+            return after, self._attention_loss(gone, slots_BGD, ~empty_BG, trace)
+        if self.decoder is not None:
+            decoded_BED = self.decoder(slots_BGD).unflatten(-1, (self.rate, -1)).flatten(1, 2)
+            return after, self._mean_error(decoded_BED - gone.hidden_BED, gone.real_BE, gone.some_B)
+        return after, None
+
+    def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows:
+        """The compressed slots with one in `rate` of what left, in the order of time."""
+        usage_BL, (x_BND, *_), query = trace.usage_BL, trace, trace.query
+        assert usage_BL is not None and query.positions_BNP is not None
+        # The context begins with what `read` lined up: the recent states are its last ones.
+        m, slots, n = state.recent.hidden_BMD.shape[1], sum(rows.hidden_BMD.shape[1] for rows in state), x_BND.shape[1]
+        before = Rows(usage_BL[:, slots - m : slots, None], state.recent.positions_BMP, state.recent.count_B)
+        own_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
+        used = push_groups(before, own_BN1, query.positions_BNP, query.padding_BN, self.rate)
+        weight_BE = used.hidden_BED[..., 0].masked_fill(~used.real_BE, -torch.inf)
+        rank_BE = weight_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        stays_BE = rank_BE < gone.real_BE.sum(1, keepdim=True) // self.rate
+        return push(state.compressed, gone.hidden_BED, gone.positions_BEP, ~stays_BE)[0]
+
+    def _attention_loss(self, gone: Gone, slots_BGD: Tensor, real_BG: Tensor, trace: Trace) -> Tensor:
+        """How much the segment's queries, without positions, read differently from the slots than from what left."""
+        project_kv: ProjectKV = trace.reading.carry
+        padding_BN, q = trace.query.padding_BN, trace.query.q_BHNE
+        assert q is not None
+        q = q.detach()
+        none_B1 = ~gone.some_B[:, None]  # they read zeros, since a query needs a key; their difference is not counted
+        with torch.no_grad():
+            k, v = project_kv(gone.hidden_BED)
+            target_BHNE = F.scaled_dot_product_attention(q, k, v, (gone.real_BE | none_B1)[:, None, None])
+        k, v = project_kv(slots_BGD, frozen=True)
+        got_BHNE = F.scaled_dot_product_attention(q, k, v, (real_BG | none_B1)[:, None, None])
+        difference_BND = (got_BHNE - target_BHNE).transpose(1, 2).flatten(2)
+        asks_BN = torch.ones_like(difference_BND[..., 0], dtype=torch.bool) if padding_BN is None else ~padding_BN
+        return self._mean_error(difference_BND, asks_BN, gone.some_B)
+
+    def _mean_error(self, difference_BND: Tensor, counted_BN: Tensor, some_B: Tensor) -> Tensor:
+        """Mean over the rows that compressed something; 0 if none did."""
+        wide_BND = difference_BND.to(torch.promote_types(difference_BND.dtype, torch.float32))
+        wide_BND = torch.where((counted_BN & some_B[:, None])[..., None], wide_BND, 0)
+        if self.error == "norm":
+            error_B = torch.linalg.vector_norm(wide_BND, dim=(1, 2))
+        else:
+            error_B = wide_BND.square().sum((1, 2)) / (counted_BN.sum(1).clamp(min=1) * wide_BND.shape[2])
+        return error_B.sum() / some_B.sum().clamp(min=1)
+
+
+def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, positions and validity of all slots, oldest first, with the empty ones in front of all others."""
+    compressed, recent = state
+    slots, gap_B1 = recent.hidden_BMD.shape[1], recent.hidden_BMD.shape[1] - recent.count_B[:, None]
+    total = compressed.hidden_BMD.shape[1] + slots
+    place_M = torch.arange(total, device=recent.count_B.device)
+    # Empty recent slots lie between the two; what is compressed moves up to close the gap.
+    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
+    hidden_BMD = torch.cat([compressed.clean_BMD, recent.clean_BMD], 1)
+    positions_BMP = torch.cat([compressed.positions_BMP, recent.positions_BMP], 1)
+    valid_BM = place_M >= total - (compressed.count_B + recent.count_B)[:, None]
+    hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
+    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
+
+
+class Gone(NamedTuple):
+    """What the recent memory keeps, and what left it: whole groups, oldest first, the real ones in front."""
+
+    recent: Rows
+    hidden_BED: Tensor
+    positions_BEP: Tensor
+    real_BE: Tensor
+
+    @property
+    def some_B(self) -> Tensor:
+        """bool, the rows that something left."""
+        return self.real_BE[:, 0]
+
+    def groups(self, rate: int) -> Tensor:
+        """(B, G, C, D)."""
+        return self.hidden_BED.unflatten(1, (-1, rate))
+
+
+def push_groups(recent: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, rate: int) -> Gone:
+    """Store hidden states; what is too much for all slots but `rate` - 1 leaves, as far as it makes whole groups."""
+    slots, n = recent.hidden_BMD.shape[1], hidden_BND.shape[1]
+    kept, left = push(recent, hidden_BND, positions_BNP, padding_BN)
+    total_B = kept.count_B + left.count_B
+    leaving_B1 = ((total_B - (slots - rate + 1)).clamp(min=0) // rate * rate)[:, None]
+    hidden_BLD = torch.cat([left.hidden_BMD, kept.hidden_BMD], 1)
+    positions_BLP = torch.cat([left.positions_BMP, kept.positions_BMP], 1)
+    place_E = torch.arange((n + rate - 1) // rate * rate, device=total_B.device)
+    index_BE1 = (n + slots - total_B[:, None] + place_E).clamp(max=n + slots - 1)[..., None]
+    real_BE = place_E < leaving_B1
+    # Poison of empty slots must not reach what compresses, whose weights would get it as a gradient.
+    hidden_BED = torch.where(real_BE[..., None], hidden_BLD.gather(1, index_BE1.expand(-1, -1, hidden_BLD.shape[2])), 0)
+    positions_BEP = positions_BLP.gather(1, index_BE1.expand(-1, -1, positions_BLP.shape[2]))
+    kept = kept._replace(count_B=total_B - leaving_B1[:, 0])
+    positions_BMP = torch.where(kept.valid_BM[..., None], kept.positions_BMP, 0)
+    return Gone(Rows(kept.clean_BMD, positions_BMP, kept.count_B), hidden_BED, positions_BEP, real_BE)

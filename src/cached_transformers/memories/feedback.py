@@ -1,0 +1,211 @@
+"""Feedback Transformer (Fan et al. 2020, arXiv:2002.09402; github.com/facebookresearch/transformer-sequential).
+
+One vector per past token, mixed of all its layers, is what every layer of later tokens attends: the lowest layer sees
+the highest abstraction of the past, at the price that tokens are read one after the other.
+
+    m_j = sum_n softmax(w)_n x_j^n,  n = 0 (embedding) .. L
+    attention of token i in every layer: keys and values of m_{i-M} .. m_{i-1}, not of itself
+    logit_ij = (q_i . k_j + q_i . e_{i-j}) / sqrt(E),  e shared by layers and heads
+
+There is no exact way to read several tokens at once: layer 1 of token i + 1 needs m_i, hence all layers of token i.
+
+Reach: unlimited, in a single layer already.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, D model width, P position channels, S sets of keys and values
+(one, or one a layer), W = 2 S D channels of them, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layers.positions import Positions, RelativePositions
+from ..registry import MEMORIES
+from .base import Context, Entry, ModelMemory, Trace
+from .rows import Rows, empty_rows, push
+
+if TYPE_CHECKING:
+    from ..layers.attention import SelfAttention
+
+
+class LearnedDistances(Positions):
+    """A trained vector for each distance 1 .. M, whose product with the query joins the logit.
+
+    Args:
+        table_EM: the vectors, that of the largest distance first.
+    """
+
+    def __init__(self, table_EM: nn.Parameter) -> None:
+        super().__init__()
+        self.table_EM = table_EM
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        logits_BHNM = q_BHNE @ self.table_EM / math.sqrt(q_BHNE.shape[-1])
+        length, n, keys = self.table_EM.shape[1], q_BHNE.shape[2], k_positions_BMP.shape[1]
+        if causal_run and n == 1 and keys == length + 1:
+            return F.pad(logits_BHNM, (0, 1))  # distances M .. 1, and the token itself, which nobody asks for
+        distance_BNM = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).clamp(1, length)
+        index_BHNM = (length - distance_BNM)[:, None].expand(*logits_BHNM.shape[:3], keys)
+        return logits_BHNM.gather(-1, index_BHNM)
+
+
+class Opened(NamedTuple):
+    """During a segment: mixtures (None where only keys and values are kept), keys and values of the same tokens.
+
+    `zero_11W` are those of a vector of zeros; `written_B` counts the tokens of this segment.
+    """
+
+    mixtures: Rows | None
+    pairs: Rows
+    zero_11W: Tensor
+    written_B: Tensor
+    layers: Sequence[SelfAttention]
+
+
+@MEMORIES.register(
+    "feedback",
+    paper="arXiv:2002.09402",
+    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
+    state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
+    cost="per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) multiply-adds; tokens in sequence",
+    reach="unlimited",
+    gradient="through the memory of the segments of one bptt window",
+    exact_when="always: how a stream is cut changes nothing (without official_renorm)",
+)
+class Feedback(ModelMemory):
+    """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
+
+    A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are made anew at each segment,
+    so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
+
+    Training keeps keys and values of all slots for each token and layer (8 L M D bytes a token in float32), and
+    a compiled step holds the graph of every token: take short segments.
+
+    Args:
+        width: D. heads: H. depth: layers, of the model. length: M, tokens that are attended.
+        shared_kv: keys and values made once, by the first layer's norm and projections, for all layers (which then have
+            projections of queries alone); False makes them per layer.
+        positions: "learned" vectors for distances, one table for all layers; "relative" as Transformer-XL, per layer;
+            None for the model's scheme.
+        start: what a token sees before there are `length` others: an "empty" memory, of which the first token gets
+            nothing; or vectors of "zeros", which are attended, as the authors' code has it.
+        keep: what is carried between segments: "hidden" mixtures, or their keys and values ("kv"), which makes segments
+            of one token cheap (no 2 D^2 M), but from which old tokens no longer train the projections.
+        official_renorm: between segments, normalise what the segment wrote with the first layer's norm, as the authors'
+            code does in a pre-norm model (where it is then normalised twice); results then depend on how a text is cut.
+
+    Raises:
+        ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
+    """
+
+    insertion = "kv"
+    step = 1
+    own_keys = False
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        depth: int = 1,
+        length: int = 128,
+        *,
+        shared_kv: bool = True,
+        positions: Literal["learned", "relative"] | None = "learned",
+        start: Literal["empty", "zeros"] = "empty",
+        keep: Literal["hidden", "kv"] = "hidden",
+        official_renorm: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in {"length": length, "depth": depth}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
+        choices = {
+            "positions": (positions, ("learned", "relative", None)),
+            "start": (start, ("empty", "zeros")),
+            "keep": (keep, ("hidden", "kv")),
+        }
+        for option, (choice, known) in choices.items():
+            if choice not in known:
+                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        if official_renorm and keep == "kv":
+            raise ValueError("official_renorm=True normalises hidden states, which keep='kv' drops; take keep='hidden'")
+        self.width, self.heads, self.length, self.shared_kv = width, heads, length, shared_kv
+        self.positions, self.start, self.keep, self.official_renorm = positions, start, keep, official_renorm
+        self.sets = 1 if shared_kv else depth
+        self.weight = nn.Parameter(torch.zeros(depth + 1))
+        self.table_EM = None
+        if positions == "learned":
+            self.table_EM = nn.Parameter(torch.randn(width // heads, length) / math.sqrt(width // heads))
+
+    def layer_keys(self, index: int) -> bool:
+        return index == 0 or not self.shared_kv
+
+    def position_scheme(self) -> Positions | None:
+        if self.table_EM is not None:
+            return LearnedDistances(self.table_EM)
+        return RelativePositions(self.heads, self.width // self.heads) if self.positions == "relative" else None
+
+    def init_state(self, batch_size: int, like: Tensor) -> Rows:
+        channels = self.width if self.keep == "hidden" else 2 * self.sets * self.width
+        return empty_rows(batch_size, self.length, channels, like)
+
+    def open(self, state: Rows, layers: Sequence[SelfAttention]) -> Opened:
+        zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
+        written_B = torch.zeros_like(state.count_B)
+        if self.keep == "kv":
+            return Opened(None, state, zero_11W, written_B, layers)
+        pairs = state._replace(hidden_BMD=self._pairs(state.clean_BMD, layers))
+        return Opened(state, pairs, zero_11W, written_B, layers)
+
+    def close(self, opened: Opened) -> Rows:
+        rows = opened.pairs if opened.mixtures is None else opened.mixtures
+        if not self.official_renorm:
+            return rows
+        new_BM = torch.arange(self.length, device=rows.count_B.device) >= self.length - opened.written_B[:, None]
+        again_BMD = opened.layers[0].norm(rows.clean_BMD).to(rows.hidden_BMD.dtype)
+        return rows._replace(hidden_BMD=torch.where(new_BM[..., None], again_BMD, rows.hidden_BMD))
+
+    def _pairs(self, mixture_BND: Tensor, layers: Sequence[SelfAttention]) -> Tensor:
+        """(B, N, W): keys and values of each set, side by side."""
+        made = [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
+        return torch.cat([t.transpose(1, 2).flatten(2) for t in made], -1)
+
+    def enter(
+        self, state: Opened, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
+    ) -> Entry:
+        pairs, valid_BM = state.pairs, state.pairs.valid_BM
+        pairs_BMW = torch.where(valid_BM[..., None], pairs.hidden_BMD, state.zero_11W.to(pairs.hidden_BMD.dtype))
+        # An empty slot that is attended stands where a token would have stood.
+        steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
+        before_BMP = positions_BNP[:, :1] + steps_M[None, :, None]
+        positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
+        if self.start == "zeros":
+            valid_BM = torch.ones_like(valid_BM)
+        heads = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs_BMW.chunk(2 * self.sets, -1)]
+        contexts = [
+            Context(k, v, positions_BMP, valid_BM, consecutive=True)
+            for k, v in zip(heads[::2], heads[1::2], strict=True)
+        ]
+        if self.shared_kv:
+            return Entry(x_BND, positions_BNP, padding_BN, context=contexts[0])
+        return Entry(x_BND, positions_BNP, padding_BN, contexts=contexts)
+
+    def exit(self, state: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Opened, None]:
+        positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
+        assert positions_BNP is not None
+        layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])
+        mixture_BND = (self.weight.softmax(0)[:, None, None, None] * layers_LBND).sum(0)
+        mixtures = state.mixtures
+        if mixtures is not None:
+            mixtures = push(mixtures, mixture_BND, positions_BNP, padding_BN)[0]
+        pairs = push(state.pairs, self._pairs(mixture_BND, state.layers), positions_BNP, padding_BN)[0]
+        written = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
+        return x_BND, state._replace(mixtures=mixtures, pairs=pairs, written_B=state.written_B + written), None

@@ -1,0 +1,485 @@
+"""The Feedback Transformer: a twin in loops, golden values, limits, gradients, and that it remembers.
+
+Legend: B rows, N tokens, D model width, H heads, E head width, M slots, T tokens of a stream, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.layers import positions as schemes
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.positions import RelativePositions
+from cached_transformers.memories import create_memory
+from cached_transformers.memories.feedback import Feedback, LearnedDistances
+from cached_transformers.models import create_model
+from cached_transformers.models.parts import make_stack
+from cached_transformers.training.segments import SegmentLoop
+
+D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
+
+
+def make(depth: int = DEPTH, norm: str = "pre", **options: Any) -> Stack:
+    """A stack in float64 without a weight that is zero or one."""
+    stack = make_stack(
+        D,
+        depth,
+        H,
+        12,
+        memory={"name": "feedback", "length": LENGTH, **options},
+        attention="softmax",
+        norm=norm,
+        causal=True,
+        activation="relu",
+    ).double()
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return stack
+
+
+def in_segments(stack: Stack, x_BTD: Tensor, pieces: list[int], cut: bool = False) -> Tensor:
+    """Outputs of a stream that is cut into segments, and with `cut` its gradient too."""
+    state, outs = stack.init_state(x_BTD.shape[0], x_BTD), []
+    for x_BND in x_BTD.split(pieces, 1):
+        out = stack(x_BND, state)
+        state = states.detach(out.state) if cut else out.state
+        outs.append(out.outputs)
+    return torch.cat(outs, 1)
+
+
+def layer_norm(x: Tensor, norm: nn.Module) -> Tensor:
+    if isinstance(norm, nn.Identity):
+        return x
+    return (x - x.mean()) / (x.var(unbiased=False) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+class TwinRow:
+    """One row, one token after the other, in lists."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack, self.memory = stack, stack.model_memory
+        self.blocks = list(stack.blocks)
+        self.mixtures: list[Tensor] = []
+        self.pairs: list[list[tuple[Tensor, Tensor]]] = []  # per token, per layer
+        if self.memory.start == "zeros":
+            self.mixtures = [torch.zeros(D, dtype=torch.float64)] * LENGTH
+        self.begin()
+
+    def begin(self) -> None:
+        """A segment begins: keys and values anew, unless they are what is kept (zeros hold none)."""
+        kept = self.pairs if self.memory.keep == "kv" else []
+        zeros = [not m.any() for m in self.mixtures]
+        self.pairs = [
+            self.project(m) if zero or not kept else pair
+            for m, zero, pair in zip(self.mixtures, zeros, kept or self.mixtures, strict=True)
+        ]
+
+    def cut(self) -> None:
+        self.mixtures = [m.detach() for m in self.mixtures]
+        self.pairs = [[(k.detach(), v.detach()) for k, v in pair] for pair in self.pairs]
+
+    def project(self, m_D: Tensor) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        for index in range(len(self.blocks)):
+            layer = self.blocks[0 if self.memory.shared_kv else index].attention
+            h, w, b = layer_norm(m_D, layer.norm), layer.qkv.weight, layer.qkv.bias
+            pairs.append((w[D : 2 * D] @ h + b[D : 2 * D], w[2 * D :] @ h + b[2 * D :]))
+        return pairs
+
+    def logit(self, layer: SelfAttention, q: Tensor, k: Tensor, head: int, distance: int) -> Tensor:
+        scheme = layer.positions
+        if isinstance(scheme, LearnedDistances):
+            return (q @ k + q @ self.memory.table_EM[:, LENGTH - distance]) / math.sqrt(E)
+        if not isinstance(scheme, RelativePositions):
+            return q @ k / math.sqrt(E)
+        angles = [distance * 10000 ** (-2 * i / D) for i in range(D // 2)]
+        code = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+        place = scheme.project.weight[head * E : (head + 1) * E] @ code
+        return ((q + scheme.content_bias[head]) @ k + (q + scheme.position_bias[head]) @ place) / math.sqrt(E)
+
+    def token(self, x_D: Tensor) -> Tensor:
+        levels = [x_D]
+        for index, block in enumerate(self.blocks):
+            layer, x = block.attention, levels[-1]
+            q_D = layer.qkv.weight[:D] @ layer_norm(x, layer.norm) + layer.qkv.bias[:D]
+            heads = []
+            for head in range(H):
+                part = slice(head * E, (head + 1) * E)
+                seen = [(len(self.pairs) - j, *pair[index]) for j, pair in enumerate(self.pairs)]
+                if not seen:
+                    heads.append(torch.zeros(E, dtype=torch.float64))
+                    continue
+                logits = [self.logit(layer, q_D[part], k[part], head, distance) for distance, k, _ in seen]
+                weights = torch.stack(logits).softmax(0)
+                heads.append(sum(w * v[part] for w, (_, _, v) in zip(weights, seen, strict=True)))
+            y = layer_norm(x + layer.output(torch.cat(heads)), block.attention_norm)
+            feed = block.feed_forward
+            hidden = feed.enter(layer_norm(y, feed.norm)).clamp(min=0)
+            levels.append(layer_norm(y + feed.leave(hidden), block.feed_forward_norm))
+        share = self.memory.weight.exp() / self.memory.weight.exp().sum()
+        mixture = sum(share[n] * level for n, level in enumerate(levels))
+        self.mixtures = [*self.mixtures, mixture][-LENGTH:]
+        self.pairs = [*self.pairs, self.project(mixture)][-LENGTH:]
+        return layer_norm(levels[-1], self.stack.norm)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "separate": {"shared_kv": False},
+    "relative": {"positions": "relative"},
+    "none": {"positions": None},
+    "zeros": {"start": "zeros"},
+    "zeros-separate-relative": {"start": "zeros", "shared_kv": False, "positions": "relative"},
+    "kv": {"keep": "kv"},
+    "kv-zeros-separate": {"keep": "kv", "start": "zeros", "shared_kv": False},
+    "post": {"norm": "post"},
+}
+
+
+@pytest.mark.parametrize("way", ["whole", "cut", "padded"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_is_its_slow_twin(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The schemes take angles in float32, which is not what is tested here.
+    monkeypatch.setattr(
+        schemes,
+        "angles",
+        lambda places, width, base: places[..., :1].double() * base ** -(torch.arange(0, width, 2).double() / width),
+    )
+    stack, rows = make(**OPTIONS[name]), 2
+    state, twins = stack.init_state(rows, torch.zeros((), dtype=torch.float64)), [TwinRow(stack) for _ in range(rows)]
+    total, expected = torch.zeros(()).double(), torch.zeros(()).double()
+    leaves, others = [], []
+    for n, short in zip((3, 1, 4), (2, 0, 4), strict=True):
+        x_BND = torch.randn(rows, n, D, dtype=torch.float64, requires_grad=True)
+        twin_x_BND = x_BND.detach().clone().requires_grad_()
+        leaves.append(x_BND), others.append(twin_x_BND)
+        padding_BN = torch.zeros(rows, n, dtype=torch.bool)
+        if way == "padded":
+            padding_BN[0, short:], padding_BN[1, :1] = True, n > 1
+        out = stack(x_BND, state, padding_BN=padding_BN if way == "padded" else None)
+        state = states.detach(out.state) if way == "cut" else out.state
+        for row, twin in enumerate(twins):
+            twin.begin()
+            for i in (i for i in range(n) if not padding_BN[row, i]):
+                want = twin.token(twin_x_BND[row, i])
+                torch.testing.assert_close(out.outputs[row, i], want, rtol=0, atol=1e-10)
+                total, expected = total + out.outputs[row, i].sin().sum(), expected + want.sin().sum()
+            if way == "cut":
+                twin.cut()
+    got = torch.autograd.grad(total, [*stack.parameters(), *leaves], allow_unused=True)
+    wants = torch.autograd.grad(expected, [*stack.parameters(), *others], allow_unused=True)
+    for leaf, a, b in zip([*stack.parameters(), *leaves], got, wants, strict=True):
+        zero = torch.zeros_like(leaf)
+        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=0, atol=1e-10)
+    assert got[0] is not None and got[0].abs().max() > 1e-6  # of the mixture's weights
+
+
+def golden_model(golden: dict[str, Any], tag: str) -> tuple[nn.Module, Tensor, dict[str, list[Tensor]]]:
+    """The model with the weights of a reference, its output bias, and the parameters by their name there."""
+    config = json.loads(str(golden[f"{tag}/config"]))
+    start = f"{tag}/param/"
+    theirs = {k.removeprefix(start): torch.from_numpy(v) for k, v in golden.items() if k.startswith(start)}
+    pre, shared = config["pre_norm"], config["share_proj_kv"]
+    memory = {
+        "name": "feedback",
+        "length": config["attn_lim"],
+        "shared_kv": shared,
+        "start": "zeros",
+        "official_renorm": True,
+    }
+    model = create_model(
+        "language_model",
+        vocabulary=config["vocab_sz"],
+        width=config["hid_sz"],
+        depth=config["nlayers"],
+        heads=config["nheads"],
+        feed_forward=config["inner_hid_sz"],
+        memory=memory,
+        norm="pre" if pre else "post",
+        activation="relu",
+        bias=False,
+        tied=False,
+    ).double()
+    places: dict[str, list[Tensor]] = {
+        "single_memory_attn_params": [model.stack.model_memory.weight],
+        "in_emb.weight": [model.embedding.weight],
+        "layers.0.attn.attn.key_pe": [model.stack.model_memory.table_EM],
+        "out.out_emb.weight": [model.head.weight],
+    }
+    if "out_norm.weight" in theirs:
+        places |= {f"out_norm.{kind}": [getattr(model.stack.norm, kind)] for kind in ("weight", "bias")}
+    for index, block in enumerate(model.stack.blocks):
+        name, first = f"layers.{index}", "layers.0" if shared else f"layers.{index}"
+        attention, feed = block.attention, block.feed_forward
+        norms = (attention.norm, feed.norm) if pre else (block.attention_norm, block.feed_forward_norm)
+        for kind in ("weight", "bias"):
+            places.setdefault(f"{first}.norm1.{kind}", []).append(getattr(norms[0], kind))
+            places[f"{name}.norm2.{kind}"] = [getattr(norms[1], kind)]
+            places[f"{name}.ff.fc1.{kind}"] = [getattr(feed.enter, kind)]
+            places[f"{name}.ff.fc2.{kind}"] = [getattr(feed.leave, kind)]
+        places[f"{name}.attn.proj_out.weight"] = [attention.output.weight]
+        parts = attention.qkv.weight.split(config["hid_sz"])
+        for part, kind in zip(parts, ("query", "key", "val"), strict=False):
+            places[f"{name}.attn.proj_{kind}.weight"] = [part]
+    bias_V = theirs.pop("out.out_emb.bias")
+    assert places.keys() == theirs.keys()
+    with torch.no_grad():
+        for key, targets in places.items():
+            for target in targets:
+                target.copy_(theirs[key].view_as(target))
+    return model, bias_V, places
+
+
+@pytest.mark.parametrize("tag", ["sep_kv", "share_kv", "postnorm"])
+def test_golden_values_of_the_authors_code(shared: Path, tag: str) -> None:
+    golden = {k: v for k, v in np.load(shared / "golden/memories/feedback.npz", allow_pickle=False).items()}
+    model, bias_V, _ = golden_model(golden, tag)
+    ids, state = torch.from_numpy(golden["ids"]), None
+    for segment in range(5):
+        out = model(ids[:, 8 * segment : 8 * segment + 8], state)
+        state = states.detach(out.state)
+        want = torch.from_numpy(golden[f"{tag}/seg{segment}/logprob"])
+        torch.testing.assert_close((out.outputs + bias_V).log_softmax(-1), want, rtol=0, atol=1e-12)
+        cache = torch.from_numpy(golden[f"{tag}/seg{segment}/cache0"]).transpose(0, 1)
+        torch.testing.assert_close(state.model.hidden_BMD, cache, rtol=0, atol=1e-12)
+
+
+def test_golden_gradients_of_the_authors_code(shared: Path) -> None:
+    golden = {k: v for k, v in np.load(shared / "golden/memories/feedback.npz", allow_pickle=False).items()}
+    model, bias_V, places = golden_model(golden, "share_kv")
+    ids = torch.from_numpy(golden["ids"])
+    logits = model(ids[:, :8]).outputs + bias_V
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:9].flatten())
+    torch.testing.assert_close(loss.detach(), torch.from_numpy(golden["grad_seg0/loss"]), rtol=0, atol=1e-12)
+    loss.backward()
+    # A part of the fused projection finds its gradient in that of the whole.
+    wholes = {b.attention.qkv.weight.data_ptr(): b.attention.qkv.weight for b in model.stack.blocks}
+
+    def gradient(target: Tensor) -> Tensor:
+        whole = wholes.get(target.untyped_storage().data_ptr(), target)
+        return whole.grad.as_strided(target.shape, target.stride(), target.storage_offset())
+
+    for name, targets in places.items():
+        want = torch.from_numpy(golden[f"grad_seg0/{name}"])
+        torch.testing.assert_close(sum(map(gradient, targets)).view_as(want), want, rtol=0, atol=1e-12)
+
+
+CUTS = [[12], [1] * 12, [5, 1, 4, 2]]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_how_a_stream_is_cut_changes_nothing(name: str) -> None:
+    stack, x_BTD = make(**OPTIONS[name]), torch.randn(2, 12, D, dtype=torch.float64)
+    whole, *others = (in_segments(stack, x_BTD, cut) for cut in CUTS)
+    for other in others:
+        # Distances that come from the clock have angles in float32.
+        torch.testing.assert_close(other, whole, rtol=0, atol=1e-6 if "relative" in name else 1e-12)
+
+
+def test_with_the_authors_second_norm_the_cut_matters() -> None:
+    x_BTD = torch.randn(2, 12, D, dtype=torch.float64)
+    for norm, matters in (("pre", True), ("post", False)):
+        stack = make(norm=norm, official_renorm=True)
+        whole, *others = (in_segments(stack, x_BTD, cut) for cut in CUTS)
+        assert all(((other - whole).abs().max() > 1e-3) == matters for other in others)
+
+
+def test_of_the_embedding_alone_it_is_attention_over_the_window_before_each_token() -> None:
+    """One layer, all weight on the embedding: nothing is sequential, and a matrix product gives all tokens at once."""
+    stack, x_BTD = make(depth=1), torch.randn(2, 12, D, dtype=torch.float64)
+    with torch.no_grad():
+        stack.model_memory.weight.copy_(torch.tensor([1000.0, 0.0]))
+    block, total = stack.blocks[0], x_BTD.shape[1]
+    q, k, v = (
+        t.unflatten(-1, (H, E)).transpose(1, 2) for t in block.attention.qkv(block.attention.norm(x_BTD)).chunk(3, -1)
+    )
+    distance = torch.arange(total)[:, None] - torch.arange(total)
+    e = stack.model_memory.table_EM[:, (LENGTH - distance).clamp(0, LENGTH - 1)]
+    logits = (q @ k.mT + torch.einsum("bhne,enm->bhnm", q, e)) / math.sqrt(E)
+    weights = logits.masked_fill((distance < 1) | (distance > LENGTH), -torch.inf).softmax(-1).nan_to_num(0)
+    y = x_BTD + block.attention.output((weights @ v).transpose(1, 2).flatten(2))
+    want = stack.norm(y + block.feed_forward(y))
+    torch.testing.assert_close(in_segments(stack, x_BTD, [5, 7]), want, rtol=0, atol=1e-12)
+
+
+def test_with_one_slot_it_is_a_recurrent_network() -> None:
+    """The only slot gets all the attention, so that queries and positions do not matter."""
+    torch.manual_seed(1)
+    stack, x_BTD = make(length=1), torch.randn(2, 9, D, dtype=torch.float64)
+    first = stack.blocks[0].attention
+    share, m_BD, want = stack.model_memory.weight.softmax(0), None, []
+    for x_BD in x_BTD.unbind(1):
+        value_BD = 0 if m_BD is None else F.linear(first.norm(m_BD), first.qkv.weight[2 * D :], first.qkv.bias[2 * D :])
+        levels = [x_BD]
+        for block in stack.blocks:
+            read = torch.zeros_like(x_BD) if m_BD is None else value_BD
+            y_BD = levels[-1] + block.attention.output(read)
+            levels.append(y_BD + block.feed_forward(y_BD))
+        m_BD = sum(w * level for w, level in zip(share, levels, strict=True))
+        want.append(stack.norm(levels[-1]))
+    torch.testing.assert_close(in_segments(stack, x_BTD, [4, 5]), torch.stack(want, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_one_layer_reaches_back_without_limit_but_the_gradient_to_where_it_is_cut(cut: bool) -> None:
+    stack = make(depth=1)
+    x_BTD = torch.randn(1, 20, D, dtype=torch.float64, requires_grad=True)
+    in_segments(stack, x_BTD, [15, 5], cut)[:, -1].sin().sum().backward()
+    reached = x_BTD.grad.abs().amax((0, 2)) > 0
+    assert reached.tolist() == ([False] * 15 + [True] * 5 if cut else [True] * 20)
+    changed = x_BTD.detach().clone()
+    changed[:, 0] = torch.randn(D)
+    difference = (in_segments(stack, changed, [15, 5]) - in_segments(stack, x_BTD, [15, 5])).abs()
+    assert difference[:, -1].max() > 1e-9, "20 tokens later, with 3 slots and one layer"
+
+
+def test_what_is_kept_decides_what_old_tokens_train() -> None:
+    """Forward alike; of keys and values that were kept the projections of later segments learn nothing."""
+    x_BTD, grads = torch.randn(2, 8, D, dtype=torch.float64), []
+    torch.manual_seed(2)
+    stack = make()
+    for keep in ("hidden", "kv"):
+        stack.model_memory.keep = keep
+        stack.zero_grad()
+        last = in_segments(stack, x_BTD, [7, 1], cut=True)[:, -1]
+        last.sin().sum().backward()
+        grads.append((last.detach(), stack.blocks[0].attention.qkv.weight.grad.clone()))
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    assert grads[0][1][D:].abs().max() > 1e-6 and grads[1][1][D:].abs().max() == 0
+
+
+def test_an_empty_start_shows_nothing_and_zeros_are_attended() -> None:
+    torch.manual_seed(3)
+    stack, x_BTD = make(), torch.randn(2, 6, D, dtype=torch.float64)
+    empty = in_segments(stack, x_BTD, [6])
+    x_BD = x_BTD[:, 0]
+    for block in stack.blocks:  # no key: attention gives 0, and its projection the bias
+        y_BD = x_BD + block.attention.output.bias
+        x_BD = y_BD + block.feed_forward(y_BD)
+    torch.testing.assert_close(empty[:, 0], stack.norm(x_BD))
+    stack.model_memory.start = "zeros"
+    zeros = in_segments(stack, x_BTD, [6])
+    assert (zeros - empty).abs().amax((0, 2)).min() > 1e-6
+    for start, want in (("empty", empty), ("zeros", zeros)):  # poison in empty slots never comes out, nor back
+        stack.model_memory.start = start
+        state = states.map_state(
+            lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, stack.init_state(2, x_BTD)
+        )
+        stack.zero_grad()
+        for padding_BN in (None, torch.zeros(2, 6, dtype=torch.bool)):
+            got = stack(x_BTD, state, padding_BN=padding_BN).outputs
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+            got.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in stack.parameters())
+
+
+def test_only_layers_that_project_hold_projections() -> None:
+    for shared_kv, rows in ((True, [3, 1, 1]), (False, [3, 3, 3])):
+        stack = make(depth=3, shared_kv=shared_kv)
+        assert [len(block.attention.qkv.weight) for block in stack.blocks] == [D * n for n in rows]
+        assert len({id(block.attention.positions.table_EM) for block in stack.blocks}) == 1
+    with pytest.raises(ValueError, match=r"a layer with keys=False projects no keys and values"):
+        make(depth=2).blocks[1].attention.project_kv(torch.zeros(1, 1, D))
+
+
+def test_distances_from_the_shortcut_are_those_looked_up() -> None:
+    scheme = LearnedDistances(nn.Parameter(torch.randn(E, LENGTH)))
+    q, places = torch.randn(2, H, 1, E), torch.tensor([[[7]], [[9]]])
+    keys = places + torch.arange(-LENGTH, 1)[None, :, None]
+    short, looked_up = (scheme.bias(q, places, keys, causal_run=run)[..., :LENGTH] for run in (True, False))
+    assert torch.equal(short, looked_up)
+    torch.testing.assert_close(short[0, 0, 0], q[0, 0, 0] @ scheme.table_EM / math.sqrt(E))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, r"length=0 must be at least 1"),
+        ({"positions": "rotary"}, r"positions='rotary' must be one of 'learned', 'relative', None"),
+        ({"start": "ones"}, r"start='ones' must be one of 'empty', 'zeros'"),
+        ({"keep": "all"}, r"keep='all' must be one of 'hidden', 'kv'"),
+        ({"keep": "kv", "official_renorm": True}, r"official_renorm=True normalises hidden states.*take keep='hidden'"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_memory({"name": "feedback", **options}, D, H, depth=2)
+
+
+def test_layers_that_attend_their_segment_are_refused() -> None:
+    def block(_: int) -> Block:
+        return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
+
+    with pytest.raises(ValueError, match=r"memory Feedback has own_keys=False, a layer has own_keys=True; make every"):
+        Stack(block, 1, model_memory=Feedback(D, H))
+    with pytest.raises(ValueError, match=r"keys=False leaves tokens nothing .*; take own_keys=False"):
+        SelfAttention(D, H, keys=False)
+
+
+SEGMENT, CLASSES = 4, 4
+
+
+def latch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noise with one symbol in the first of three segments; the last token asks which."""
+    tokens = torch.randint(CLASSES, 2 * CLASSES, (rows, 3 * SEGMENT), generator=generator)
+    answer = torch.randint(0, CLASSES, (rows,), generator=generator)
+    tokens[torch.arange(rows), torch.randint(0, SEGMENT, (rows,), generator=generator)] = answer
+    tokens[:, -1] = 2 * CLASSES
+    targets = torch.full_like(tokens, -100)
+    targets[:, -1] = answer
+    return tokens, targets
+
+
+def accuracy(memory: Any, steps: int = 250) -> tuple[float, float]:
+    """Share of new streams answered after training: with the state carried, and dropped before the last segment."""
+    torch.manual_seed(0)
+    model = create_model(
+        "language_model",
+        vocabulary=2 * CLASSES + 1,
+        width=32,
+        depth=1,
+        heads=2,
+        feed_forward=64,
+        memory=memory,
+        tied=False,
+    )
+    loop, optimizer = SegmentLoop(model, SEGMENT, bptt=3), torch.optim.AdamW(model.parameters(), 3e-3)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loop(*latch(64, generator))[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    tokens, targets = latch(512, torch.Generator().manual_seed(2))
+    model.eval()
+    with torch.no_grad():
+        state = None
+        for segment in tokens.split(SEGMENT, 1):
+            last, dropped = model(segment, state), model(segment)
+            state = last.state
+    hits = [(out.outputs[:, -1].argmax(-1) == targets[:, -1]).float().mean().item() for out in (last, dropped)]
+    return hits[0], hits[1]
+
+
+def test_two_slots_and_one_layer_carry_a_symbol_over_many_tokens() -> None:
+    """It was seen 8 to 11 tokens ago, so that it must have been read and mixed again several times."""
+    carried, dropped = accuracy({"name": "feedback", "length": 2})
+    assert carried > 0.95 and dropped < 0.4
+
+
+@pytest.mark.parametrize("memory", [None, {"name": "transformer_xl", "length": 2}])
+def test_without_feedback_it_guesses(memory: Any) -> None:
+    assert accuracy(memory)[0] < 0.4
