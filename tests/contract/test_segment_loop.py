@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.block import ModelOutput
+from cached_transformers.memories.base import ModelMemory
 from cached_transformers.training.segments import SegmentLoop
 
 PLAIN = next(case for case in STREAMS if case.memory == "none")
@@ -87,7 +88,7 @@ def test_the_state_goes_in_and_marked_rows_begin_anew() -> None:
 class Counter(nn.Module):
     """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
 
-    class Memory:
+    class Memory(ModelMemory):
         def next_pass(self, seen: list[torch.Tensor]) -> torch.Tensor:
             self.seen = [s.item() for s in seen]
             return torch.tensor(100.0)

@@ -79,7 +79,7 @@ class Block(nn.Module):
         attention: SelfAttention,
         feed_forward: FeedForward,
         *,
-        slot_attention: SlotAttention | None = None,
+        slot_attention: nn.Module | None = None,
         drop_path: float = 0.0,
         norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
@@ -97,6 +97,7 @@ class Block(nn.Module):
         state: State = (),
         slots_BMD: Tensor | None = None,
         slots_valid_BM: Tensor | None = None,
+        slots_places_BM: Tensor | None = None,
         own: tuple[int, int] | None = None,
         **attention: Any,
     ) -> tuple[Tensor, State, Trace, Tensor | None]:
@@ -109,7 +110,8 @@ class Block(nn.Module):
         attended = self.attention(x_BND, positions_BNP, state=state, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots_BMD is not None:
-            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
+            places = () if slots_places_BM is None else (slots_places_BM,)
+            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM, *places))
         y_BND = self.feed_forward_norm(y_BND + self.drop_path(self.feed_forward(y_BND)))
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, attended.query, attended.reading)
         if own is not None:
@@ -147,8 +149,7 @@ class Stack(nn.Module):
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = nn.LayerNorm(width) if width is not None else nn.Identity()
         self.activation_checkpointing = False
-        for block in self.blocks:
-            _check_pair(self.model_memory, block)  # type: ignore[arg-type]
+        _check_blocks(self.model_memory, list(self.blocks))
 
     def layer_memories(self) -> list[LayerMemory]:
         """The memory of each layer, from the first to the last."""
@@ -227,7 +228,12 @@ class Stack(nn.Module):
             "consecutive": positions_BNP is None and padding_BN is None and entry.positions_BNP is clocked,
             "size": size,
         }
-        slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
+        slots = {
+            "slots_BMD": entry.slots_BMD,
+            "slots_valid_BM": entry.slots_valid_BM,
+            "slots_places_BM": entry.slots_places_BM,
+            "own": entry.own,
+        }
         x, layers, traces, losses = entry.x_BND, [], [], [x_BND.new_zeros(())]
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
         for block, own_state, hidden in zip(self.blocks, state.layers, recalled, strict=True):
@@ -250,14 +256,14 @@ class Stack(nn.Module):
         return block(*args, **kwargs)
 
 
-def _check_pair(memory: ModelMemory, block: Block) -> None:
-    core = block.attention.core
-    if memory.insertion == "kv" and not core.accepts_context:
-        raise ValueError(
-            f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot take "
-            "(accepts_context=False)"
-        )
-    if memory.insertion == "sublayer" and block.slot_attention is None:
+def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
+    for core in (block.attention.core for block in blocks):
+        if memory.insertion == "kv" and not core.accepts_context:
+            raise ValueError(
+                f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot "
+                "take (accepts_context=False)"
+            )
+    if memory.insertion == "sublayer" and all(block.slot_attention is None for block in blocks):
         raise ValueError(
             f"memory {type(memory).__name__} offers slots, which nothing would read; give every Block a slot_attention"
         )

@@ -174,6 +174,7 @@ class Entry(NamedTuple):
         context: keys and values for all layers.
         slots_BMD: slots for the cross-attention of every block.
         slots_valid_BM: bool, the slots that hold something; None when all do.
+        slots_places_BM: where each slot stands, for a memory whose own slot attention asks for it.
         recalled: hidden states for each layer.
         own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write`; None for all.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
@@ -190,6 +191,7 @@ class Entry(NamedTuple):
     own: tuple[int, int] | None = None
     visible_NN: Tensor | None = None
     sees_context_N: Tensor | None = None
+    slots_places_BM: Tensor | None = None
 
 
 class ModelMemory(nn.Module):
@@ -200,11 +202,15 @@ class ModelMemory(nn.Module):
         step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
             other and with gradient. None for whole segments.
         causal: whether a causal model may use it.
+        rewinds: another pass over the same segments takes place at the same positions: the loop gives the clock and the
+            states of the layers the values that they had before the first pass; what `next_pass` returns counts for
+            the model memory alone.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
     step: int | None = None
     causal: bool = True
+    rewinds: bool = False
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
@@ -213,6 +219,16 @@ class ModelMemory(nn.Module):
     def position_scheme(self) -> Positions | None:
         """Position scheme for a layer, made anew at every call; None for the model's."""
         return None
+
+    def slot_attention(self, index: int, width: int, heads: int) -> nn.Module | None:
+        """Cross-attention over the slots for the layer `index`, made anew at every call (insertion "sublayer").
+
+        It is called as (x_BND, slots_BMD, slots_valid_BM), and slots_places_BM where the memory offers them, and gives
+        what is added to x_BND. None for a layer that does not read the slots.
+        """
+        from ..layers.block import SlotAttention  # the blocks are built on memories
+
+        return SlotAttention(width, heads)
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         """State before the first segment, on the device and in the dtype of `like`."""
@@ -229,5 +245,5 @@ class ModelMemory(nn.Module):
         return x_BND, state, None
 
     def next_pass(self, states: Sequence[State]) -> State:
-        """State with which another pass over the same segments begins, given the state after each of them."""
+        """State of the model with which another pass over the same segments begins, given that after each of them."""
         return states[-1]

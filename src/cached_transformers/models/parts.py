@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import SelfAttention, shows_the_future
-from ..layers.block import Block, SlotAttention, Stack, StackState
+from ..layers.block import Block, Stack, StackState
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, make_positions
 from ..memories import MemorySpec, create_memory, memory_spec
@@ -57,7 +57,8 @@ def make_stack(
         fallback: name of the scheme where the memory has none of its own.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
         bias: whether the projections of attention have biases.
-        known: facts that a memory may ask for (length, size, prefix, sequence).
+        known: facts that a memory may ask for (length, size, prefix, sequence), beside those that this function knows
+            (depth, index, causal, dropout).
 
     Raises:
         ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
@@ -70,12 +71,14 @@ def make_stack(
     if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
+    known["causal"] = causal
 
     def make_memory(index: int) -> LayerMemory | ModelMemory:
         return create_memory(memory, width, heads, depth=depth, index=index, **known)
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
+    slots_of = model_memory if first.insertion == "sublayer" else None
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -101,7 +104,7 @@ def make_stack(
         return Block(
             layer,
             FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout),
-            slot_attention=SlotAttention(width, heads) if first.insertion == "sublayer" else None,
+            slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
             drop_path=drop_path * index / max(depth - 1, 1),
             norms=(nn.LayerNorm(width), nn.LayerNorm(width)) if norm == "post" else None,
         )
