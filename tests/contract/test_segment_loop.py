@@ -116,6 +116,34 @@ def test_another_pass_begins_where_the_memory_says() -> None:
     assert [r is not None for r in model.resets] == [True] + [False] * 5
 
 
+class Rewinding(ModelMemory):
+    """Counts the segments that each row has seen in all passes, beside the memories of the layers."""
+
+    rewinds = True
+
+    def init_state(self, batch_size: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(batch_size, dtype=torch.long)
+
+    def exit(self, state: torch.Tensor, x_BND: torch.Tensor, traces: Any) -> Any:
+        return x_BND, state + 1, None
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_pass_that_rewinds_begins_with_the_clock_and_the_layers_of_the_first(carried: bool) -> None:
+    model = STREAM.build().eval()
+    model.stack.model_memory = Rewinding()
+    inputs, targets = batch(STREAM, 15)
+    given = (SegmentLoop(model, SEGMENT)(inputs, targets)[1], torch.tensor([True, False, False])) if carried else ()
+    once, after = SegmentLoop(model, SEGMENT)(inputs, targets, *given)
+    thrice, last = SegmentLoop(model, SEGMENT, passes=3)(inputs, targets, *given)
+    assert once == thrice
+    for (_, a), (_, b) in zip(states.named_tensors(after.layers), states.named_tensors(last.layers), strict=True):
+        assert torch.equal(a, b)
+    before = [0, 1, 1] if carried else [0, 0, 0]
+    assert last.clock_B.tolist() == after.clock_B.tolist() == [15 * (n + 1) for n in before]
+    assert last.model.tolist() == [9 + 3 * n for n in before] and after.model.tolist() == [3 + 3 * n for n in before]
+
+
 def test_the_loss_of_a_half_precision_model_is_added_up_in_float32() -> None:
     inputs, targets = batch(PLAIN, 15)
     exact = SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets)[0]
