@@ -76,6 +76,15 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 0,
         exempt={"remembers": SHARED, "empty": "as grc", "learns": UNREAD},
     ),
+    "attention_cache": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as grc: a cache of zeros is read and mixed like any other"},
+    ),
+    "attention_cache/store": Contract(
+        options={"update": "store"},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as attention_cache"},
+    ),
     "grc_stream": Contract(options={"length": 4}, bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8),
     "transformer_xl": Contract(
         options={"length": 8},

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ..registry import MEMORIES
 from .base import Entry, ModelMemory, Recalled, Trace
-from .gated_recurrent_cache import one_of
 from .rows import Rows, empty_rows, push
+from .shared_cache import one_of
 
 
 class SideAttention(nn.Module):
