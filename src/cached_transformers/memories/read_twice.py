@@ -114,6 +114,7 @@ class ReadTwice(ModelMemory):
         layer: index of the one layer that reads, negative ones from the end; None for every layer.
         top_k, clip: see `SideAttention`.
         block_length: tokens of a block, where a segment holds several; None for whole segments.
+        causal, depth: of the model, which hands them over.
 
     Raises:
         ValueError: an unknown choice, a size below 1, or options that exclude each other.
