@@ -17,7 +17,7 @@ from cached_transformers.models import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 DOCUMENT: dict[str, Any] = {"scope": "document"}
-STEPS = 400
+STEPS = 500
 VALUES, ASK, FILLER = 8, 8, 10  # tokens: 8 values, "which is first?" and "which is second?", filler
 
 
