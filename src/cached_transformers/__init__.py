@@ -5,15 +5,15 @@ from __future__ import annotations
 from .integrations.adapters import add_memory, register_adapter, remove_memory
 from .layers.grc_attention import GRCAttention
 from .memories import create_memory
-from .memories.gated_recurrent_cache import (
-    GatedRecurrentCache,
+from .memories.cached_attention import fold, unfold
+from .memories.gated_recurrent_cache import GatedRecurrentCache
+from .memories.shared_cache import (
     commit_caches,
     hold_caches,
     reset_caches,
     resize_caches,
     shuffle_caches,
 )
-from .memories.grc import fold, unfold
 from .models import create_model
 from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
 

@@ -266,6 +266,24 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 4},
         exempt=FEEDBACK,
     ),
+    "attention_cache": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as grc: a cache of zeros is read and mixed like any other"},
+    ),
+    "attention_cache/store": Contract(
+        options={"update": "store"},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as attention_cache"},
+    ),
+    "read_twice": Contract(options={"slots": 4}, bytes_per_row=lambda d: 4 * (4 * d + 16) + 16),
+    "read_twice/joint": Contract(
+        options={"slots": 4, "attention": "joint", "summary": "mean", "every": 4, "after": "tanh"},
+        bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
+    ),
+    "read_twice/side": Contract(
+        options={"slots": 4, "summary": "ends", "every": 4, "after": "place", "top_k": 3, "clip": 2, "layer": 1},
+        bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

@@ -23,7 +23,7 @@ from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
 SYNCS = ("mean", "broadcast", "none")
-SHARED = [case for case in CASES if case.shared and case.memory == "grc"]
+SHARED = [case for case in CASES if case.shared and case.memory in ("grc", "attention_cache", "attention_cache/store")]
 
 
 def half(t: Tensor, rank: int, size: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.block import ModelOutput
+from cached_transformers.memories.base import ModelMemory
 from cached_transformers.training.segments import SegmentLoop
 
 PLAIN = next(case for case in STREAMS if case.memory == "none")
@@ -90,7 +91,7 @@ def test_the_state_goes_in_and_marked_rows_begin_anew() -> None:
 class Counter(nn.Module):
     """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
 
-    class Memory:
+    class Memory(ModelMemory):
         def next_pass(self, seen: list[torch.Tensor]) -> torch.Tensor:
             self.seen = [s.item() for s in seen]
             return torch.tensor(100.0)
@@ -116,6 +117,34 @@ def test_another_pass_begins_where_the_memory_says() -> None:
     uniform = torch.tensor(VOCABULARY).log()
     torch.testing.assert_close(loss, uniform + (100 + 101 + 102) / 3)  # of the last pass, averaged over segments
     assert [r is not None for r in model.resets] == [True] + [False] * 5
+
+
+class Rewinding(ModelMemory):
+    """Counts the segments that each row has seen in all passes, beside the memories of the layers."""
+
+    rewinds = True
+
+    def init_state(self, batch_size: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(batch_size, dtype=torch.long)
+
+    def exit(self, state: torch.Tensor, x_BND: torch.Tensor, traces: Any) -> Any:
+        return x_BND, state + 1, None
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_pass_that_rewinds_begins_with_the_clock_and_the_layers_of_the_first(carried: bool) -> None:
+    model = STREAM.build().eval()
+    model.stack.model_memory = Rewinding()
+    inputs, targets = batch(STREAM, 15)
+    given = (SegmentLoop(model, SEGMENT)(inputs, targets)[1], torch.tensor([True, False, False])) if carried else ()
+    once, after = SegmentLoop(model, SEGMENT)(inputs, targets, *given)
+    thrice, last = SegmentLoop(model, SEGMENT, passes=3)(inputs, targets, *given)
+    assert once == thrice
+    for (_, a), (_, b) in zip(states.named_tensors(after.layers), states.named_tensors(last.layers), strict=True):
+        assert torch.equal(a, b)
+    before = [0, 1, 1] if carried else [0, 0, 0]
+    assert last.clock_B.tolist() == after.clock_B.tolist() == [15 * (n + 1) for n in before]
+    assert last.model.tolist() == [9 + 3 * n for n in before] and after.model.tolist() == [3 + 3 * n for n in before]
 
 
 def test_the_loss_of_a_half_precision_model_is_added_up_in_float32() -> None:

@@ -1,18 +1,37 @@
-"""A small vision transformer with GRC for the tests of this folder: 5 tokens of 16 channels, two layers."""
+"""A small vision transformer with a shared cache for the tests of this folder: 5 tokens of 16 channels, two layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers import create_model
+from cached_transformers import GRCAttention, create_model
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories.attention_cache import AttentionCache
 from cached_transformers.memories.grc import caches
+
+# Every kind of shared cache: all are held to the same rules.
+KINDS: dict[str, dict[str, Any]] = {
+    "paper": {"variant": "paper"},
+    "released": {"variant": "released"},
+    "attention": {"name": "attention_cache"},
+    "store": {"name": "attention_cache", "update": "store"},
+}
+kinds = pytest.mark.parametrize("options", list(KINDS.values()), ids=list(KINDS))
+
+
+def cached_layer(width: int, heads: int, length: int, *, name: str = "grc", **options: Any) -> SelfAttention:
+    """One attention layer with a shared cache."""
+    if name == "grc":
+        return GRCAttention(width, heads, length, **options)
+    return SelfAttention(width, heads, memory=AttentionCache(width, heads, length, **options))
 
 
 def small_vit(**grc: Any) -> nn.Module:
-    """The same weights at every call."""
+    """The same weights at every call; `name` is that of the memory."""
     torch.manual_seed(0)
     return create_model(
         "vision_transformer",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from grc.small_vit import cached_layer
 from torch import Tensor, nn
 
-from cached_transformers import GRCAttention, fold, reset_caches, unfold
+from cached_transformers import fold, reset_caches, unfold
 
 WIDTH, LENGTH = 16, 8
 
@@ -22,11 +23,11 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """One GRC attention, with inputs and outputs as plain tensors."""
+    """One attention with a shared cache, with inputs and outputs as plain tensors."""
 
     def __init__(self, **grc: Any) -> None:
         super().__init__()
-        self.attention = GRCAttention(WIDTH, 2, LENGTH, **grc)
+        self.attention = cached_layer(WIDTH, 2, LENGTH, **grc)
         self.size = grc.get("size")
         with torch.no_grad():
             self(torch.randn(3, LENGTH, WIDTH))  # something in the cache
@@ -54,6 +55,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"combine": "project"},
     {"ratio": 1.0},
     {"mix": "outputs", "source": "output"},
+    {"name": "attention_cache"},
+    {"name": "attention_cache", "update": "store"},
     REDUCED,
 ]
 
@@ -258,7 +261,14 @@ def test_a_training_layer_is_not_folded() -> None:
         fold(Layer())
 
 
-@pytest.mark.parametrize("options", [{"attend": "sample"}, {"variant": "released", "positional_convolution": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attend": "sample"},
+        {"variant": "released", "positional_convolution": False},
+        {"name": "attention_cache", "attend": "sample"},
+    ],
+)
 def test_gates_that_run_in_evaluation_are_not_folded(options: dict[str, Any]) -> None:
     layer = Layer(**options).eval()
     with pytest.raises(ValueError, match="cannot be folded: attend='sample' runs the gates at each call"):

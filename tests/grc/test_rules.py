@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from grc.small_vit import equal, gradients, images, settled, small_vit, step, stored
+from grc.small_vit import cached_layer, equal, gradients, images, kinds, settled, small_vit, step, stored
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers import GRCAttention, hold_caches, reset_caches, shuffle_caches
+from cached_transformers import hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.gate_update import gate_update
 
 variants = pytest.mark.parametrize("variant", ["paper", "released"])
@@ -61,9 +61,11 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [reentrant, not_reentrant, compiled_blocks, compiled_whole])
-@variants
-def test_recomputation_changes_neither_gradients_nor_caches(recompute: Callable[[Any], Any], variant: str) -> None:
-    plain, model = small_vit(variant=variant), small_vit(variant=variant)
+@kinds
+def test_recomputation_changes_neither_gradients_nor_caches(
+    recompute: Callable[[Any], Any], options: dict[str, Any]
+) -> None:
+    plain, model = small_vit(**options), small_vit(**options)
     parameters = list(model.parameters())
     names = [name for name, _ in plain.named_parameters()]
     run = recompute(model)
@@ -82,9 +84,9 @@ def test_recomputation_changes_neither_gradients_nor_caches(recompute: Callable[
 # ---- when the cache is written
 
 
-@variants
-def test_a_plain_training_loop_commits_once_a_step(variant: str) -> None:
-    model = small_vit(variant=variant)
+@kinds
+def test_a_plain_training_loop_commits_once_a_step(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for index in range(4):
         proposed = settled(model)
@@ -110,9 +112,9 @@ def test_the_proposal_is_one_update_of_the_stored_cache(variant: str) -> None:
         torch.testing.assert_close(settled(model)[0], expected, rtol=0, atol=1e-6)
 
 
-@variants
-def test_evaluation_writes_nothing(variant: str) -> None:
-    model = small_vit(variant=variant)
+@kinds
+def test_evaluation_writes_nothing(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0))
     proposed = settled(model)
     model.eval()
@@ -126,9 +128,9 @@ def test_evaluation_writes_nothing(variant: str) -> None:
     assert equal(stored(model), proposed) and not equal(settled(model), proposed)
 
 
-@variants
-def test_evaluation_of_a_row_does_not_depend_on_its_batch(variant: str) -> None:
-    model = small_vit(variant=variant)
+@kinds
+def test_evaluation_of_a_row_does_not_depend_on_its_batch(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0))
     model.eval()
     x = images(1)
@@ -138,8 +140,9 @@ def test_evaluation_of_a_row_does_not_depend_on_its_batch(variant: str) -> None:
     assert (model(x).outputs - together).abs().max() > 1e-5
 
 
-def test_accumulated_gradients_are_the_sum_and_every_micro_batch_is_an_update() -> None:
-    model, twin = small_vit(), small_vit()
+@kinds
+def test_accumulated_gradients_are_the_sum_and_every_micro_batch_is_an_update(options: dict[str, Any]) -> None:
+    model, twin = small_vit(**options), small_vit(**options)
     for index in range(2):
         model(images(index)).outputs.square().mean().backward()
     total = [torch.zeros_like(p) for p in twin.parameters()]
@@ -152,10 +155,10 @@ def test_accumulated_gradients_are_the_sum_and_every_micro_batch_is_an_update() 
     assert equal(settled(model), settled(twin)) and not equal(settled(model), stored(model))
 
 
-@variants
-def test_two_forwards_then_one_backward(variant: str) -> None:
+@kinds
+def test_two_forwards_then_one_backward(options: dict[str, Any]) -> None:
     """The second forward overwrites the buffer that the first one's graph was made from."""
-    model, twin = small_vit(variant=variant), small_vit(variant=variant)
+    model, twin = small_vit(**options), small_vit(**options)
     model(images(9)), twin(images(9))  # a cache that is not empty
     losses = [model(images(index)).outputs.square().mean() for index in range(2)]
     sum(losses).backward()  # type: ignore[attr-defined]
@@ -166,8 +169,9 @@ def test_two_forwards_then_one_backward(variant: str) -> None:
     assert equal(settled(model), settled(twin))
 
 
-def test_held_caches_take_no_proposals() -> None:
-    model = small_vit()
+@kinds
+def test_held_caches_take_no_proposals(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0))
     proposed = settled(model)
     with hold_caches(model):
@@ -189,8 +193,9 @@ def test_held_caches_are_released_after_an_error() -> None:
     assert not equal(settled(model), stored(model))
 
 
-def test_two_views_under_checkpointing_share_one_backward_when_held() -> None:
-    plain, model = small_vit(), not_reentrant(small_vit())
+@kinds
+def test_two_views_under_checkpointing_share_one_backward_when_held(options: dict[str, Any]) -> None:
+    plain, model = small_vit(**options), not_reentrant(small_vit(**options))
     for m in (plain, model):
         m(images(0)).outputs.sum().backward()
         m.zero_grad()
@@ -203,10 +208,10 @@ def test_two_views_under_checkpointing_share_one_backward_when_held() -> None:
 # ---- what must not reach the cache
 
 
-@variants
+@kinds
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
-def test_a_batch_that_is_not_finite_leaves_the_cache(variant: str, poison: float) -> None:
-    model, twin = small_vit(variant=variant), small_vit(variant=variant)
+def test_a_batch_that_is_not_finite_leaves_the_cache(options: dict[str, Any], poison: float) -> None:
+    model, twin = small_vit(**options), small_vit(**options)
     for m in (model, twin):
         m(images(0))
     bad = images(1)
@@ -223,15 +228,19 @@ class Sequences:
 
     def __init__(self, **grc: Any) -> None:
         torch.manual_seed(0)
-        self.layer = GRCAttention(16, 2, 4, **grc)
+        self.layer = cached_layer(16, 2, 4, **grc)
         self.x_BND = torch.randn(3, 6, 16)
         self.padding_BN = torch.tensor([[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]).bool()
 
 
+ATTENTION: dict[str, Any] = {"name": "attention_cache"}
 NO_MAP: dict[str, Any] = {"variant": "released", "positional_convolution": False}
 
 
-@pytest.mark.parametrize("options", [{}, {"attend": "sample"}, NO_MAP])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attend": "sample"}, NO_MAP, ATTENTION, {**ATTENTION, "attend": "sample"}, {**ATTENTION, "update": "store"}],
+)
 def test_rows_of_padding_alone_leave_the_mean(options: dict[str, Any]) -> None:
     given, without = Sequences(**options), Sequences(**options)
     kept = [0, 2]
@@ -248,18 +257,20 @@ def test_rows_of_padding_alone_leave_the_mean(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_what_stands_in_padding_does_not_reach_the_cache() -> None:
+@pytest.mark.parametrize("options", [{}, ATTENTION, {**ATTENTION, "update": "store"}])
+def test_what_stands_in_padding_does_not_reach_the_cache(options: dict[str, Any]) -> None:
     """Only as keys and queries may it be computed with, where the mask throws it away."""
-    given, other = Sequences(), Sequences()
+    given, other = Sequences(**options), Sequences(**options)
     other.x_BND = torch.where(other.padding_BN[..., None], 100.0, other.x_BND)
     for a in (given, other):
         a.layer(a.x_BND, padding_BN=a.padding_BN)
     assert equal(settled(given.layer), settled(other.layer))
 
 
+@pytest.mark.parametrize("name", ["grc", "attention_cache"])
 @pytest.mark.parametrize("attend", ["mean", "sample"])
-def test_a_batch_of_padding_alone_changes_nothing(attend: str) -> None:
-    given = Sequences(attend=attend)
+def test_a_batch_of_padding_alone_changes_nothing(attend: str, name: str) -> None:
+    given = Sequences(attend=attend, name=name)
     given.layer(given.x_BND, padding_BN=given.padding_BN)
     before = settled(given.layer)
     given.layer(given.x_BND, padding_BN=torch.ones_like(given.padding_BN))
@@ -269,9 +280,10 @@ def test_a_batch_of_padding_alone_changes_nothing(attend: str) -> None:
 # ---- precision
 
 
+@kinds
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_keeps_every_digit_of_the_cache(dtype: torch.dtype) -> None:
-    model = small_vit()
+def test_half_precision_keeps_every_digit_of_the_cache(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0))
     model(images(1))
     now, next_ = stored(model), settled(model)
@@ -288,8 +300,9 @@ def test_half_precision_keeps_every_digit_of_the_cache(dtype: torch.dtype) -> No
     assert any(not torch.equal(c, c.to(dtype).float()) for c in fresh)
 
 
-def test_double_models_have_double_caches() -> None:
-    model = small_vit().double()
+@kinds
+def test_double_models_have_double_caches(options: dict[str, Any]) -> None:
+    model = small_vit(**options).double()
     model(images(0).double())
     assert all(cache.dtype == torch.float64 for cache in settled(model))
 
@@ -297,13 +310,14 @@ def test_double_models_have_double_caches() -> None:
 # ---- reset and shuffle
 
 
-def test_reset_empties_and_forgets_the_proposal() -> None:
-    model = small_vit()
+@kinds
+def test_reset_empties_and_forgets_the_proposal(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0)), model(images(1))
     reset_caches(model)
     empty = [torch.zeros_like(cache) for cache in stored(model)]
     assert equal(stored(model), empty) and equal(settled(model), empty)
-    assert torch.equal(model(images(2)).outputs, small_vit()(images(2)).outputs)
+    assert torch.equal(model(images(2)).outputs, small_vit(**options)(images(2)).outputs)
 
 
 def test_shuffle_keeps_the_values_and_moves_them() -> None:
@@ -321,8 +335,9 @@ def test_shuffle_keeps_the_values_and_moves_them() -> None:
     assert equal(settled(model), after)  # nothing pending undoes it
 
 
-def test_shuffling_changes_evaluation() -> None:
-    model = small_vit()
+@kinds
+def test_shuffling_changes_evaluation(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     model(images(0))
     model.eval()
     before = model(images(1)).outputs

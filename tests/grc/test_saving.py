@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from grc.small_vit import equal, images, settled, small_vit, step, stored
+from grc.small_vit import cached_layer, equal, images, kinds, settled, small_vit, step, stored
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cached_transformers import GRCAttention, add_memory, reset_caches, resize_caches
 from cached_transformers.extras import require
 from cached_transformers.memories.interpolation import interpolate
-
-variants = pytest.mark.parametrize("variant", ["paper", "released"])
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
@@ -38,44 +36,46 @@ def assert_same_future(a: nn.Module, b: nn.Module) -> None:
 # ---- checkpoints
 
 
-@variants
-def test_a_fresh_model_and_its_checkpoint_have_the_same_keys(variant: str) -> None:
-    fresh = small_vit(variant=variant)
+@kinds
+def test_a_fresh_model_and_its_checkpoint_have_the_same_keys(options: dict[str, Any]) -> None:
+    fresh = small_vit(**options)
     names = [name for name in fresh.state_dict() if name.endswith("cache_MC")]
     assert len(names) == 2
-    trained = small_vit(variant=variant)
+    trained = small_vit(**options)
     step(trained, images(0))
     fresh.load_state_dict(saved(trained), strict=True)
     assert fresh.state_dict().keys() == trained.state_dict().keys()
     assert_same_future(fresh, trained)
 
 
-@variants
-def test_a_checkpoint_in_mid_training_holds_the_pending_proposal(variant: str) -> None:
-    model = small_vit(variant=variant)
+@kinds
+def test_a_checkpoint_in_mid_training_holds_the_pending_proposal(options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     step(model, images(0)), step(model, images(1))
     pending = settled(model)
     assert not equal(pending, stored(model))
     state = saved(model)
     assert equal([v for k, v in state.items() if k.endswith("cache_MC")], pending)
-    restored = small_vit(variant=variant)
+    restored = small_vit(**options)
     restored(images(5))  # a proposal of its own, which must not come back
     restored.load_state_dict(state)
     assert equal(settled(restored), pending)
     assert_same_future(model, restored)
 
 
-def test_saving_does_not_change_training() -> None:
-    model, twin = small_vit(), small_vit()
+@kinds
+def test_saving_does_not_change_training(options: dict[str, Any]) -> None:
+    model, twin = small_vit(**options), small_vit(**options)
     for index in range(3):
         step(model, images(index)), step(twin, images(index))
         model.state_dict()
     assert_same_future(model, twin)
 
 
-def test_an_evaluation_model_takes_a_checkpoint() -> None:
+@kinds
+def test_an_evaluation_model_takes_a_checkpoint(options: dict[str, Any]) -> None:
     """Keys and values of the old cache must not stay behind."""
-    trained, served = small_vit(), small_vit().eval()
+    trained, served = small_vit(**options), small_vit(**options).eval()
     step(trained, images(0))
     with torch.no_grad():
         before = served(images(1)).outputs
@@ -89,8 +89,9 @@ def test_an_evaluation_model_takes_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_copy_goes_its_own_way(way: Any, training: bool) -> None:
-    model = small_vit()
+@kinds
+def test_a_copy_goes_its_own_way(way: Any, training: bool, options: dict[str, Any]) -> None:
+    model = small_vit(**options)
     step(model, images(0))
     model.train(training)
     twin = way(model)
@@ -156,9 +157,10 @@ def test_a_cache_of_another_length_is_refused_with_the_ways_out() -> None:
         assert way in text
 
 
+@pytest.mark.parametrize("name", ["grc", "attention_cache"])
 @pytest.mark.parametrize("mode", ["nearest", "linear", "area"])
-def test_the_first_way_out_resizes(mode: Any) -> None:
-    short, long = GRCAttention(8, 2, 4, interpolation=mode), GRCAttention(8, 2, 6, interpolation=mode)
+def test_the_first_way_out_resizes(mode: Any, name: str) -> None:
+    short, long = (cached_layer(8, 2, length, interpolation=mode, name=name) for length in (4, 6))
     long(torch.randn(2, 6, 8))
     state = saved(long)
     resize_caches(short, 6)
@@ -197,8 +199,9 @@ def test_resizing_commits_first_and_takes_maps_as_maps() -> None:
     assert layer.memory.cache.length == 25
 
 
-def test_resizing_in_evaluation_is_seen_at_once() -> None:
-    layer = GRCAttention(8, 2, 6)
+@pytest.mark.parametrize("name", ["grc", "attention_cache"])
+def test_resizing_in_evaluation_is_seen_at_once(name: str) -> None:
+    layer = cached_layer(8, 2, 6, name=name)
     layer(torch.randn(2, 6, 8))
     layer.eval()
     x_BND = torch.randn(2, 6, 8)

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..memories.grc import GRC
+from ..memories.cached_attention import CachedAttention
 
 Pair = tuple[Tensor, Tensor]
 
 
 @contextlib.contextmanager
 def record_branches(model: nn.Module) -> Iterator[list[list[Pair]]]:
-    """Inside, forwards note per-head results (y_BHNE, o_BHNF) of self and memory branch, a list for each GRC layer."""
-    memories = [m for m in model.modules() if isinstance(m, GRC)]
+    """Inside, forwards note per-head results (y_BHNE, o_BHNF) of self and memory branch, a list a cached layer."""
+    memories = [m for m in model.modules() if isinstance(m, CachedAttention)]
     notes: list[list[Pair]] = [[] for _ in memories]
     for memory, note in zip(memories, notes, strict=True):
         memory.branch.record = lambda y, o, note=note: note.append((y.detach(), o.detach()))
@@ -46,7 +46,7 @@ def collect_feature_maps(model: nn.Module, images_NCHW: Tensor) -> dict[str, np.
     model.train(training)
     n = images_NCHW.shape[0]
     maps: list[tuple[np.ndarray, np.ndarray]] = []
-    for memory, pairs in zip((m for m in model.modules() if isinstance(m, GRC)), notes, strict=True):
+    for memory, pairs in zip((m for m in model.modules() if isinstance(m, CachedAttention)), notes, strict=True):
         for y, o in pairs:
             both = [_map(t, memory.cache.prefix) for t in (y, o)]
             if y.shape[0] == n and both[0] is not None and both[1] is not None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..memories.grc import GRC, StreamGRC
+from ..memories.cached_attention import CachedAttention
+from ..memories.grc import StreamGRC
 
 
 def collect_gates(model: nn.Module) -> list[list[float]]:
     """One list of sigma(lambda), head by head, for each layer that has a gated memory, from the first to the last."""
-    return [m.mixing_ratio().detach().float().tolist() for m in model.modules() if isinstance(m, GRC | StreamGRC)]
+    return [
+        m.mixing_ratio().detach().float().tolist()
+        for m in model.modules()
+        if isinstance(m, CachedAttention | StreamGRC)
+    ]

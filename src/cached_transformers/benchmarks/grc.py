@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from ..analysis.flops import count_flops, count_parameters, saved_activation_bytes
 from ..extras import require
 from ..integrations.adapters import add_memory
-from ..memories.grc import caches, fold
+from ..memories.cached_attention import fold
+from ..memories.shared_cache import caches
 from .interleaved import Ratio, compare
 from .released_structure import add_released_structure
 

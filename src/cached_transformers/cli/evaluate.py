@@ -79,7 +79,7 @@ def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
     """
     if mode == "carry":
         return
-    from cached_transformers.memories.grc import reset_caches, shuffle_caches
+    from cached_transformers.memories.shared_cache import reset_caches, shuffle_caches
 
     if mode == "reset":
         reset_caches(model)

@@ -165,7 +165,7 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     if not getattr(shared, "shared", False) and getattr(shared, "insertion", "none") != "none":
         raise ValueError(
             f"memory {name!r} carries a state from call to call, which {type(model).__name__} does not take or return; "
-            "shared memories work here: 'grc'"
+            "shared memories work here: 'grc', 'attention_cache'"
         )
     sites = _sites(model, settings | ({"input_size": input_size} if input_size is not None else {}))
     built = []
@@ -201,6 +201,8 @@ def _sites(model: nn.Module, settings: dict[str, Any]) -> list[tuple[Site, Host]
             host = adapter(site)
             if host is not None:
                 found.append((site, host))
+        elif isinstance(layer, LayerMemory):
+            continue  # a memory that is there already is no attention of the host's, whatever its name
         elif "attention" in type(layer).__name__.lower() or type(layer).__name__.endswith("Attn"):
             strangers.append((name, layer))
     strangers = [(n, m) for n, m in strangers if not any(k.startswith(n + ".") for k in known)]

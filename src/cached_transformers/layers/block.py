@@ -98,7 +98,7 @@ class Block(nn.Module):
         attention: SelfAttention,
         feed_forward: FeedForward,
         *,
-        slot_attention: SlotAttention | None = None,
+        slot_attention: nn.Module | None = None,
         memory_weights: MemoryWeights | None = None,
         drop_path: float = 0.0,
         norms: tuple[nn.Module, nn.Module] | None = None,
@@ -121,6 +121,7 @@ class Block(nn.Module):
         state: State = (),
         slots_BMD: Tensor | None = None,
         slots_valid_BM: Tensor | None = None,
+        slots_places_BM: Tensor | None = None,
         own: tuple[int, int] | None = None,
         **attention: Any,
     ) -> tuple[Tensor, State, Trace, Tensor | None]:
@@ -139,7 +140,8 @@ class Block(nn.Module):
         attended = self.attention(x_BND, positions_BNP, state=state, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots_BMD is not None:
-            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM))
+            places = () if slots_places_BM is None else (slots_places_BM,)
+            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM, *places))
         y_BND = self.feed_forward_norm(y_BND + self.drop_path(feed_forward(y_BND)))
         read = (attended.query, attended.reading, attended.usage_BL)
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, *read)
@@ -178,8 +180,7 @@ class Stack(nn.Module):
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = nn.LayerNorm(width) if width is not None else nn.Identity()
         self.activation_checkpointing = False
-        for block in self.blocks:
-            _check_pair(self.model_memory, block)  # type: ignore[arg-type]
+        _check_blocks(self.model_memory, list(self.blocks))
 
     def layer_memories(self) -> list[LayerMemory]:
         """The memory of each layer, from the first to the last."""
@@ -286,7 +287,12 @@ class Stack(nn.Module):
             "consecutive": consecutive,
             "size": size,
         }
-        slots = {"slots_BMD": entry.slots_BMD, "slots_valid_BM": entry.slots_valid_BM, "own": entry.own}
+        slots = {
+            "slots_BMD": entry.slots_BMD,
+            "slots_valid_BM": entry.slots_valid_BM,
+            "slots_places_BM": entry.slots_places_BM,
+            "own": entry.own,
+        }
         x, layers, traces, losses = entry.x_BND, [], [], []
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
         contexts = entry.contexts if entry.contexts is not None else [entry.context] * len(self.blocks)
@@ -305,29 +311,30 @@ class Stack(nn.Module):
         return block(*args, **kwargs)
 
 
-def _check_pair(memory: ModelMemory, block: Block) -> None:
-    core = block.attention.core
-    if memory.insertion == "kv" and not core.accepts_context:
-        raise ValueError(
-            f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot take "
-            "(accepts_context=False)"
-        )
-    if memory.masks and not core.supports_bias:
-        raise ValueError(
-            f"memory {type(memory).__name__} chooses which tokens see each other, which attention "
-            f"{type(core).__name__} cannot take (supports_bias=False); `cached list attentions` shows which can"
-        )
-    if memory.own_weights and block.memory_weights is None:
-        raise ValueError(
-            f"memory {type(memory).__name__} has weights of its own, which no block holds; "
-            "give every Block memory_weights"
-        )
-    if memory.own_keys != block.attention.own_keys:
-        raise ValueError(
-            f"memory {type(memory).__name__} has own_keys={memory.own_keys}, a layer has own_keys="
-            f"{block.attention.own_keys}; make every SelfAttention with that of the memory"
-        )
-    if memory.insertion == "sublayer" and block.slot_attention is None:
+def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
+    for block in blocks:
+        core = block.attention.core
+        if memory.insertion == "kv" and not core.accepts_context:
+            raise ValueError(
+                f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot "
+                "take (accepts_context=False)"
+            )
+        if memory.masks and not core.supports_bias:
+            raise ValueError(
+                f"memory {type(memory).__name__} chooses which tokens see each other, which attention "
+                f"{type(core).__name__} cannot take (supports_bias=False); `cached list attentions` shows which can"
+            )
+        if memory.own_weights and block.memory_weights is None:
+            raise ValueError(
+                f"memory {type(memory).__name__} has weights of its own, which no block holds; "
+                "give every Block memory_weights"
+            )
+        if memory.own_keys != block.attention.own_keys:
+            raise ValueError(
+                f"memory {type(memory).__name__} has own_keys={memory.own_keys}, a layer has own_keys="
+                f"{block.attention.own_keys}; make every SelfAttention with that of the memory"
+            )
+    if memory.insertion == "sublayer" and all(block.slot_attention is None for block in blocks):
         raise ValueError(
             f"memory {type(memory).__name__} offers slots, which nothing would read; give every Block a slot_attention"
         )

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..attentions.base import Attention
-from ..memories.grc import GRC, cache_width
+from ..memories.cached_attention import cache_width
+from ..memories.grc import GRC
 from .attention import SelfAttention
 from .positions import Positions
 from .reduction import SpatialReduction

@@ -206,6 +206,7 @@ class Entry(NamedTuple):
         context: keys and values for all layers. contexts: those for each layer, instead.
         slots_BMD: slots for the cross-attention of every block.
         slots_valid_BM: bool, the slots that hold something; None when all do.
+        slots_places_BM: where each slot stands, for a memory whose own slot attention asks for it.
         recalled: hidden states for each layer.
         own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write` and the traces;
             None for all.
@@ -229,6 +230,7 @@ class Entry(NamedTuple):
     then: Callable[[Tensor], Entry] | None = None
     state: State | None = None
     contexts: Sequence[Context | None] | None = None
+    slots_places_BM: Tensor | None = None
 
 
 class ModelMemory(nn.Module):
@@ -244,6 +246,9 @@ class ModelMemory(nn.Module):
             every block.
         own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none
             gets 0 from attention; traces then hold no keys and values.
+        rewinds: another pass over the same segments takes place at the same positions: the loop gives the clock and the
+            states of the layers the values that they had before the first pass; what `next_pass` returns counts for
+            the model memory alone.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
@@ -252,6 +257,7 @@ class ModelMemory(nn.Module):
     masks: bool = False
     own_weights: bool = False
     own_keys: bool = True
+    rewinds: bool = False
 
     def layer_keys(self, index: int) -> bool:
         """Whether the layer `index` has projections of keys and values; only without `own_keys` can one do without."""
@@ -264,6 +270,16 @@ class ModelMemory(nn.Module):
     def position_scheme(self) -> Positions | None:
         """Position scheme for a layer, made anew at every call; None for the model's."""
         return None
+
+    def slot_attention(self, index: int, width: int, heads: int) -> nn.Module | None:
+        """Cross-attention over the slots for the layer `index`, made anew at every call (insertion "sublayer").
+
+        It is called as (x_BND, slots_BMD, slots_valid_BM), and slots_places_BM where the memory offers them, and gives
+        what is added to x_BND. None for a layer that does not read the slots.
+        """
+        from ..layers.block import SlotAttention  # the blocks are built on memories
+
+        return SlotAttention(width, heads)
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         """State before the first segment, on the device and in the dtype of `like`."""
@@ -288,5 +304,5 @@ class ModelMemory(nn.Module):
         return x_BND, state, None
 
     def next_pass(self, states: Sequence[State]) -> State:
-        """State with which another pass over the same segments begins, given the state after each of them."""
+        """State of the model with which another pass over the same segments begins, given that after each of them."""
         return states[-1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..registry import MEMORIES
 from .base import LayerMemory, Query, Reading
-from .grc import cache_width
+from .cached_attention import cache_width
 from .memory_branch import PositionalConvolution
 
 

@@ -1,4 +1,4 @@
-"""The gated recurrent cache of GRC attention: its update as pure functions, and the module that owns a shared cache.
+"""The gated recurrent cache of GRC attention: its update as pure functions, and the shared cache that it updates.
 
 Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations
 3-5 and Algorithm 1, lines 2-6. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
@@ -16,74 +16,21 @@ Legend: B rows, N tokens, M slots, C cache width.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .gate_update import Candidate, GateWeights, gate_update, mean_gate_update
-from .interpolation import Interpolation, interpolate
-
-Sync = Literal["broadcast", "mean", "none"]
+from .shared_cache import CacheSlots, SharedCache, one_of
 
 
-def in_backward() -> bool:
-    """Whether autograd is running, that is, whether a forward now is a recomputation by activation checkpointing."""
-    if _graph_task is not None:
-        return _graph_task() != -1
-    try:  # installing a callback is an error outside of a backward pass
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
-    return True
-
-
-# PyTorch has no public question for this, and may drop the private one.
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)
-
-
-@torch.library.custom_op("cached_transformers::commit_cache", mutates_args=("cache", "fresh"))
-def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> None:
-    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during
-    recomputation.
-
-    A custom operator, so that the question is asked when compiled code runs, not when it is traced.
-    """
-    if not in_backward():
-        cache.copy_(torch.where(fresh, proposal, cache))
-        if not keep:
-            fresh.zero_()
-
-
-@torch.library.custom_op("cached_transformers::propose_cache", mutates_args=("proposal", "fresh"))
-def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor, sync: str) -> None:
-    """Store `new` as the next cache, averaged or broadcast over processes; `current` again if `new` is not finite."""
-    if in_backward():
-        return
-    proposal.copy_(torch.where(torch.isfinite(new).all(), new.to(proposal.dtype), current))
-    if sync != "none" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if sync == "mean":
-            dist.all_reduce(proposal)
-            proposal.div_(dist.get_world_size())
-        else:
-            dist.broadcast(proposal, 0)
-    fresh.fill_(True)
-
-
-class CacheGates(nn.Module):
+class CacheGates(CacheSlots):
     """The gates of a gated recurrent cache: parameters of the update, and the way from tokens to slots.
 
     Args:
-        width: C, channels of the cache.
-        length: M, slots.
         candidate: "norm" (LayerNorm of GELU), "tanh", or "affine" (the paper's equation 5, unbounded).
-        interpolation: "nearest", "linear" or "area", where tokens and slots differ in number.
-        size: (height, width) of the cache as a map, for two-dimensional interpolation; None for one dimension.
-        prefix: class tokens in front of the map, which keep slots of their own.
+        width, length, others: see `CacheSlots`.
         update_bias: initial bias of the update gate; below 0 for a slow cache.
 
     Parameters: 6 C^2 + 3 C, and 2 C with candidate="norm".
@@ -95,19 +42,12 @@ class CacheGates(nn.Module):
         length: int,
         *,
         candidate: Candidate = "norm",
-        interpolation: Interpolation = "nearest",
-        size: tuple[int, int] | None = None,
-        prefix: int = 0,
         update_bias: float = 0.0,
+        **slots: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(width, length, **slots)
         one_of("candidate", candidate, ("norm", "tanh", "affine"))
-        one_of("interpolation", interpolation, ("nearest", "linear", "area"))
-        if length < 1:
-            raise ValueError(f"cache length={length} must be at least 1 slot")
-        _check_size(length, size, prefix)
-        self.width, self.length, self.size, self.prefix = width, length, size, prefix
-        self.candidate, self.interpolation, self.update_bias = candidate, interpolation, update_bias
+        self.candidate, self.update_bias = candidate, update_bias
         self.from_tokens = nn.Linear(width, 3 * width)
         self.from_cache = nn.Linear(width, 3 * width, bias=False)
         self.norm = nn.LayerNorm(width) if candidate == "norm" else None
@@ -127,228 +67,26 @@ class CacheGates(nn.Module):
         norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)
         return GateWeights(self.from_tokens.weight, self.from_tokens.bias, self.from_cache.weight, norm)
 
-    def slots(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
-        """(B, M, C): the tokens interpolated to the number of slots, each row over its own valid tokens."""
-        return interpolate(
-            x_BNC, self.length, self.interpolation, padding_BN, size=size, to_size=self.size, prefix=self.prefix
-        )
-
     def extra_repr(self) -> str:
         return f"{self.width}, length={self.length}, candidate={self.candidate!r}"
 
 
-class GatedRecurrentCache(CacheGates):
-    """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
-
-    Forward never writes the buffer. In training it leaves a proposal, which is committed when the next training forward
-    begins, or earlier by `commit`, `eval()` or `state_dict()`; a training loop need not know. During the
-    recomputation of activation checkpointing and in evaluation nothing is proposed or committed. The buffer stays
-    float32 (or float64) in half-precision models. In evaluation the cache is constant.
+class GatedRecurrentCache(CacheGates, SharedCache):
+    """A shared cache that is updated by gates.
 
     Args:
         attend: "mean" gives the batch mean of the update (Algorithm 1), "sample" each row's own update; the mean is
             what is stored in either case.
-        sync: what distributed processes do with their proposals: all take rank 0's ("broadcast", as batch norm), the
-            mean of all, or each keeps its own ("none").
-        width, length, others: see `CacheGates`.
+        width, length, others: see `CacheGates` and `SharedCache`.
 
     Cost (multiply-adds): with N = M, 4 B M C^2 for the rows and 2 M C^2 once per batch.
     """
 
-    cache_MC: Tensor
+    def __init__(self, width: int, length: int, *, attend: Literal["mean", "sample"] = "mean", **others: Any) -> None:
+        super().__init__(width, length, attend=one_of("attend", attend, ("mean", "sample")), **others)
 
-    def __init__(
-        self,
-        width: int,
-        length: int,
-        *,
-        attend: Literal["mean", "sample"] = "mean",
-        sync: Sync = "broadcast",
-        **gates: Any,
-    ) -> None:
-        super().__init__(width, length, **gates)
-        self.attend = one_of("attend", attend, ("mean", "sample"))
-        self.sync = one_of("sync", sync, ("broadcast", "mean", "none"))
-        self.held = False
-        self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
-        self._set_pending(self.cache_MC)
+    def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
+        return gate_update(s_BMC, cache_MC, self.weights, self.candidate)
 
-    def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
-        """The cache to attend: (M, C), or (B, M, C) with attend="sample".
-
-        In training this is the update by `x_BNC`, which is also proposed for the next step. In evaluation the rows' own
-        update is computed with attend="sample" and thrown away after use, and the stored cache is returned otherwise.
-        """
-        if (self.training and not self.held) or self.sync == "none":
-            self.commit()
-        if not self.training and self.attend == "mean":
-            return self.cache_MC
-        # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
-        # that.
-        cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
-        s_BMC = self.slots(x_BNC, padding_BN, size)
-        weight_B = None if padding_BN is None else (~padding_BN).any(1)
-        if self.attend == "mean":
-            new_MC = mean_gate_update(s_BMC, cache_MC, self.weights, self.candidate, weight_B)
-            attended = new_MC
-        else:
-            attended = gate_update(s_BMC, cache_MC, self.weights, self.candidate)
-            new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
-        if self.training and not self.held:
-            propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
-        return attended
-
-    def commit(self) -> None:
-        """Make the last proposal, if there is one, the cache."""
-        # With sync="none" the proposal stays in force: DDP may broadcast rank 0's buffer over ours before any forward.
-        commit_cache(self.cache_MC, self._proposal_MC, self._fresh, keep=self.sync == "none")
-
-    @torch.no_grad()
-    def reset_cache(self) -> None:
-        """Empty the cache: zeros, no proposal pending."""
-        self._fresh.zero_()
-        self.cache_MC.zero_()
-
-    @torch.no_grad()
-    def resize_cache(self, length: int, size: tuple[int, int] | None = None) -> None:
-        """Interpolate the stored cache to another number of slots (and map size)."""
-        _check_size(length, size, self.prefix)
-        self.commit()
-        mode: Interpolation = "nearest" if self.interpolation == "nearest" else "linear"
-        two_d = self.size is not None and size is not None
-        cache_BMC = interpolate(
-            self.cache_MC[None],
-            length,
-            mode,
-            size=self.size if two_d else None,
-            to_size=size if two_d else None,
-            prefix=self.prefix if two_d else 0,
-        )
-        self.length, self.size = length, size
-        self.cache_MC = cache_BMC[0].clone()
-        self._set_pending(self.cache_MC)
-
-    def train(self, mode: bool = True) -> GatedRecurrentCache:
-        """As nn.Module.train; leaving training commits what is pending."""
-        if not mode and self.training:
-            self.commit()
-        return super().train(mode)
-
-    def _set_pending(self, like: Tensor) -> None:
-        # Plain attributes, not buffers: DDP broadcasts buffers from rank 0, which would defeat sync="none" and "mean".
-        self._proposal_MC = torch.zeros_like(like)
-        self._fresh = torch.zeros((), dtype=torch.bool, device=like.device)
-
-    def _settle(self) -> None:
-        """Pending tensors in the place and kind of the buffer, after whatever moved or exchanged it."""
-        if self.cache_MC.dtype != _wide(self.cache_MC.dtype):
-            self.cache_MC = self.cache_MC.to(_wide(self.cache_MC.dtype))
-        if self._fresh.is_meta and not self.cache_MC.is_meta:  # built on the meta device: nothing can be pending
-            self._set_pending(self.cache_MC)
-        self._proposal_MC = self._proposal_MC.to(self.cache_MC.device, self.cache_MC.dtype)
-        self._fresh = self._fresh.to(self.cache_MC.device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy (EMA, pickle) starts with what is committed; our pending proposal must not overwrite its cache later.
-        self.commit()
-        return {**self.__dict__, "_fresh": torch.zeros_like(self._fresh)}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GatedRecurrentCache:
-        before = self.cache_MC
-        super()._apply(fn, recurse)
-        if self.cache_MC.dtype != _wide(self.cache_MC.dtype):  # .half(), .bfloat16(): the recurrence needs the digits
-            self.cache_MC = before.to(self.cache_MC.device, _wide(self.cache_MC.dtype))
-        self._settle()
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.commit()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        stored = state_dict.get(prefix + "cache_MC")
-        if stored is not None and stored.shape != self.cache_MC.shape:
-            raise ValueError(
-                f"{prefix}cache_MC: the checkpoint holds a cache of {tuple(stored.shape)} (slots, channels), this "
-                f"model has {tuple(self.cache_MC.shape)}; build the model with length={stored.shape[0]}, or call "
-                f"resize_caches(model, {stored.shape[0]}) before loading and resize_caches(model, {self.length}) after "
-                "it, or drop the key from the checkpoint and call reset_caches(model)"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._settle()
-        self._fresh.zero_()
-
-
-def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros when there is none."""
-    if weight_B is None:
-        return x_BMC.mean(0)
-    weight = weight_B.to(x_BMC.dtype)
-    return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
-
-
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    """`value`, or a ValueError that names the argument and what it may be."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-    return value
-
-
-def _check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:
-    if size is not None and size[0] * size[1] + prefix != length:
-        raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def caches(model: nn.Module) -> Iterator[GatedRecurrentCache]:
-    """Every gated recurrent cache in `model`."""
-    return (m for m in model.modules() if isinstance(m, GatedRecurrentCache))
-
-
-def commit_caches(model: nn.Module) -> None:
-    """Commit what is pending in every cache of `model`."""
-    for cache in caches(model):
-        cache.commit()
-
-
-def reset_caches(model: nn.Module) -> None:
-    """Empty every cache of `model`, as the paper does before fine-tuning a detector."""
-    for cache in caches(model):
-        cache.reset_cache()
-
-
-def resize_caches(model: nn.Module, length: int, size: tuple[int, int] | None = None) -> None:
-    """Interpolate every cache of `model` to `length` slots."""
-    for cache in caches(model):
-        cache.resize_cache(length, size)
-
-
-def shuffle_caches(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Permute all entries of every cache: a control that keeps the values and destroys their meaning."""
-    for cache in caches(model):
-        cache.commit()
-        flat = cache.cache_MC.flatten()
-        order = torch.randperm(flat.numel(), generator=generator).to(flat.device)
-        with torch.no_grad():
-            cache.cache_MC.copy_(flat[order].view_as(cache.cache_MC))
-
-
-@contextlib.contextmanager
-def hold_caches(model: nn.Module) -> Iterator[None]:
-    """Inside, training forwards compute with the caches as they are and leave no proposals.
-
-    For extra forwards that must not count as a step (probing a batch, a second view of the same images), and when
-    several forwards share one backward under activation checkpointing.
-    """
-    before = [(c, c.held) for c in caches(model)]
-    for cache, _ in before:
-        cache.commit()
-        cache.held = True
-    try:
-        yield
-    finally:
-        for cache, held in before:
-            cache.held = held
+    def mean_update(self, s_BMC: Tensor, cache_MC: Tensor, weight_B: Tensor | None) -> Tensor:
+        return mean_gate_update(s_BMC, cache_MC, self.weights, self.candidate, weight_B)

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import MEMORIES, unknown_name
-from ..state import State
-from .base import LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
+from .base import LayerMemory, ProjectKV, Query, Reading, Trace
+from .cached_attention import CachedAttention, cache_width, fold, unfold
 from .gate_update import Candidate, gate_update
-from .gated_recurrent_cache import (
-    CacheGates,
-    GatedRecurrentCache,
+from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
+from .interpolation import Interpolation
+from .memory_branch import MemoryBranch, PositionalConvolution
+from .shared_cache import (
     Sync,
     caches,
     commit_caches,
@@ -39,12 +40,11 @@ from .gated_recurrent_cache import (
     resize_caches,
     shuffle_caches,
 )
-from .interpolation import Interpolation
-from .memory_branch import MemoryBranch, PositionalConvolution
 
 __all__ = [
     "GRC",
     "StreamGRC",
+    "cache_width",
     "caches",
     "commit_caches",
     "fold",
@@ -93,26 +93,6 @@ class GRCOptions(NamedTuple):
         return cls(**values)
 
 
-def cache_width(width: int, heads: int, ratio: float) -> int:
-    """C = ratio * width.
-
-    Raises:
-        ValueError: the ratio is outside (0, 1], or C is not a positive multiple of the number of heads.
-    """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio={ratio} must lie in (0, 1]; the paper uses 0.5")
-    if width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}")
-    result = int(ratio * width + 1e-6)
-    if result < heads or result % heads:
-        known = ", ".join(f"{k * heads / width:g}" for k in range(1, width // heads + 1))
-        raise ValueError(
-            f"ratio={ratio} gives a cache of {result} channels, which heads={heads} do not divide; "
-            f"with width={width} these ratios work: {known}"
-        )
-    return result
-
-
 @MEMORIES.register(
     "grc",
     paper="arXiv:2312.12742",
@@ -121,7 +101,7 @@ def cache_width(width: int, heads: int, ratio: float) -> int:
     cost="multiply-adds per row and layer, N = M: 5 N C^2 + 2 N^2 C in training, N C^2 + 2 N^2 C folded",
     gradient="through C_t within the step, into gates and tokens; C_{t-1} is a constant",
 )
-class GRC(LayerMemory):
+class GRC(CachedAttention):
     """Gated recurrent cache shared by all rows and steps (images, encoders); constant and folded in evaluation.
 
     Args:
@@ -136,16 +116,12 @@ class GRC(LayerMemory):
         mix: "heads", before the output projection, or "outputs", after separate ones.
         initial_gate: lambda at the start.
         positional_convolution: add a grouped 3 x 3 convolution of the input to the output (released code).
-        candidate, interpolation, size, prefix, update_bias, sync: see `GatedRecurrentCache`.
+        candidate, interpolation, size, prefix, update_bias, sync: see `CacheGates` and `SharedCache`.
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
 
     Raises:
         ValueError: ratio, heads or widths do not fit; or a switch has an unknown value.
     """
-
-    insertion = "head"
-    shared = True
-    causal = False
 
     def __init__(
         self,
@@ -172,7 +148,6 @@ class GRC(LayerMemory):
         reduction: nn.Module | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__()
         c = cache_width(width, heads, ratio)
         options = GRCOptions.of(
             variant,
@@ -182,173 +157,34 @@ class GRC(LayerMemory):
             initial_gate=initial_gate,
             positional_convolution=positional_convolution,
         )
-        self.source, self.mix = options.source, options.mix
-        self.cache = GatedRecurrentCache(
-            c,
-            length,
-            candidate=candidate,
-            attend=options.attend,
-            interpolation=interpolation,
-            size=tuple(size) if size is not None else None,  # type: ignore[arg-type]
-            prefix=prefix,
-            update_bias=update_bias,
-            sync=sync,
-        )
-        self.branch = MemoryBranch(
-            width,
-            heads,
-            c,
-            combine=combine,
+        super().__init__(
+            GatedRecurrentCache(
+                c,
+                length,
+                candidate=candidate,
+                attend=options.attend,
+                interpolation=interpolation,
+                size=tuple(size) if size is not None else None,
+                prefix=prefix,
+                update_bias=update_bias,
+                sync=sync,
+            ),
+            MemoryBranch(
+                width,
+                heads,
+                c,
+                combine=combine,
+                mix=options.mix,
+                initial_gate=options.initial_gate,
+                bias=bias,
+                dropout=dropout,
+                reduction=reduction,
+                window=window,
+            ),
+            source=options.source,
             mix=options.mix,
-            initial_gate=options.initial_gate,
-            bias=bias,
-            dropout=dropout,
-            reduction=reduction,
-            window=window,
+            convolution=PositionalConvolution(width, c, prefix) if options.positional_convolution else None,
         )
-        self.convolution = PositionalConvolution(width, c, prefix) if options.positional_convolution else None
-        self._folded: _Folded | None = None
-
-    def read(self, state: State, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        if self.source == "output":
-            return Reading()
-        return Reading(output_BHNE=self._recall(query.x_BND, query))
-
-    def _output(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        if reading.output_BHNE is not None:
-            return reading.output_BHNE
-        return self._recall(y_BHNE.transpose(1, 2).flatten(2), query)
-
-    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        if self.mix == "outputs":
-            return y_BHNE
-        return self.branch.mix(y_BHNE, self._output(y_BHNE, query, reading))
-
-    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
-        if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
-            return super().project(y_BHNE, query, reading, linear, weights)
-        return self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
-
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
-        if self.mix == "outputs":
-            o_BHNF = reading.output_BHNE if reading.output_BHNE is not None else self._recall(y_BND, query)
-            y_BHNE = y_BND.unflatten(-1, (self.branch.heads, -1)).transpose(1, 2)
-            y_BND = self.branch.mix(y_BHNE, self.branch.project(o_BHNF)).transpose(1, 2).flatten(2)
-        if self.convolution is not None:
-            y_BND = y_BND + self.convolution(query.x_BND, query.size)
-        return y_BND
-
-    def _recall(self, source_BND: Tensor, query: Query) -> Tensor:
-        """Per-head result of the memory branch, after the update of the cache by `source_BND` where there is one."""
-        x_BNC = query.x_BND[..., : self.cache.width]
-        frozen = not self.training and self.cache.attend == "mean"
-        if frozen and self._folded is not None and self._folded.holds(self):
-            return self.branch(x_BNC, self._folded.k_BHMF, self._folded.v_BHMF)
-        source_BNC = x_BNC if source_BND is query.x_BND else source_BND[..., : self.cache.width]
-        cache = self.cache(source_BNC, query.padding_BN, query.size)
-        return self.branch(x_BNC, *self.branch.keys_values(cache, self.cache.size))
-
-    def fold(self) -> GRC:
-        """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
-
-        `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write
-        through `.data` leaves no trace; call `eval()` after one). Compiled or exported code cannot check, and takes
-        the constants only after this call.
-
-        Raises:
-            ValueError: the module is training, or its gates run in evaluation too (attend="sample").
-        """
-        if self.training or self.cache.attend == "sample":
-            why = (
-                "it is in training mode; call eval() first"
-                if self.training
-                else "attend='sample' runs the gates at each call"
-            )
-            raise ValueError(f"the cache cannot be folded: {why}")
-        self._folded = _Folded(self, lasting=True)
-        return self
-
-    def unfold(self) -> GRC:
-        """Compute keys and values from the cache again at each call."""
-        self._folded = None
-        return self
-
-    def train(self, mode: bool = True) -> GRC:
-        super().train(mode)
-        self._folded = None
-        if not mode and self.cache.attend == "mean" and all(map(_has_values, _sources(self))):
-            self._folded = _Folded(self, lasting=False)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> GRC:
-        super()._apply(fn, recurse)
-        if self._folded is not None:
-            self._folded = _Folded(self, self._folded.lasting)
-        return self
-
-    def close_gate(self) -> None:
-        with torch.no_grad():
-            self.branch.gate_H.fill_(-torch.inf)
-            if self.convolution is not None:
-                self.convolution.convolution.weight.zero_()
-                self.convolution.convolution.bias.zero_()  # type: ignore[union-attr]
-
-    def mixing_ratio(self) -> Tensor:
-        """sigmoid(lambda), (H,): the share of the memory in each head."""
-        return torch.sigmoid(self.branch.gate_H)
-
-
-class _Folded:
-    """Keys and values of a frozen cache, with what is needed to see that they are still true."""
-
-    def __init__(self, memory: GRC, lasting: bool) -> None:
-        self.lasting = lasting
-        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, which a later graph may hold
-            self.k_BHMF, self.v_BHMF = (
-                t.contiguous() for t in memory.branch.keys_values(memory.cache.cache_MC, memory.cache.size)
-            )
-        self.stamp = [] if lasting else _stamp(memory)
-
-    def holds(self, memory: GRC) -> bool:
-        if self.lasting:
-            return True
-        if torch.compiler.is_compiling():
-            return False
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in _sources(memory))
-        return not wanted and self.stamp == _stamp(memory)
-
-
-def _has_values(t: Tensor) -> bool:
-    """Whether `t` can be computed with here and now (no sharded, fake or meta tensor) and has a version to watch."""
-    return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference()
-
-
-def _sources(memory: GRC) -> list[Tensor]:
-    """Everything that keys and values are made of."""
-    reduction = memory.branch.reduction
-    more = list(reduction.parameters()) if reduction is not None else []
-    return [memory.cache.cache_MC, *memory.branch.key_value.parameters(), *more]
-
-
-def _stamp(memory: GRC) -> list[tuple[int, int]]:
-    """Address and version of the sources."""
-    return [(t.data_ptr(), t._version) for t in _sources(memory)]
-
-
-def fold(model: nn.Module) -> nn.Module:
-    """Fold every frozen cache of `model` (see `GRC.fold`); returns the model."""
-    for module in model.modules():
-        if isinstance(module, GRC):
-            module.fold()
-    return model
-
-
-def unfold(model: nn.Module) -> nn.Module:
-    """Undo `fold` in every layer of `model`; returns the model."""
-    for module in model.modules():
-        if isinstance(module, GRC):
-            module.unfold()
-    return model
 
 
 class StreamGRCState(NamedTuple):

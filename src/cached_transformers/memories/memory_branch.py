@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.positions import RelativePositionBias2D, grid_positions
-from .gated_recurrent_cache import one_of
+from .shared_cache import one_of
 
 
 class MemoryBranch(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import SelfAttention, shows_the_future
-from ..layers.block import Block, MemoryWeights, SlotAttention, Stack, StackState
+from ..layers.block import Block, MemoryWeights, Stack, StackState
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, make_positions
 from ..memories import MemorySpec, create_memory, memory_spec
@@ -79,6 +79,7 @@ def make_stack(
     model_memory = first if isinstance(first, ModelMemory) else None
     if causal and spec is not None and not first.causal:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
+    slots_of = model_memory if first.insertion == "sublayer" else None
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -108,7 +109,7 @@ def make_stack(
         return Block(
             layer,
             positionwise,
-            slot_attention=SlotAttention(width, heads) if first.insertion == "sublayer" else None,
+            slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=drop_path * index / max(depth - 1, 1),
             norms=(nn.LayerNorm(width), nn.LayerNorm(width)) if norm == "post" else None,

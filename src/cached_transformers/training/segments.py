@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.block import ModelOutput
+from ..memories.base import ModelMemory
 from ..state import State, detach
+from ..state import reset as reset_rows
 
 IGNORED = -100
 """Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""
@@ -31,6 +33,7 @@ class SegmentLoop(nn.Module):
         passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states
             after each segment into the state that the next pass begins with; the loss is that of the last pass. In it
             the memory has read all inputs, so that targets must not be among them: no next-token loss, no perplexity.
+            The gradient crosses from pass to pass where `bptt` covers all segments of the batch.
 
     Raises:
         ValueError: a size below 1, or several passes over a model without a stack.
@@ -80,10 +83,24 @@ class SegmentLoop(nn.Module):
         if padding is not None:
             targets_BN = targets_BN.masked_fill(padding, IGNORED)
         for _ in range(self.passes - 1):
-            _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
-            state, reset = self.model.stack.model_memory.next_pass(states), None  # type: ignore[union-attr, operator]
+            state, reset = self._next_pass(inputs_BN, targets_BN, state, reset, padding), None
         loss, states = self._run(inputs_BN, targets_BN, state, reset, padding)
         return loss, detach(states[-1])
+
+    def _next_pass(
+        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
+    ) -> State:
+        """Run one pass that is not the last; the state with which the next one begins."""
+        memory: ModelMemory = self.model.stack.model_memory  # type: ignore[union-attr, assignment]
+        if memory.rewinds:
+            fresh = self.model.init_state(inputs_BN.shape[0])  # type: ignore[operator]
+            state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset)
+            reset = None
+        _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
+        after = memory.next_pass(states)
+        if memory.rewinds and state is not None:
+            after = state._replace(model=after.model)
+        return after if len(states) <= self.bptt else detach(after)
 
     def _run(
         self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None

@@ -1,0 +1,288 @@
+"""The attention-based cache: a slow twin, limiting cases, hosts of other libraries, refusals, and that it remembers.
+
+The rules of a shared cache (commit, recomputation, evaluation, saving, folding) are tested in tests/grc for every kind.
+
+Legend: B rows, N tokens, M slots, H heads, D model width, C cache width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import HOSTS, Host, close_gates, hosts, stored, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import add_memory, create_model, remove_memory
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories.attention_cache import AttendedCache, AttentionCache
+from cached_transformers.memories.interpolation import interpolate
+
+ROWS, WIDTH, HEADS, LENGTH = 2, 8, 2, 3
+STORE: dict[str, Any] = {"update": "store"}
+
+
+def make_layer(**options: Any) -> Any:
+    layer = SelfAttention(WIDTH, HEADS, memory=AttentionCache(WIDTH, HEADS, LENGTH, **options)).double()
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.5)
+    return layer
+
+
+# ---- a slow twin
+
+
+def attend(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    weights = [torch.exp((q_E * k_E).sum() / math.sqrt(len(q_E))) for k_E in keys]
+    return sum(w * v_E for w, v_E in zip(weights, values, strict=True)) / sum(weights)
+
+
+def new_cache(cache: AttendedCache, s_MC: Tensor, known_MC: Tensor) -> Tensor:
+    """One row's update, slot by slot and head by head."""
+    sources = [*known_MC, *s_MC]
+    out = []
+    for slot in range(len(s_MC)):
+        query = cache.query.weight @ s_MC[slot] + cache.query.bias + cache.query_cache.weight @ known_MC[slot]
+        heads = []
+        for h in range(HEADS):
+            pairs = [(cache.key_value.weight @ x + cache.key_value.bias).chunk(2) for x in sources]
+            keys, values = ([part.view(HEADS, -1)[h] for part in parts] for parts in zip(*pairs, strict=True))
+            heads.append(attend(query.view(HEADS, -1)[h], keys, values))
+        z_C = known_MC[slot] + cache.output.weight @ torch.cat(heads) + cache.output.bias
+        scale = torch.sqrt(((z_C - z_C.mean()) ** 2).mean() + cache.norm.eps)
+        out.append((z_C - z_C.mean()) / scale * cache.norm.weight + cache.norm.bias)
+    return torch.stack(out)
+
+
+def twin(layer: Any, x_BND: Tensor, known_MC: Tensor, update: str, attend_: str) -> tuple[Tensor, Tensor]:
+    """Output of one training step, and the cache after it."""
+    memory, c = layer.memory, known_MC.shape[1]
+    slots = [x_ND[[i * len(x_ND) // LENGTH for i in range(LENGTH)], :c] for x_ND in x_BND]
+    rows = [s_MC if update == "store" else new_cache(memory.cache, s_MC, known_MC) for s_MC in slots]
+    mean_MC = sum(rows) / len(rows)
+    out = []
+    for x_ND, own_MC in zip(x_BND, rows, strict=True):
+        read_MC = known_MC if update == "store" else mean_MC if attend_ == "mean" else own_MC
+        qkv = [layer.qkv(x_D).chunk(3) for x_D in x_ND]
+        pairs = [(memory.branch.key_value(s_C)[:c], memory.branch.key_value(s_C)[c:]) for s_C in read_MC]
+        said = []
+        for t, x_D in enumerate(x_ND):
+            merged = []
+            for h in range(HEADS):
+                own = [[part.view(HEADS, -1)[h] for part in token] for token in qkv]
+                y = attend(own[t][0], [o[1] for o in own], [o[2] for o in own])
+                q = memory.branch.query(x_D[:c]).view(HEADS, -1)[h]
+                o = attend(q, *([p[i].view(HEADS, -1)[h] for p in pairs] for i in (0, 1)))
+                ratio = torch.sigmoid(memory.branch.gate_H[h])
+                merged.append(ratio * torch.cat([o, o.new_zeros(len(y) - len(o))]) + (1 - ratio) * y)
+            said.append(layer.output(torch.cat(merged)))
+        out.append(torch.stack(said))
+    return torch.stack(out), mean_MC
+
+
+@pytest.mark.parametrize("tokens", [LENGTH, 4])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize(("update", "attend_"), [("attention", "mean"), ("attention", "sample"), ("store", "mean")])
+def test_two_training_steps_and_all_gradients(update: str, attend_: str, ratio: float, tokens: int) -> None:
+    layer = make_layer(update=update, attend=attend_, ratio=ratio)
+    known_MC = torch.zeros(LENGTH, int(ratio * WIDTH), dtype=torch.float64)
+    for step in range(2):  # the second step starts from a cache that holds something
+        x_BND = torch.randn(ROWS, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+        weight_BND = torch.randn_like(x_BND)
+        sources = {"x": x_BND, **dict(layer.named_parameters())}
+        expected, new_MC = twin(layer, x_BND, known_MC, update, attend_)
+        y_BND = layer(x_BND).y_BND
+        torch.testing.assert_close(y_BND, expected, rtol=0, atol=1e-10)
+        wanted, got = (
+            torch.autograd.grad((y * weight_BND).sum(), list(sources.values()), allow_unused=step == 0)
+            for y in (expected, y_BND)
+        )
+        for name, a, b in zip(sources, got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+            assert step == 0 or b.abs().max() > 1e-9, name
+        layer.memory.cache.commit()
+        known_MC = new_MC.detach()
+        torch.testing.assert_close(layer.memory.cache.cache_MC, known_MC, rtol=0, atol=1e-10)
+
+
+# ---- limiting cases
+
+
+def test_what_is_stored_is_the_mean_of_the_last_tokens_and_nothing_older() -> None:
+    layer = make_layer(**STORE)
+    for _ in range(3):
+        x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+        layer(x_BND)
+    layer.eval()
+    want = interpolate(x_BND[..., : WIDTH // 2], LENGTH).mean(0)
+    torch.testing.assert_close(layer.memory.cache.cache_MC, want, rtol=0, atol=1e-12)
+
+
+def after_steps(seed: int, steps: int, scale: float) -> Tensor:
+    """The cache after some steps, of which only the first depends on the seed."""
+    torch.manual_seed(0)
+    layer = make_layer()
+    nn.init.ones_(layer.memory.cache.norm.weight), nn.init.zeros_(layer.memory.cache.norm.bias)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(seed if step == 0 else 100 + step)
+        layer(scale * torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, generator=generator))
+    layer.memory.cache.commit()
+    return layer.memory.cache.cache_MC  # type: ignore[no-any-return]
+
+
+def test_the_cache_stays_bounded_whatever_the_tokens_are() -> None:
+    assert after_steps(1, 10, scale=1e3).abs().max() <= math.sqrt(WIDTH // 2)
+
+
+def test_the_cache_keeps_what_older_steps_brought_and_forgets_it_by_and_by() -> None:
+    early, late = ((after_steps(1, steps, 1.0) - after_steps(2, steps, 1.0)).abs().max() for steps in (3, 9))
+    assert early > 1e-2 and early > 3 * late > 0
+
+
+@pytest.mark.parametrize("options", [{}, STORE])
+def test_a_closed_gate_is_plain_attention(options: dict[str, Any]) -> None:
+    layer = make_layer(**options)
+    layer(torch.randn(ROWS, 5, WIDTH, dtype=torch.float64))
+    layer.memory.close_gate()
+    plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
+    with torch.no_grad():
+        plain.in_proj_weight.copy_(layer.qkv.weight)
+        plain.in_proj_bias.copy_(layer.qkv.bias)
+        plain.out_proj.load_state_dict(layer.output.state_dict())
+    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64)
+    for training in (True, False):
+        layer.train(training)
+        torch.testing.assert_close(layer(x_BND).y_BND, plain(x_BND, x_BND, x_BND)[0], rtol=0, atol=1e-12)
+
+
+def test_a_stored_cache_gives_its_tokens_no_gradient() -> None:
+    layer = make_layer(**STORE)
+    layer(torch.randn(ROWS, 5, WIDTH, dtype=torch.float64))
+    x_BND = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    y_BND = layer(x_BND).y_BND
+    y_BND[0].square().sum().backward()
+    assert x_BND.grad[1].abs().max() == 0 and x_BND.grad[0].abs().max() > 0  # type: ignore[index]
+    assert layer.memory.branch.key_value.weight.grad.abs().max() > 0
+
+
+# ---- models that others wrote
+
+
+@hosts()
+@pytest.mark.parametrize("options", [{}, STORE], ids=["attention", "store"])
+def test_hosts_of_grc_are_hosts_of_this_cache(host: Host, options: dict[str, Any]) -> None:
+    plain, model = host.build(), host.with_memory("attention_cache", **options)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(host, model, 3)
+    still = [name for name, p in model.named_parameters() if "memory." in name and torch.equal(p, weights[name])]
+    assert not still and all(cache.abs().max() > 0.01 for cache in stored(model))
+    given = host.given(1)
+    model.eval()
+    with torch.no_grad():
+        before = stored(model)
+        first = host.run(model, given)
+        assert torch.equal(host.run(model, given), first)
+        assert all(torch.equal(a, b) for a, b in zip(stored(model), before, strict=True))
+    host_weights = {k: v for k, v in model.state_dict().items() if ".memory." not in f".{k}"}
+    plain.load_state_dict(host_weights)
+    expected = host.run(plain.train(), given)
+    close_gates(model)
+    torch.testing.assert_close(host.run(model.train(), given), expected, rtol=0, atol=1e-6)
+    remove_memory(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(host.run(model, given), expected)
+
+
+def test_there_are_hosts_of_every_library() -> None:
+    assert {host.package for host in HOSTS} == {None, "timm", "transformers"}
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update": "gates"}, "update='gates' must be one of attention, store"),
+        ({"attend": "all"}, "attend='all' must be one of mean, sample"),
+        ({"attend": "sample", "update": "store"}, "attend='sample' reads the update of each row, and update='store'"),
+        ({"ratio": 0}, r"ratio=0 must lie in \(0, 1\]"),
+        ({"sync": "x"}, "sync='x' must be one of broadcast, mean, none"),
+        ({"interpolation": "cubic"}, "interpolation='cubic' must be one of nearest, linear, area"),
+        ({"size": (2, 3)}, r"length=3 must equal size 2 x 3 \+ prefix 0"),
+        ({"length": 0}, "length=0 must be at least 1 slot"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionCache(WIDTH, HEADS, **{"length": LENGTH, **options})
+
+
+def test_a_causal_model_and_a_second_memory_are_refused() -> None:
+    sizes = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
+    with pytest.raises(ValueError, match="shows each token the rest of its segment and cannot serve a causal model"):
+        create_model("language_model", vocabulary=5, memory="attention_cache", **sizes)
+    host = add_memory(nn.MultiheadAttention(8, 2, batch_first=True), "attention_cache", length=4)
+    with pytest.raises(ValueError, match="has a memory already"):
+        add_memory(host, "grc", length=4)
+
+
+# ---- proof that it remembers: some rows of a batch show a bit, which rows of the next step are asked for
+
+HIDDEN = 4  # tokens 2 and 3 show the bit, 4 hides it
+
+
+def batch(bit: int, rows: int, shown: int) -> Tensor:
+    """(rows, 2): a token without meaning, and the bit, which all but the first `shown` rows hide."""
+    tokens = torch.randint(0, 2, (rows, 2))
+    tokens[:, 1] = HIDDEN
+    tokens[:shown, 1] = 2 + bit
+    return tokens
+
+
+def right(memory: dict[str, Any] | None) -> float:
+    """Share of right answers to hidden bits in evaluation, after a step of training that showed them to other rows."""
+    model = create_model(
+        "sequence_classifier",
+        vocabulary=5,
+        classes=2,
+        max_length=2,
+        width=16,
+        depth=1,
+        heads=2,
+        feed_forward=32,
+        memory=memory,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.0)
+    for _ in range(STEPS):
+        bit = int(torch.randint(0, 2, ()))
+        with torch.no_grad():
+            model(batch(bit, 16, 8))
+        loss = F.cross_entropy(model(batch(bit, 16, 8)).outputs[8:], torch.full((8,), bit))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    answers = []
+    for step in range(40):
+        bit = step % 2
+        with torch.no_grad():
+            for _ in range(2):
+                model.train()(batch(bit, 16, 8))
+            said = model.eval()(batch(bit, 16, 0)).outputs.argmax(-1)
+        answers.append((said == bit).double().mean())
+    return torch.stack(answers).mean().item()
+
+
+STEPS = 300
+
+
+@pytest.mark.parametrize("options", [{}, STORE], ids=["attention", "store"])
+def test_what_training_rows_showed_is_known_in_evaluation(options: dict[str, Any]) -> None:
+    assert right({"name": "attention_cache", **options}) > 0.95
+
+
+def test_without_a_cache_it_is_guessed() -> None:
+    assert right(None) == pytest.approx(0.5, abs=0.05)

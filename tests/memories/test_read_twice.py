@@ -1,0 +1,462 @@
+"""ReadTwice: a slow twin, a case computed by hand, what each read sees, and where gradients go."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.attentions.base import Attention
+from cached_transformers.memories.base import Query, Reading, Trace
+from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
+from cached_transformers.models import create_model
+from cached_transformers.models.parts import make_stack
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.training.segments import SegmentLoop
+
+VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3
+DOCUMENT: dict[str, Any] = {"scope": "document"}
+
+
+def build(memory: dict[str, Any] | None, *, scale: float = 0.3, **options: Any) -> Any:
+    """A small language model in float64, the same weights at every call, none of them zero."""
+    torch.manual_seed(1)
+    spec = None if memory is None else {"name": "read_twice", "slots": 6, **memory}
+    sizes = {"width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 12}
+    model = create_model("language_model", vocabulary=VOCABULARY, memory=spec, **{**sizes, **options}).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model
+
+
+def tokens(blocks: int = BLOCKS, seed: int = 0, rows: int = ROWS) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, blocks * BLOCK), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: Any, inputs_BN: Tensor, *, passes: int = 2, length: int = BLOCK, **given: Any) -> Tensor:
+    """(B, N, V): what the model says in the last pass."""
+    said: list[Tensor] = []
+    handle = model.head.register_forward_hook(lambda _m, _i, y: said.append(y))
+    SegmentLoop(model, length, bptt=99, passes=passes)(inputs_BN, inputs_BN, **given)
+    handle.remove()
+    return torch.cat(said[-(len(said) // passes) :], 1)
+
+
+def plain(model: Any) -> Any:
+    """The same weights without a memory."""
+    other = build(None)
+    other.load_state_dict({k: v for k, v in model.state_dict().items() if k in other.state_dict()})
+    return other
+
+
+# ---- a slow twin
+
+
+def side_twin(side: SideAttention, x_ND: Tensor, table: list[tuple[int, Tensor]], number: int) -> Tensor:
+    """Token by token, head by head; `table` holds (number of the block, summary)."""
+    out = []
+    for x_D in x_ND:
+        q_HE = side.query(side.norm(x_D)).view(side.heads, -1)
+        heads = []
+        for h in range(side.heads):
+            scores, values = [], []
+            for place, summary_D in table:
+                k_D, v_D = side.key_value(summary_D).chunk(2)
+                score = q_HE[h] @ k_D.view(side.heads, -1)[h]
+                if side.clip is not None:
+                    score = score + side.place_bias[h, max(-side.clip, min(side.clip, place - number)) + side.clip]
+                scores.append(score)
+                values.append(v_D.view(side.heads, -1)[h])
+            best = sorted(range(len(scores)), key=lambda i: -scores[i].item())[: side.top_k or len(scores)]
+            root = math.sqrt(q_HE.shape[1])
+            weights = [torch.exp(scores[i] / root) for i in best]
+            total = torch.exp(q_HE[h] @ side.nothing_HE[h] / root) + sum(weights)
+            heads.append(sum((w / total * values[i] for w, i in zip(weights, best, strict=True)), 0 * q_HE[h]))
+        out.append(side.output(torch.cat(heads)))
+    return torch.stack(out)
+
+
+def summaries_twin(memory: ReadTwice, h_ND: Tensor, number: int) -> list[Tensor]:
+    """Span by span."""
+    h_ND = memory.norm(h_ND)
+    out = []
+    for span in h_ND.split(memory.every or len(h_ND)):
+        if memory.summary == "ends":
+            s_D = memory.ends(torch.cat([span[0], span[-1]]))
+        else:
+            s_D = span[-1] if memory.summary == "cls" else sum(span) / len(span)
+        if memory.tanh is not None:
+            s_D = torch.tanh(memory.tanh(s_D))
+        if memory.place is not None:
+            s_D = memory.place_norm(s_D + memory.place.weight[number])
+        out.append(s_D)
+    return out
+
+
+def read_twin(model: Any, ids_N: Tensor, start: int, table: list[tuple[int, Tensor]], number: int) -> Tensor:
+    """Outputs (N, D) of the last block for one block of one row."""
+    x_BND = model.embedding(ids_N)[None]
+    positions_BNP = torch.arange(start, start + len(ids_N))[None, :, None]
+    for block in model.stack.blocks:
+        x_BND = x_BND + block.attention(x_BND, positions_BNP).y_BND
+        if block.slot_attention is not None:
+            x_BND = x_BND + side_twin(block.slot_attention, x_BND[0], table, number)[None]
+        x_BND = x_BND + block.feed_forward(x_BND)
+    return x_BND[0]
+
+
+def twin(model: Any, inputs_BN: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Logits of the second read of each row's first tokens, (N, V) a row."""
+    memory = model.stack.model_memory
+    out = []
+    for ids_N, length in zip(inputs_BN, lengths, strict=True):
+        blocks = ids_N[:length].split(BLOCK)
+        table: list[tuple[int, Tensor]] = []
+        for number, block in enumerate(blocks):
+            known = table if memory.first_read == "running" else []
+            for summary_D in summaries_twin(memory, read_twin(model, block, number * BLOCK, known, number), number):
+                table = [*table, (number, summary_D)]
+        table = table[-memory.slots :]
+        sees = {
+            "document": lambda place, number: True,
+            "others": lambda place, number: place != number,
+            "earlier": lambda place, number: place < number,
+        }[memory.scope]
+        said = []
+        for number, block in enumerate(blocks):
+            visible = [(place, s) for place, s in table if sees(place, number)]
+            said.append(model.head(model.stack.norm(read_twin(model, block, number * BLOCK, visible, number))))
+        out.append(torch.cat(said))
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"first_read": "plain"},
+        {"scope": "document", "summary": "mean", "after": "tanh"},
+        {"scope": "document", "summary": "ends", "every": 3, "clip": 1},
+        {"scope": "others", "after": "place", "top_k": 1, "layer": -1},
+        {"scope": "document", "summary": "mean", "every": 2, "top_k": 2, "clip": 2, "layer": 0},
+    ],
+)
+def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> None:
+    """Two rows; the second document is two tokens shorter than the first."""
+    model, inputs = build(options), tokens()
+    lengths = [BLOCKS * BLOCK, BLOCKS * BLOCK - 2]
+    padding = torch.arange(BLOCKS * BLOCK) >= torch.tensor(lengths)[:, None]
+    wanted = twin(model, inputs, lengths)
+    got = logits(model, inputs, padding=padding)
+    parameters = dict(model.named_parameters())
+    direction = torch.randn(BLOCKS * BLOCK, VOCABULARY, dtype=torch.float64)
+    losses = [
+        sum((y_NV * direction[: len(y_NV)]).sum() for y_NV in ys)
+        for ys in ([row[:n] for row, n in zip(got, lengths, strict=True)], wanted)
+    ]
+    for row, n, expected in zip(got, lengths, wanted, strict=True):
+        torch.testing.assert_close(row[:n], expected, rtol=0, atol=1e-10)
+    grads = [torch.autograd.grad(loss, list(parameters.values())) for loss in losses]
+    for name, a, b in zip(parameters, *grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        assert b.abs().max() > 1e-9, name
+
+
+# ---- two blocks by hand
+
+
+def test_two_blocks_computed_by_hand() -> None:
+    """One head of two channels, identity projections, no-op key (0, 1), summaries the means of two tokens."""
+    memory = ReadTwice(2, 1, 4, summary="mean", scope="document").double()
+    memory.norm = nn.Identity()  # type: ignore[assignment]
+    side = memory.slot_attention(0, 2, 1).double()  # type: ignore[union-attr]
+    side.norm = nn.Identity()  # type: ignore[assignment]
+    eye = torch.eye(2, dtype=torch.float64)
+    with torch.no_grad():
+        for linear in (side.query, side.output):
+            linear.weight.copy_(eye)
+        side.key_value.weight.copy_(torch.cat([eye, 10 * eye]))
+        side.query.bias.zero_(), side.key_value.bias.zero_()
+        side.nothing_HE.copy_(torch.tensor([[0.0, 1.0]]))
+    blocks = [[[1.0, 3.0], [1.0, 1.0]], [[4.0, -2.0], [0.0, 0.0]]]  # means (1, 2) and (2, -1)
+    state = memory.init_state(1, eye)
+    for start, block in enumerate(blocks):
+        x_BND = torch.tensor([block], dtype=torch.float64)
+        positions = torch.tensor([[[2 * start], [2 * start + 1]]])
+        entry = memory.enter(state, x_BND, positions, None, None)
+        assert not entry.slots_valid_BM.any()  # the first read of every block sees nothing
+        trace = trace_of(x_BND, positions)
+        _, state, _ = memory.exit(state, x_BND, [trace])
+    assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
+    assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
+    entry = memory.enter(state, torch.tensor([[[1.0, 0.0]]]).double(), torch.tensor([[[0]]]), None, None)
+    assert entry.slots_valid_BM.tolist() == [[False, False, True, True]]
+    assert entry.slots_places_BM[0, 2:].tolist() == [0, 1]
+    got = side(torch.tensor([[[1.0, 0.0]]]).double(), entry.slots_BMD, entry.slots_valid_BM, entry.slots_places_BM)
+    # logits 0 (nothing), 1, 2, divided by sqrt(2)
+    e1, e2 = math.exp(1 / math.sqrt(2)), math.exp(2 / math.sqrt(2))
+    total = 1 + e1 + e2
+    want = [(10 * e1 + 20 * e2) / total, (20 * e1 - 10 * e2) / total]
+    assert got[0, 0].tolist() == pytest.approx(want, abs=1e-12)
+    assert want == pytest.approx([14.3595, -0.0798], abs=1e-4)
+
+
+def trace_of(x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Any:
+    none = x_BND[:, None, :, :0]
+    return Trace(x_BND, none, none, x_BND, Query(x_BND, None, positions_BNP, padding_BN), Reading())
+
+
+# ---- what each read sees
+
+
+@pytest.mark.parametrize("options", [DOCUMENT, {"scope": "others"}, {"first_read": "plain"}])
+@pytest.mark.parametrize("attention", ["side", "joint"])
+def test_a_first_read_is_that_of_a_model_without_memory(options: dict[str, Any], attention: str) -> None:
+    model, inputs = build({**options, "attention": attention}), tokens()
+    once, twice = logits(model, inputs, passes=1), logits(model, inputs)
+    torch.testing.assert_close(once, logits(plain(model), inputs, passes=1), rtol=0, atol=1e-12)
+    first = twice[:, :BLOCK] - once[:, :BLOCK]
+    assert (twice - once)[:, BLOCK:].abs().max() > 1e-3
+    assert (first.abs().max() > 1e-3) == ("scope" in options)  # before the first block there is nothing to see
+
+
+@pytest.mark.parametrize("attention", ["side", "joint"])
+@pytest.mark.parametrize(
+    ("scope", "seen"), [("document", [0, 1, 2]), ("others", [0, 1, 2]), ("earlier", [1, 2]), (None, [1, 2])]
+)
+def test_which_blocks_hear_of_a_change(scope: str | None, seen: list[int], attention: str) -> None:
+    """The first token of the first or last block is changed: who hears of it in the second read?"""
+    model, inputs = build({"scope": scope, "attention": attention}), tokens()
+    before = logits(model, inputs)
+    for place, hears in ((0, [0, *seen]), (2 * BLOCK, [0, 1, 2] if scope in ("document", "others") else [2])):
+        changed = inputs.clone()
+        changed[:, place] = (changed[:, place] + 1) % VOCABULARY
+        difference = (logits(model, changed) - before).abs().amax((0, 2)).view(BLOCKS, BLOCK).amax(1)
+        assert [i for i in range(BLOCKS) if difference[i] > 1e-9] == sorted(set(hears))
+
+
+def test_the_second_read_of_a_causal_model_sees_nothing_later_by_default() -> None:
+    model, inputs = build({}), tokens()
+    leaking = build(DOCUMENT)
+    for place in range(1, BLOCKS * BLOCK):
+        changed = inputs.clone()
+        changed[:, place] = (changed[:, place] + 1) % VOCABULARY
+        for one, honest in ((model, True), (leaking, False)):
+            change = (logits(one, changed) - logits(one, inputs)).abs()
+            assert (change[:, :place].max() < 1e-12) == honest
+            assert change[:, place].max() > 1e-6
+
+
+def test_another_document_is_nothing() -> None:
+    model, inputs = build(DOCUMENT), tokens()
+    other = inputs.clone()
+    other[1] = (other[1] + 1) % VOCABULARY
+    assert torch.equal(logits(model, inputs)[0], logits(model, other)[0])
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_row_that_is_reset_has_left_its_document(passes: int) -> None:
+    model, inputs = build({"first_read": "plain"} if passes > 1 else {}), tokens()
+    loop = SegmentLoop(model, BLOCK, bptt=99, passes=passes)
+    _, state = loop(tokens(seed=5), tokens(seed=5))
+    rows = torch.tensor([True, False])
+    got = logits(model, inputs, passes=passes, state=state, reset=rows)
+    torch.testing.assert_close(got[0], logits(model, inputs, passes=passes)[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(got[1], logits(model, inputs, passes=passes, state=state)[1], rtol=0, atol=1e-12)
+    assert (got[1] - logits(model, inputs, passes=passes)[1]).abs().max() > 1e-3
+
+
+def test_blocks_without_places_may_be_read_in_any_order() -> None:
+    model, inputs = build(DOCUMENT, positions="none"), tokens()
+    order = torch.tensor([2, 0, 1])
+
+    def mixed(t: Tensor) -> Tensor:
+        return t.unflatten(1, (BLOCKS, BLOCK))[:, order].flatten(1, 2)
+
+    torch.testing.assert_close(logits(model, mixed(inputs)), mixed(logits(model, inputs)), rtol=0, atol=1e-12)
+    placed = build({**DOCUMENT, "clip": 2}, positions="none")
+    assert (logits(placed, mixed(inputs)) - mixed(logits(placed, inputs))).abs().max() > 1e-4
+
+
+def test_a_third_pass_is_a_second_read_again() -> None:
+    model, inputs = build(DOCUMENT), tokens()
+    torch.testing.assert_close(logits(model, inputs, passes=3), logits(model, inputs), rtol=0, atol=1e-12)
+
+
+def test_blocks_inside_a_segment_are_the_segments_of_that_length() -> None:
+    inputs = tokens()
+    whole = build({**DOCUMENT, "block_length": BLOCK})
+    torch.testing.assert_close(
+        logits(whole, inputs, length=BLOCKS * BLOCK), logits(build(DOCUMENT), inputs), rtol=0, atol=1e-12
+    )
+
+
+def test_a_document_may_go_on_in_another_batch() -> None:
+    """The second batch's passes begin where it began: the table has both, the clock counts each token once."""
+    model = build(DOCUMENT)
+    loop = SegmentLoop(model, BLOCK, bptt=99, passes=2)
+    _, state = loop(tokens(2), tokens(2))
+    assert state.clock_B.tolist() == [2 * BLOCK] * ROWS and state.model.blocks_B.tolist() == [2] * ROWS
+    _, state = loop(tokens(3, 1), tokens(3, 1), state)
+    assert state.clock_B.tolist() == [5 * BLOCK] * ROWS and state.model.blocks_B.tolist() == [5] * ROWS
+    numbers, begins = (state.model.table.positions_BMP[0, 1:, i].tolist() for i in (1, 0))
+    assert numbers == [0, 1, 2, 3, 4] and begins == [BLOCK * n for n in numbers]
+    assert state.model.table.count_B.tolist() == [5] * ROWS
+
+
+def test_the_oldest_summaries_leave_a_full_table() -> None:
+    small, large = build({**DOCUMENT, "slots": 3, "clip": 2}), build({**DOCUMENT, "slots": 8, "clip": 2})
+    inputs = tokens(5)
+    _, state = SegmentLoop(small, BLOCK, bptt=99, passes=2)(inputs, inputs)
+    _, wide = SegmentLoop(large, BLOCK, bptt=99, passes=2)(inputs, inputs)
+    assert state.model.table.positions_BMP[0, :, 1].tolist() == [2, 3, 4] and state.model.blocks_B.tolist() == [5, 5]
+    torch.testing.assert_close(state.model.table.hidden_BMD, wide.model.table.hidden_BMD[:, -3:], rtol=0, atol=1e-12)
+    memory = small.stack.model_memory
+    for number, place in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [0, 1, 2]), (4, [-2, -1, 0]), (5, [-3, -2, -1])):
+        positions = torch.full((ROWS, BLOCK, 1), number * BLOCK)
+        entry = memory.enter(state.model, torch.zeros(ROWS, BLOCK, WIDTH), positions, None, None)
+        assert entry.slots_places_BM[0].tolist() == place
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_padding_in_front_or_behind_changes_nothing(passes: int) -> None:
+    model, inputs = build({**DOCUMENT, "summary": "ends", "every": 2} if passes == 2 else {"every": 2}), tokens()
+    blocks = inputs.view(ROWS, BLOCKS, BLOCK)
+    filler = torch.full((ROWS, BLOCKS, 1), 3)
+    padded = torch.cat([filler, blocks, filler], 2).flatten(1)
+    padding = torch.tensor([True, *[False] * BLOCK, True]).repeat(ROWS, BLOCKS)
+    got = logits(model, padded, passes=passes, length=BLOCK + 2, padding=padding)
+    want = logits(model, inputs, passes=passes)
+    torch.testing.assert_close(got.unflatten(1, (BLOCKS, -1))[:, :, 1:-1].flatten(1, 2), want, rtol=0, atol=1e-10)
+
+
+def test_the_joint_form_appends_the_summaries_to_the_keys_of_each_layer() -> None:
+    """A second read of block 0 equals one pass of attention over [summaries, block]."""
+    model, inputs = build({**DOCUMENT, "attention": "joint"}, positions="none"), tokens()
+    _, state = SegmentLoop(model, BLOCK, bptt=99, passes=2)(inputs, inputs)
+    table_BMD = state.model.table.hidden_BMD[:, -BLOCKS:]
+    x_BND = model.embedding(inputs[:, :BLOCK])
+    for block in model.stack.blocks:
+        attention = block.attention
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in attention.qkv(attention.norm(torch.cat([table_BMD, x_BND], 1))).chunk(3, -1)
+        )
+        mask = torch.ones(BLOCK, BLOCKS + BLOCK).tril(BLOCKS).bool()
+        y = F.scaled_dot_product_attention(q[:, :, BLOCKS:], k, v, attn_mask=mask)
+        x_BND = x_BND + attention.output(y.transpose(1, 2).flatten(2))
+        x_BND = x_BND + block.feed_forward(x_BND)
+    want = model.head(model.stack.norm(x_BND))
+    torch.testing.assert_close(logits(model, inputs)[:, :BLOCK], want, rtol=0, atol=1e-10)
+
+
+def test_a_bidirectional_stack_sees_the_document_by_default() -> None:
+    spec = {"name": "read_twice", "slots": 4, "after": "tanh"}
+    stack = make_stack(WIDTH, 2, HEADS, 12, memory=spec, attention="softmax", fallback="rotary").double().eval()
+    memory = stack.model_memory
+    assert isinstance(memory, ReadTwice) and (memory.scope, memory.first_read) == ("document", "plain")
+    x = torch.randn(ROWS, 2 * BLOCK, WIDTH).double()
+    blocks = x.split(BLOCK, 1)
+    state = stack.init_state(ROWS)
+    first = []
+    for block in blocks:
+        first.append(stack(block, state))
+        state = first[-1].state
+    summary = torch.tanh(memory.tanh(memory.norm(h_of(stack, blocks[0])[:, 0])))  # of the first token
+    torch.testing.assert_close(state.model.table.hidden_BMD[:, -2], summary, rtol=0, atol=1e-10)
+    again = stack.init_state(ROWS)._replace(model=state.model)
+    second = stack(blocks[0], again).outputs
+    assert (second - first[0].outputs).abs().max() > 1e-4
+    state = stack(blocks[1], stack(blocks[0], stack.init_state(ROWS)).state).state
+    other = stack.init_state(ROWS)._replace(model=state.model)
+    torch.testing.assert_close(stack(blocks[0], other).outputs, second, rtol=0, atol=1e-12)
+
+
+def h_of(stack: Any, x_BND: Tensor) -> Tensor:
+    positions = torch.arange(x_BND.shape[1])[None, :, None].expand(len(x_BND), -1, -1)
+    for block in stack.blocks:
+        x_BND = block(x_BND, positions)[0]
+    return x_BND
+
+
+# ---- gradients
+
+
+def reached(model: Any, bptt: int, passes: int = 2) -> dict[int, list[int]]:
+    """For the loss of each block in the last pass: the blocks of the first read that get a gradient, row 0."""
+    inputs, found = tokens(), {}
+    for asked in range(BLOCKS):
+        targets = torch.full_like(inputs, -100)
+        targets[0, asked * BLOCK : (asked + 1) * BLOCK] = inputs[0, asked * BLOCK : (asked + 1) * BLOCK]
+        embedded: list[Tensor] = []
+        handle = model.embedding.register_forward_hook(
+            lambda _m, _i, y, embedded=embedded: (y.retain_grad(), embedded.append(y))[1]
+        )
+        SegmentLoop(model, BLOCK, bptt=bptt, passes=passes)(inputs, targets)[0].backward()
+        handle.remove()
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in embedded]
+        assert all(g[1].abs().max() == 0 for g in grads), "another document was reached"
+        found[asked] = [i for i, g in enumerate(grads[:BLOCKS]) if g.abs().max() > 1e-12]
+    return found
+
+
+def test_the_loss_of_a_block_reaches_the_first_read_of_all_it_sees() -> None:
+    assert reached(build(DOCUMENT), bptt=BLOCKS) == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+    assert reached(build({"scope": "others"}), bptt=BLOCKS) == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
+    assert reached(build({"first_read": "plain"}), bptt=BLOCKS) == {0: [], 1: [0], 2: [0, 1]}
+
+
+def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
+    assert reached(build(DOCUMENT), bptt=BLOCKS - 1) == {0: [], 1: [], 2: []}
+
+
+# ---- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots=0 must be at least 1"),
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"top_k": -1}, "top_k=-1 must be at least 1"),
+        ({"clip": 0}, "clip=0 must be at least 1"),
+        ({"block_length": 0}, "block_length=0 must be at least 1"),
+        ({"summary": "max"}, "summary='max' must be one of cls, ends, mean"),
+        ({"after": "relu"}, "after='relu' must be one of none, tanh, place"),
+        ({"scope": "all"}, "scope='all' must be one of document, others, earlier"),
+        ({"first_read": "no"}, "first_read='no' must be one of plain, running"),
+        ({"attention": "both"}, "attention='both' must be one of side, joint"),
+        ({"first_read": "running", "scope": "document"}, "scope='document' wants others too; take first_read='plain'"),
+        ({"layer": 2, "depth": 2}, "layer=2 is none of the 2 layers; take -2 to 1, or None for all"),
+        ({"attention": "joint", "top_k": 3}, "top_k=3 and clip=None belong to a side attention"),
+        ({"attention": "joint", "clip": 3}, "top_k=None and clip=3 belong to a side attention"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReadTwice(WIDTH, HEADS, **options)
+
+
+def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
+    class Closed(Attention):
+        supports_causal, accepts_context = True, False
+
+    ATTENTIONS.register("closed_for_this_test")(Closed)
+    try:
+        build(DOCUMENT, attention="closed_for_this_test")
+        with pytest.raises(ValueError, match="memory ReadTwice offers keys and values, which attention Closed cannot"):
+            build({"attention": "joint"}, attention="closed_for_this_test")
+    finally:
+        del ATTENTIONS._entries["closed_for_this_test"]
+
+
+def test_the_state_is_a_table_and_a_counter() -> None:
+    state = build({}).init_state(ROWS).model
+    assert isinstance(state, ReadTwiceState)
+    assert states.nbytes(state) == ROWS * (6 * (8 * WIDTH + 16) + 16)  # float64
