@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..memories.base import ModelMemory
+from ..memories.base import LayerMemory, ModelMemory
 from ..registry import MEMORIES
 from .protocol import Sizes
 from .tasks import ProbeTask
@@ -56,9 +56,50 @@ def _one_segment(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]
     return {"length": task.segment}
 
 
+def _fixed(**options: Any) -> Options:
+    return lambda task, distance, sizes: options
+
+
+def _compressive(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    return {"length": task.segment, "compressed": (distance + 1) * task.segment // 2, "rate": 2}
+
+
+def _signal(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    return {"length": task.segment, "chunk": task.segment, "basis": 16, "widths": (0.05, 0.1)}
+
+
+def _regions(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    regions = distance + 1
+    return {"segment": task.segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
+
+
+def _one_region(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    _one_segment(task, distance, sizes)
+    return {"segment": task.segment, "regions": 1, "topk": 1}
+
+
+def _store(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    return {"length": (distance + 1) * task.segment, "k": 2 * task.segment}
+
+
+def _short_store(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
+    return _one_segment(task, distance, sizes) | {"k": task.segment}
+
+
 SETTINGS: dict[str, Setting] = {
-    "transformer_xl": Setting(_whole, _one_segment),
+    "compressive": Setting(_compressive, lambda *given: _one_segment(*given) | {"compressed": 0, "rate": 1}),
+    "crtn": Setting(_regions, _one_region),
+    "ernie_doc": Setting(_whole),
+    "feedback": Setting(_whole),
     "grc_stream": Setting(lambda task, distance, sizes: {"length": 2 * task.segment, "ratio": 1.0}),
+    "infinity_former": Setting(_signal),
+    "memformer": Setting(_fixed(length=4)),
+    "memorizing": Setting(_store, _short_store),
+    "memory_transformer": Setting(why="carries nothing: it has to fail"),
+    "read_twice": Setting(_fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
+    "rmt": Setting(_fixed(length=4)),
+    "segatron": Setting(_whole, _one_segment),
+    "transformer_xl": Setting(_whole, _one_segment),
 }
 
 
@@ -68,12 +109,11 @@ def setting(memory: str) -> Setting:
 
 
 def stream_memories() -> list[str]:
-    """Registered memories that a causal language model may have, with a state for each row."""
+    """Registered memories that a causal language model may have, but for those whose one state serves all rows."""
     found = []
     for entry in MEMORIES:
-        shared = getattr(entry.factory, "shared", False)
-        kind = getattr(entry.factory, "insertion", "none")
-        remembers = kind != "none" or issubclass(entry.factory, ModelMemory)  # type: ignore[arg-type]
-        if getattr(entry.factory, "causal", True) and not shared and remembers:
+        kind: Any = entry.factory
+        states = issubclass(kind, ModelMemory) or kind.init_state is not LayerMemory.init_state
+        if kind.causal and not getattr(kind, "shared", False) and states:
             found.append(entry.name)
     return found
