@@ -15,9 +15,10 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
-demo: $(VENV)/.installed-demo  ## train with and without a memory, on digits and on ListOps, and compare
+demo: $(VENV)/.installed-demo  ## train with and without a memory on digits and ListOps, compare, and probe memories
 	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc --control conv --seeds 5 --jobs 2 --out runs/demo/digits
 	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml --with plain,grc --seeds 3 --jobs 2 --out runs/demo/listops
+	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,grc_stream --tasks latch,copy --jobs 2 --out runs/demo/probe
 	$(BIN)/cached plot report runs/demo
 
 test: lint docs  ## everything that must hold before a commit: lint, docs, fast tests

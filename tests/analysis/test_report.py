@@ -274,3 +274,19 @@ def test_maps_of_grey_images(tmp_path: Path) -> None:
     maps = np.zeros((2, 3, 4, 4))
     np.savez(run / "feature_maps.npz", image=np.zeros((3, 8, 8, 1)), self=maps, memory=maps)
     assert "Feature maps" in read(write_run_report(run)).headings
+
+
+def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_comparison(tmp_path / name, {"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
+    trainings = [
+        {"task": "latch", "memory": m, "arm": arm, "seed": 0, "accuracy": x, "steps": 9, "distances": {"1": x, "3": x}}
+        for m, arm, x in (("none", "no memory", 0.25), ("rmt", "within reach", 1.0))
+    ]
+    probe = {"command": "cached probe rmt", "date": "2026-01-01", "environment": {}, "distance": 3}
+    probe |= {"memories": ["rmt"], "tasks": ["latch"], "results": [{**t, "chance": 0.25} for t in trainings]}
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "probe" / "probe.json").write_text(json.dumps(probe))
+    report = read(write_compare_report(tmp_path))
+    assert report.headings[-2:] == ["What memories hold", "latch"]
+    assert "What memories hold" not in read(write_compare_report(tmp_path, ["a", "b"])).headings

@@ -90,6 +90,62 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "segatron": Contract(
+        options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 64},
+        detached=True,
+        exempt={"empty": "tokens of one segment know their distance in sentences too; tests/memories has the rule"},
+    ),
+    "segatron/given_positions": Contract(
+        options={"length": 8, "sentence_ends": (1,), "same_length": True},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 8},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc/zeros": Contract(
+        options={"length": 4, "start": "zeros", "longest": 10},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        detached=True,
+        exempt={"empty": "the release's start: rows of zeros that are attended"},
+    ),
+    "infinity_former": Contract(
+        options={"length": 4, "chunk": 2, "basis": 8, "widths": (0.1, 0.2), "kl_weight": 0.0},
+        bytes_per_row=lambda d: 5 * (4 * d + 8) + 8 + 4 * 8 * d + 8,
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "infinity_former/uniform": Contract(
+        options={
+            **{"length": 1, "chunk": 4, "basis": 12, "widths": (0.05, 0.1), "samples": 9, "kl_weight": 0.0},
+            **{"sampling": "uniform", "relative": False, "normalise": False},
+        },
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8 + 4 * 12 * d + 8,
+        detached=True,
+    ),
+    "memorizing": Contract(
+        options={"length": 8, "k": 4},
+        bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it
+        detached=True,
+    ),
+    "memorizing/joint": Contract(
+        options={"length": 16, "k": 16, "joint": True},  # all: half precision puts near neighbours in another order
+        bytes_per_row=lambda d: (16 * 8 * d + 8) // DEPTH,
+        detached=True,
+    ),
+    "memorizing/layer": Contract(
+        options={"length": 64, "k": 3, "layer": 1},
+        bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
+        detached=True,
+        exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
+    ),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),
@@ -182,6 +238,10 @@ def _cases() -> Iterator[Case]:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
             if memory.insertion == "kv" and not core.accepts_context:
+                continue
+            if CONTRACTS.get(label, Contract()).options.get("joint") and not core.gives_lse:
+                continue
+            if getattr(memory, "masks", False) and not core.supports_bias:
                 continue
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
             suited = ["language_model"] if core.supports_causal else []

@@ -56,6 +56,17 @@ def test_values_and_gradients(causal: bool, padded: bool, context: bool, biased:
     if causal and padded:
         assert (got[0, :, 0] == 0).all()
 
+    lse = SoftmaxAttention().log_sum_exp(q, k, causal=causal, key_padding_mask=padding, context=offered, bias_BHNM=bias)
+    logits = q @ keys.mT / math.sqrt(E) + (0 if bias is None else bias)
+    logits = logits.masked_fill(~seen_BNL[:, None], -torch.inf)
+    some = seen_BNL.any(-1)[:, None].expand(B, H, N)
+    torch.testing.assert_close(lse[some], logits.logsumexp(-1)[some], rtol=0, atol=1e-10)
+    assert (lse[~some] < -1e300).all()
+    sources = [q, k] + ([ck] if context else []) + ([bias] if bias is not None else [])
+    got_each = torch.autograd.grad(lse[some].sum() + 0 * lse[~some].clamp(min=-1).sum(), sources)
+    for a, b in zip(got_each, torch.autograd.grad(logits[some].logsumexp(-1).sum(), sources), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
 
 def test_a_context_of_one_row_serves_all() -> None:
     q, k, v = torch.randn(3, B, H, N, E, dtype=torch.double)

@@ -77,7 +77,7 @@ def learning_curves(
     drawn = [panel for panel in drawn if panel[1]]
     if not drawn:
         raise ValueError(f"no train or validation records with loss or {metric!r}: there is no curve to draw")
-    figure, axes = _figure(5.4 * len(drawn), 3.4, 1, len(drawn))
+    figure, axes = blank_figure(5.4 * len(drawn), 3.4, 1, len(drawn))
     with style():
         for ax, (title, curves, line_looks) in zip(axes[0], drawn, strict=True):
             _draw_curves(ax, curves, line_looks)
@@ -103,7 +103,7 @@ def gates(layers_by_variant: Mapping[str, Sequence[Sequence[Sequence[float]]]], 
     colours = require("matplotlib.colors", extra="plot")
     ramp = colours.LinearSegmentedColormap.from_list("memory share", ["#eef3f7", "#56a3cf", "#0b3d63"])
     rows, most_layers = len(layers_by_variant), max(len(seeds[0]) for seeds in layers_by_variant.values())
-    figure, axes = _figure(7.6, rows * (1.1 + 0.42 * most_layers), rows, 2, widths=[1.25, 1])
+    figure, axes = blank_figure(7.6, rows * (1.1 + 0.42 * most_layers), rows, 2, widths=[1.25, 1])
     with style():
         for (name, seeds), row in zip(layers_by_variant.items(), axes, strict=True):
             _draw_gate_map(row[0], seeds[0], ramp)
@@ -140,7 +140,7 @@ def feature_maps(image: Array, self_maps: Array, memory_maps: Array, images: int
         )
     shown = np.unique(np.linspace(0, len(self_maps) - 1, min(layers, len(self_maps))).round().astype(int))
     rows = min(images, len(image))
-    figure, axes = _figure(1.25 * (1 + 2 * len(shown)), 1.3 * rows + 0.3, rows, 1 + 2 * len(shown))
+    figure, axes = blank_figure(1.25 * (1 + 2 * len(shown)), 1.3 * rows + 0.3, rows, 1 + 2 * len(shown))
     with style():
         for n, row in enumerate(axes):
             picture = np.clip(image[n], 0, 1)
@@ -167,7 +167,7 @@ def metric_against_flops(points: Sequence[Point], metric: str = "accuracy", refe
     if not points or not all(p.flops > 0 for p in points):
         raise ValueError("metric_against_flops needs at least one variant, each with a positive number of operations")
     measure, variant_looks = Metric(metric), looks([p.name for p in points], reference)
-    figure, axes = _figure(6.6, 3.8, 1, 1)
+    figure, axes = blank_figure(6.6, 3.8, 1, 1)
     ax = axes[0][0]
     with style():
         for p in sorted(points, key=lambda p: p.mean, reverse=not measure.lower_is_better):
@@ -198,7 +198,7 @@ def differences(rows: Sequence[Difference], reference: str, metric: str = "accur
     if not rows:
         raise ValueError("differences needs at least one variant beside the reference")
     measure, variant_looks = Metric(metric), looks([reference, *(r.name for r in rows)], reference)
-    figure, axes = _figure(6.6, 0.9 + 0.42 * len(rows), 1, 1)
+    figure, axes = blank_figure(6.6, 0.9 + 0.42 * len(rows), 1, 1)
     ax = axes[0][0]
     with style():
         ax.axvline(0, color=INK, lw=1)
@@ -248,7 +248,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _figure(
+def blank_figure(
     width: float, height: float, rows: int, columns: int, widths: Sequence[float] | None = None
 ) -> tuple[Figure, Any]:
     """A figure of `width` x `height` inches, its settings ours, and its axes as an array (rows, columns)."""

@@ -24,6 +24,7 @@ from cached_transformers.analysis.page import (
     table,
     write_page,
 )
+from cached_transformers.analysis.probe_report import probe_section
 from cached_transformers.analysis.run_folder import Comparison, Run, find_comparisons, read_run
 from cached_transformers.analysis.style import COLOURS, inline_svg, looks
 from cached_transformers.analysis.wording import (
@@ -83,6 +84,8 @@ def write_run_report(run_folder: str | Path) -> Path:
 def write_compare_report(folder: str | Path, sections: Sequence[str] | None = None) -> Path:
     """Write `report.html` into a comparison folder, or into a folder that holds several: one section for each.
 
+    The page of several comparisons ends with the probes beside them (`cached probe`).
+
     Args:
         sections: names of the sub-folders to report on, in this order; None takes all.
 
@@ -98,6 +101,8 @@ def write_compare_report(folder: str | Path, sections: Sequence[str] | None = No
     else:
         title = f"Comparisons in {folder.resolve().name}"
         bodies = [_comparison(c, folder, 2, f"s{i}") for i, c in enumerate(comparisons, start=1)]
+        probes = sorted(folder.glob("*/probe.json")) if sections is None else []
+        bodies += [probe_section(path, 2, f"p{i}") for i, path in enumerate(probes, start=1)]
         body = "\n".join([f"<header>{_heading(1, title)}</header>", *bodies])
     return write_page(folder / FILE_NAME, page(title, body))
 

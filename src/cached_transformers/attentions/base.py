@@ -34,6 +34,7 @@ class Attention(nn.Module):
         supports_cross: queries and keys may differ in number.
         supports_bias: takes an additive bias on the logits.
         exact_padding: a padded row gives the same outputs as the trimmed row.
+        gives_lse: has `log_sum_exp`, so that a memory can share one softmax with it.
     """
 
     accepts_context: bool = False
@@ -41,6 +42,7 @@ class Attention(nn.Module):
     supports_cross: bool = False
     supports_bias: bool = False
     exact_padding: bool = False
+    gives_lse: bool = False
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -116,3 +118,16 @@ class Attention(nn.Module):
     ) -> AttentionOutput:
         """The mechanism itself; arguments as in `forward`, already checked against the flags."""
         raise NotImplementedError("abstract: a core writes attend()")
+
+    def log_sum_exp(
+        self,
+        q_BHNE: Tensor,
+        k_BHNE: Tensor,
+        *,
+        causal: bool = False,
+        key_padding_mask: Tensor | None = None,
+        context: Context | None = None,
+        bias_BHNM: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, N): log-sum-exp of each query's logits, where the core has `gives_lse`; arguments as in `forward`."""
+        raise NotImplementedError(f"attention {type(self).__name__} has no log-sum-exp (gives_lse=False)")

@@ -8,6 +8,8 @@ Legend: B rows, H heads, N tokens, M keys of a context, E key width, V value wid
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +33,7 @@ class SoftmaxAttention(Attention):
     supports_cross = True
     supports_bias = True
     exact_padding = True
+    gives_lse = True
 
     def attend(
         self,
@@ -61,6 +64,32 @@ class SoftmaxAttention(Attention):
             is_causal=causal and plain,
         )
         return AttentionOutput(out)
+
+    def log_sum_exp(
+        self,
+        q_BHNE: Tensor,
+        k_BHNE: Tensor,
+        *,
+        causal: bool = False,
+        key_padding_mask: Tensor | None = None,
+        context: Context | None = None,
+        bias_BHNM: Tensor | None = None,
+    ) -> Tensor:
+        """As in `Attention`, from logits made once more (N (M + N) E multiply-adds): the fused kernels keep none.
+
+        Float32 or wider. A query that sees no key gets the lowest finite number, whose gradient is finite too.
+        """
+        if context is not None:
+            k_BHNE = torch.cat([context.k_BHME.expand(len(k_BHNE), -1, -1, -1), k_BHNE], 2)
+        mask = visible(q_BHNE, k_BHNE, causal, key_padding_mask, context, bias_BHNM)
+        logits_BHNM = q_BHNE @ k_BHNE.mT / math.sqrt(q_BHNE.shape[-1])
+        logits_BHNM = logits_BHNM.to(torch.promote_types(logits_BHNM.dtype, torch.float32))
+        lowest = torch.finfo(logits_BHNM.dtype).min
+        if mask is not None and mask.dtype == torch.bool:
+            logits_BHNM = logits_BHNM.masked_fill(~mask, lowest)
+        elif mask is not None:
+            logits_BHNM = torch.where(mask == -torch.inf, lowest, logits_BHNM + mask)
+        return logits_BHNM.logsumexp(-1)
 
 
 def visible(

@@ -8,25 +8,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("grc",)
+BENCHMARKS = {
+    "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
+    "memories": "every stream memory as a language model, beside published implementations where installed",
+}
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add `benchmark` to the commands."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "benchmark",
-        help="measure speed, FLOPs and kept activations against the plain models",
-        description="Measures in turn, in one process: timm's plain model, ours with GRC (folded for inference), and a "
-        "straightforward form of the structure that the GRC authors released. Prints a Markdown table of ratios, each "
-        "a median with its quartiles.",
+        help="measure speed, kept activations and state, beside the plain models and others",
+        description="Measures in turn, in one process, and prints a Markdown table; ratios are medians with quartiles. "
+        + "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
+        + ".",
         epilog="example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
     )
-    parser.add_argument("name", nargs="?", choices=BENCHMARKS, default="grc", help="what to measure (default: grc)")
-    parser.add_argument("--batch", type=int, default=8, help="images in a batch (default: 8)")
+    parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), default="grc", help="what to measure")
+    parser.add_argument("--batch", type=int, default=8, help="grc: images in a batch (default: 8)")
     parser.add_argument("--rounds", type=int, default=11, help="counted rounds of training steps (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    parser.add_argument("--compile", action="store_true", help="time every model through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="grc: time every model through torch.compile")
+    parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
     return parser
@@ -45,16 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import grc
+    from cached_transformers.benchmarks import grc, memories
     from cached_transformers.training.run import environment
 
     torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
-    facts = environment(device) | {name: getattr(arguments, name) for name in ("batch", "rounds", "compile")}
-    print(grc.as_markdown(rows))
-    how = f"Batch {arguments.batch}, {arguments.rounds} rounds, {'compiled' if arguments.compile else 'eager'}."
-    print(f"\n{how} {environment_text(facts)}")
+    facts = environment(device) | {"rounds": arguments.rounds}
+    rows: list[Any]
+    if arguments.name == "grc":
+        facts |= {"batch": arguments.batch, "compile": arguments.compile}
+        rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
+        print(grc.as_markdown(rows))
+    else:
+        rows = memories.run(arguments.rounds, arguments.memories)
+        print(memories.as_markdown(rows))
+    print(f"\n{environment_text(facts)}")
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS,
 from cached_transformers.resources import recipes_folder
 from cached_transformers.yaml_tree import parse_yaml
 
+FACTS = {"memories": ("insertion", "cost", "reach")}
+"""What is said of a kind beside name, summary and paper."""
 KINDS = ("memories", "attentions", "models", "datasets", "recipes")
 
 
@@ -27,7 +30,10 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
     kinds = (arguments.kind,) if arguments.kind else KINDS
-    rows = {kind: recipe_rows() if kind == "recipes" else part_rows(registries()[kind]) for kind in kinds}
+    rows = {
+        kind: recipe_rows() if kind == "recipes" else part_rows(registries()[kind], FACTS.get(kind, ()))
+        for kind in kinds
+    }
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -37,8 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column("name", no_wrap=True)
         table.add_column("what it is", overflow="fold")
         table.add_column("paper", no_wrap=True)
+        facts = FACTS.get(kind, ())
+        for fact in facts:
+            table.add_column(fact, overflow="fold")
         for row in rows[kind]:
-            table.add_row(row["name"], row["summary"], row["paper"] or "")
+            table.add_row(row["name"], row["summary"], row["paper"] or "", *(row[fact] or "" for fact in facts))
         console.print(table)
         console.print()
     return 0
@@ -52,9 +61,13 @@ def registries() -> dict[str, Registry[Any]]:
     return {"memories": MEMORIES, "attentions": ATTENTIONS, "models": MODELS, "datasets": DATASETS}
 
 
-def part_rows(registry: Registry[Any]) -> list[dict[str, Any]]:
-    """Name, summary and paper of each registered part."""
-    return [{"name": entry.name, "summary": entry.summary, "paper": entry.paper} for entry in registry]
+def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Name, summary and paper of each registered part, and facts from its registration or its class."""
+    return [
+        {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
+        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
+        for entry in registry
+    ]
 
 
 def recipe_rows() -> list[dict[str, Any]]:

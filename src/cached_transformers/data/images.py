@@ -221,7 +221,7 @@ def _files_of_split(
     if own is None and split == "test":
         present = ", ".join(sorted(folder.name for folder in folders.values() if folder))
         message = f"{root} has no folder for split 'test', only {present}"
-        raise FileNotFoundError(f"{message}; add one, or evaluate on 'validation'")
+        raise FileNotFoundError(f"{message}; add one, or train with training.test=none")
     if folders["validation"] is None and split != "test":
         return _dealt(train, names, split, {"validation": fractions["validation"]}, seed)
     assert own is not None

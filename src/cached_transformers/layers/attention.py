@@ -7,7 +7,7 @@ Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E, P position 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,11 @@ class SelfAttention(nn.Module):
             raise ValueError(
                 f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)"
             )
+        if self.memory.wants_lse and not self.core.gives_lse:
+            raise ValueError(
+                f"memory {memory} shares one softmax with the layer, for which attention {core} would have to give its "
+                "log-sum-exp (gives_lse=False)"
+            )
         if self.causal and not self.core.supports_causal:
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
         if self.causal and not self.memory.causal:
@@ -160,16 +165,10 @@ class SelfAttention(nn.Module):
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run), q.dtype)
-        result = self.core(
-            placed_q,
-            placed_k,
-            v,
-            causal=causal,
-            key_padding_mask=padding_BN,
-            context=context,
-            bias_BHNM=bias,
-            x_BND=h_BND,
-        )
+        seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
+        result = self.core(placed_q, placed_k, v, **seen, x_BND=h_BND)
+        if self.memory.wants_lse:
+            reading = reading._replace(lse_BHN=self.core.log_sum_exp(placed_q, placed_k, **seen))
         y_BND = self.memory.project(result.out_BHNV, query, reading, self.output, plain_weights(self.output))
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
         return Attended(y_BND, k, v, query, reading, result.auxiliary_loss)

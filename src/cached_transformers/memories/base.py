@@ -74,11 +74,15 @@ class Query(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a memory answers: a context (kv), a per-head result (head), and what it wants to see again in `write`."""
+    """What a memory answers: a context (kv), a per-head result (head), and what it wants to see again in `write`.
+
+    `lse_BHN` is filled in by the layer, for a memory with `wants_lse`: the log-sum-exp of the core's logits.
+    """
 
     context: Context | None = None
     output_BHNE: Tensor | None = None
     carry: Any = None
+    lse_BHN: Tensor | None = None
 
 
 class Trace(NamedTuple):
@@ -114,11 +118,13 @@ class LayerMemory(nn.Module):
         insertion: "kv", "head" or "none"; only "kv" asks the attention core to accept a context.
         shared: one state for all rows and steps, kept in buffers of the module (the state tuple is then empty).
         causal: whether a causal model may use it (no output may depend on a later token).
+        wants_lse: `combine` needs the log-sum-exp of the core's logits, which only some cores give.
     """
 
     insertion: Literal["kv", "head", "none"] = "none"
     shared: bool = False
     causal: bool = True
+    wants_lse: bool = False
 
     def position_scheme(self) -> Positions | None:
         """Position scheme of its own for the layer it lives in; None for the model's."""

@@ -365,6 +365,7 @@ class StreamGRCState(NamedTuple):
     equations="C_{t-1} = GRC(S_{t-1}, C_{t-2}) computed at segment t with gradient; o = sigmoid(lambda) o_mem + ...",
     state="per row: cache (M, C), slots of the last segment (M, C), segments seen; 2 M C * itemsize + 8 bytes",
     cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds",
+    reach="unbounded, through the gates",
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
 )
 class StreamGRC(LayerMemory):

@@ -5,7 +5,6 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -39,14 +38,14 @@ class LanguageModel(StackModel):
         positions: "rotary", "relative", "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
             None takes the memory's own scheme, or else "rotary".
         norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
+        scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
         tied: whether the output projection shares the embedding's weights.
         cutoffs: token ids at which a rarer cluster begins, for an adaptive embedding and softmax
             (`models/adaptive.py`); [] for a single cluster, None for a plain embedding and a linear output without
             bias. An adaptive model gives log-probabilities, and has a bias for each token.
-        embedding_width: of the first cluster; another one than D makes the model adaptive. div_value: how many times
-            narrower each further cluster is.
+        embedding_width: of the first cluster, D when None; given, it makes the model adaptive. div_value: how many
+            times narrower each further cluster is.
         tied_projections: whether embedding and softmax share the projections, for all clusters or for each.
-        scale_embedding: multiply embeddings by sqrt(D).
         shared_biases: one pair of biases u, v for the relative positions of all layers.
         initial_std: normal initial weights of this deviation, as Transformer-XL's 0.02; None for Xavier weights.
         projection_std: the same for the projections of an adaptive embedding; only with `initial_std`.
@@ -73,12 +72,12 @@ class LanguageModel(StackModel):
         norm: str = "pre",
         activation: str = "gelu",
         bias: bool = True,
+        scale_embedding: bool = False,
         tied: bool = True,
         cutoffs: list[int] | None = None,
         embedding_width: int | None = None,
         div_value: int = 1,
         tied_projections: bool | list[bool] = True,
-        scale_embedding: bool = False,
         shared_biases: bool = False,
         initial_std: float | None = None,
         projection_std: float = 0.01,
@@ -100,7 +99,7 @@ class LanguageModel(StackModel):
             if adaptive
             else nn.Embedding(vocabulary, width)
         )
-        self.embedding_scale = math.sqrt(width) if scale_embedding else 1.0
+        self.embedding_scale = width**0.5 if scale_embedding else 1.0
         embedded = positions == "sinusoidal"
         self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
         self.dropout, self.output_dropout = nn.Dropout(dropout), nn.Dropout(output_dropout)
@@ -176,7 +175,7 @@ class LanguageModel(StackModel):
         if reset is not None:
             state = reset_rows(state, self.init_state(rows), reset)
         x_BND = self.embedding(inputs_BN)
-        if self.embedding_scale != 1.0:
+        if self.embedding_scale != 1:
             x_BND = x_BND * self.embedding_scale
         placed = self.positions.embed(self.stack.clock_positions(state, inputs_BN.shape[1], padding))
         x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))

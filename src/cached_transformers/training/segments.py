@@ -29,7 +29,8 @@ class SegmentLoop(nn.Module):
         segment_length: tokens in a segment; the last one may be shorter.
         bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
         passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states
-            after each segment into the state that the next pass begins with; the loss is that of the last pass.
+            after each segment into the state that the next pass begins with; the loss is that of the last pass. In it
+            the memory has read all inputs, so that targets must not be among them: no next-token loss, no perplexity.
 
     Raises:
         ValueError: a size below 1, or several passes over a model without a stack.

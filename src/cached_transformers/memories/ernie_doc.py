@@ -1,0 +1,177 @@
+"""ERNIE-Doc (Ding et al. 2020, arXiv:2012.15688; github.com/PaddlePaddle/ERNIE, branch repro, ernie-doc).
+
+Each layer attends the outputs that it gave itself in earlier segments, detached; and a document may be fed twice.
+
+    Mem(n, t) = SG[last M of O^n before segment t],  keys and values of [Mem(n, t), O^{n-1}_t]
+
+Reach: unlimited with a single layer, since an output that is stored has itself read the memory.
+
+Legend: B rows, N tokens, M slots, K = M + N, T longest segment, H heads, E head width, D = H * E, P position channels,
+Z distances that have a vector.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.positions import Positions, RelativePositions
+from ..registry import MEMORIES
+from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from .rows import Rows, empty_rows, push
+
+
+class ErnieDocPositions(Positions):
+    """A trained vector for each signed distance, and for the task that a key belongs to.
+
+        logit_ij = [(q_i + u) . k_j + (q_i + v) . W_r N(R_d) + (q_i + w) . W_t N(G_task(j))] / sqrt(E)
+
+    d = position of i - position of j, of either sign. N is LayerNorm without a bias, and W_r and W_t have none: the
+    release has them, but they move all logits of a query alike, which softmax does not see. B H N (2 T + M) E
+    multiply-adds, and one gather.
+
+    Args:
+        heads: H. head_width: E.
+        longest: T, tokens of the longest segment. slots: M.
+        tasks: number of tasks; the second channel of the positions is then the task of each token, and the term of G
+            takes part. It says nothing where all keys have one task.
+
+    Raises:
+        ValueError: a size below 1; when run, a segment of more than T tokens or positions without the task.
+    """
+
+    def __init__(self, heads: int, head_width: int, longest: int, slots: int, tasks: int = 0) -> None:
+        super().__init__()
+        for name, value in {"longest": longest, "slots": slots}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1: there is a vector for each distance up to both")
+        width = heads * head_width
+        self.heads, self.head_width, self.longest, self.slots, self.tasks = heads, head_width, longest, slots, tasks
+        self.table = nn.Parameter(torch.randn(2 * longest + slots, width))
+        self.table_norm, self.project = nn.LayerNorm(width, bias=False), nn.Linear(width, width, bias=False)
+        self.content_bias, self.position_bias = (nn.Parameter(0.02 * torch.randn(heads, head_width)) for _ in range(2))
+        if tasks:
+            self.task_table = nn.Parameter(torch.randn(tasks, width))
+            self.task_norm, self.project_task = nn.LayerNorm(width, bias=False), nn.Linear(width, width, bias=False)
+            self.task_bias = nn.Parameter(0.02 * torch.randn(heads, head_width))
+
+    def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        return q_BHNE + self.content_bias[:, None]
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        if q_BHNE.shape[2] > self.longest:
+            raise ValueError(
+                f"a segment of {q_BHNE.shape[2]} tokens, but distances are trained for {self.longest}; "
+                "take shorter segments, or build the model for longer ones"
+            )
+        distance_BNK = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
+        # The release's order: 0, -1, ..., 1 - T, then 1, 2, ... An empty slot may be anywhere, and takes the last.
+        row_BNK = torch.where(distance_BNK > 0, distance_BNK + self.longest - 1, -distance_BNK)
+        table_ZD = self.project(self.table_norm(self.table))
+        bias_BHNK = self._looked_up(q_BHNE + self.position_bias[:, None], table_ZD, row_BNK)
+        if self.tasks:
+            if k_positions_BMP.shape[-1] < 2:
+                raise ValueError(f"tasks={self.tasks} needs positions of two channels, the second of them the task")
+            task_BNK = k_positions_BMP[:, None, :, 1].expand_as(distance_BNK)
+            table_ZD = self.project_task(self.task_norm(self.task_table))
+            bias_BHNK = bias_BHNK + self._looked_up(q_BHNE + self.task_bias[:, None], table_ZD, task_BNK)
+        return bias_BHNK / math.sqrt(self.head_width)
+
+    def _looked_up(self, q_BHNE: Tensor, table_ZD: Tensor, row_BNK: Tensor) -> Tensor:
+        table_HZE = table_ZD.unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
+        row_BNK = row_BNK.clamp(0, table_ZD.shape[0] - 1)
+        return (q_BHNE @ table_HZE.mT).gather(-1, row_BNK[:, None].expand(-1, self.heads, -1, -1))
+
+
+@MEMORIES.register(
+    "ernie_doc",
+    paper="arXiv:2012.15688",
+    equations="keys and values of [SG(last M outputs of the same layer), segment]; positions as distances",
+    state="per row and layer: M (4 D + 8) + 8 bytes",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
+    reach="unlimited, through M slots a layer",
+    gradient="none into the memory; its keys and values train the projections",
+)
+class ErnieDoc(LayerMemory):
+    """Keys and values of the last `length` outputs of the same layer.
+
+    A document can be fed twice ("retrospective feed"): the states after the first feed go on into the second, where
+    every segment has then heard of all others. `SegmentLoop(passes=2)` does so, with the loss of the second feed.
+
+    In one pass over a text a causal model with this memory is causal. In the second pass over the same text it is not:
+    what a token is to predict has been read before. Train a causal model with two passes only where the targets are
+    not among the inputs (classes, tags, answers), and report no perplexity of a second pass.
+
+    Args:
+        width: D. heads: H.
+        length: M, slots.
+        start: "empty": nothing is attended before something was stored; "zeros": M rows of zeros are, as in the
+            release, and dilute the first segments.
+        relative: own position scheme, the sines of Transformer-XL; False takes the model's scheme.
+        longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens. The
+            release shares these vectors between layers, here each layer has its own: D (2 T + M) parameters.
+
+    Raises:
+        ValueError: a size below 1, an unknown start, or `longest` without `relative`.
+    """
+
+    insertion = "kv"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 128,
+        *,
+        start: str = "empty",
+        relative: bool = True,
+        longest: int | None = None,
+    ) -> None:
+        super().__init__()
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1 slot; a model without memory takes memory=None")
+        if start not in ("empty", "zeros"):
+            raise ValueError(f"start={start!r} must be 'empty' or 'zeros' (rows of zeros that are attended)")
+        if longest is not None and (longest < 1 or not relative):
+            raise ValueError(
+                f"longest={longest} is the longest segment that distances are trained for: at least 1; relative=True"
+            )
+        self.width, self.heads, self.length = width, heads, length
+        self.start, self.relative, self.longest = start, relative, longest
+
+    def position_scheme(self) -> Positions | None:
+        if not self.relative:
+            return None
+        if self.longest is not None:
+            return ErnieDocPositions(self.heads, self.width // self.heads, self.longest, self.length)
+        return RelativePositions(self.heads, self.width // self.heads)
+
+    def init_state(self, batch_size: int, like: Tensor) -> Rows:
+        rows = empty_rows(batch_size, self.length, self.width, like)
+        if self.start == "empty":
+            return rows
+        before_M1 = torch.arange(-self.length, 0, device=like.device)[:, None]
+        return rows._replace(
+            positions_BMP=before_M1.repeat(batch_size, 1, 1), count_B=torch.full_like(rows.count_B, self.length)
+        )
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert project_kv is not None
+        positions_BMP = state.positions_BMP
+        if query.positions_BNP is not None:
+            # The newest slot stands right before the first token, also where a model counts anew in each segment. Of
+            # further channels (the task) the slots have the first token's.
+            first_B1P = query.positions_BNP[:, :1]
+            placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
+            others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
+            positions_BMP = torch.cat([placed_BM1, others_BMP], -1)
+        return Reading(Context(*project_kv(state.clean_BMD), positions_BMP, state.valid_BM, consecutive=True))
+
+    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
+        assert trace.query.positions_BNP is not None
+        positions_BN1 = trace.query.positions_BNP[..., :1]
+        return push(state, trace.y_BND.detach(), positions_BN1, trace.query.padding_BN)[0], None

@@ -1,0 +1,226 @@
+"""Segatron-XL (Bai et al. 2021, arXiv:2004.14996; github.com/rsvp-ai/segatron_aaai).
+
+Transformer-XL whose distances are triples: tokens, sentences and paragraphs between two places.
+
+    R_ij = [R^t(T_i - T_j); R^s(S_i - S_j); R^p(P_i - P_j)],  each block sines, then cosines, of a width of its own
+
+Legend: B rows, N tokens, M slots, K = M + N, H heads, E head width, D = H * E model width, P position channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layers.positions import Positions, RelativePositions, angles, widest
+from ..registry import MEMORIES
+from .base import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
+from .rows import Rows, empty_rows
+from .transformer_xl import TransformerXL
+
+CHANNELS = 3
+"""Token, sentence and paragraph."""
+
+
+class SegatronState(NamedTuple):
+    """Number of the next token's sentence and paragraph, counted from the beginning of the stream."""
+
+    sentence_B: Tensor
+    paragraph_B: Tensor
+
+
+class SegatronPositions(RelativePositions):
+    """Relative positions of Transformer-XL over three channels of positions, each with a block of the code R.
+
+    The blocks are independent and each depends on one integer: W_r R_ij is the sum of three rows of three tables, which
+    together cost what Transformer-XL's one costs. Each query meets every row of each table, 3 B H N K E multiply-adds,
+    and picks by distance.
+
+    For causal attention over the last tokens: no two places are further apart than K - 1, in any channel.
+
+    Args:
+        heads: H. head_width: E.
+        widths: channels of the three blocks, D in all; the paper's when None.
+        clamp: distances beyond it count as it, in each channel.
+        shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code, which is
+            right for tokens alone and shows every token where later sentences of its segment begin.
+
+    Raises:
+        ValueError: the widths are negative, odd, or not D in all; or the shift is unknown.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_width: int,
+        *,
+        widths: Sequence[int] | None = None,
+        clamp: int | None = None,
+        shift: str = "exact",
+        base: float = 10000.0,
+    ) -> None:
+        super().__init__(heads, head_width, clamp=clamp, base=base)
+        self.widths = tuple(widths) if widths is not None else paper_widths(self.width)
+        if len(self.widths) != CHANNELS or sum(self.widths) != self.width or any(w < 0 or w % 2 for w in self.widths):
+            raise ValueError(
+                f"widths={self.widths} of tokens, sentences and paragraphs must be three even numbers that add up to "
+                f"width={self.width}; None takes the paper's, {paper_widths(self.width)}"
+            )
+        if shift not in ("exact", "official"):
+            raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
+        self.shift = shift
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        q_BHNE = (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
+        keys = k_positions_BMP.shape[1]
+        distance_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(0, keys - 1)
+        rows_K = torch.arange(keys, device=q_BHNE.device)
+        if self.clamp is not None:
+            rows_K = rows_K.clamp(max=self.clamp)
+        bias_BHNK = q_BHNE.new_zeros(())
+        for channel, weight_DW in enumerate(self.project.weight.split(self.widths, 1)):
+            if not self.widths[channel]:
+                continue
+            angle = angles(rows_K[None, :, None], self.widths[channel], self.base, widest(rows_K.device))[0]
+            code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
+            table_HKE = (code_KW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
+            scores_BHNK = q_BHNE @ table_HKE.mT
+            index_BHNK = distance_BNKP[:, None, ..., channel].expand_as(scores_BHNK)
+            bias_BHNK = bias_BHNK + scores_BHNK.gather(-1, index_BHNK)
+        return bias_BHNK
+
+    def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
+        """(B, N, K, 3): how far each key lies behind each query."""
+        q_BNP, k_BKP = q_positions_BNP[..., :CHANNELS], k_positions_BKP[..., :CHANNELS]
+        if self.shift == "exact":
+            return q_BNP[:, :, None] - k_BKP[:, None]
+        n, keys = q_BNP.shape[1], k_BKP.shape[1]
+        index = torch.arange(keys, device=q_BNP.device)
+        shifted_NK = (index + index[:n].flip(0)[:, None]).clamp(max=keys - 1)
+        return q_BNP[:, -1:, None] - k_BKP[:, shifted_NK]
+
+
+class SegatronLayer(TransformerXL):
+    """What Segatron-XL keeps in one layer: the layer's last inputs and where they stood, in three channels."""
+
+    def init_state(self, batch_size: int, like: Tensor) -> Rows:
+        return empty_rows(batch_size, self._slots(), self.width, like, CHANNELS)
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert project_kv is not None and query.positions_BNP is not None
+        k_BHME, v_BHME = project_kv(state.clean_BMD)
+        # The segment's positions have more channels, which keys of the context have no use for.
+        rest = query.positions_BNP.shape[-1] - CHANNELS
+        return Reading(Context(k_BHME, v_BHME, F.pad(state.positions_BMP, (0, rest)), state.valid_BM))
+
+    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
+        assert trace.query.positions_BNP is not None
+        query = trace.query._replace(positions_BNP=trace.query.positions_BNP[..., :CHANNELS])
+        return super().write(state, trace._replace(query=query))
+
+
+@MEMORIES.register(
+    "segatron",
+    paper="arXiv:2004.14996",
+    equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
+    state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D multiply-adds",
+    reach="layers x M tokens",
+    gradient="none into the memory; its keys and values train the projections",
+    exact_when="length >= tokens seen",
+)
+class Segatron(ModelMemory):
+    """Transformer-XL that also knows how many sentences and paragraphs ago something was.
+
+    A sentence begins behind a token of `sentence_ends`, a paragraph (and with it a sentence) behind one of
+    `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
+
+    Args:
+        width: D. heads: H.
+        length, eval_length, same_length, clamp: as of `TransformerXL`; `clamp` in each channel.
+        sentence_ends: token ids that end a sentence. paragraph_ends: token ids that end a paragraph.
+        widths: channels of the code of tokens, sentences and paragraphs; the paper's when None: an even third each,
+            and the rest for paragraphs.
+        shift: "exact"; or "official" for the distances of the released code, to run its checkpoints: they let every
+            token of a segment know where later sentences end, so that a loss measured with them is too low.
+
+    Raises:
+        ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift; when run, no token ids.
+    """
+
+    insertion = "kv"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 128,
+        *,
+        sentence_ends: Sequence[int] = (),
+        paragraph_ends: Sequence[int] = (),
+        eval_length: int | None = None,
+        same_length: bool = False,
+        clamp: int | None = None,
+        widths: Sequence[int] | None = None,
+        shift: str = "exact",
+    ) -> None:
+        super().__init__()
+        for name, ends in {"sentence_ends": sentence_ends, "paragraph_ends": paragraph_ends}.items():
+            if any(token < 0 for token in ends):
+                raise ValueError(f"{name}={tuple(ends)} must be token ids, none of them below 0")
+        self.width, self.heads = width, heads
+        self.sentence_ends = tuple(sorted({*sentence_ends, *paragraph_ends}))
+        self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
+        self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length}
+        self.placed = {"clamp": clamp, "widths": widths, "shift": shift}
+
+    def layer_memory(self, index: int) -> SegatronLayer:
+        return SegatronLayer(self.width, self.heads, relative=False, **self.kept)  # type: ignore[arg-type]
+
+    def position_scheme(self) -> Positions:
+        return SegatronPositions(self.heads, self.width // self.heads, **self.placed)  # type: ignore[arg-type]
+
+    def init_state(self, batch_size: int, like: Tensor) -> SegatronState:
+        zeros = torch.zeros(2, batch_size, dtype=torch.long, device=like.device)
+        return SegatronState(*zeros)
+
+    def enter(
+        self,
+        state: SegatronState,
+        x_BND: Tensor,
+        positions_BNP: Tensor,
+        padding_BN: Tensor | None,
+        inputs: Tensor | None,
+    ) -> Entry:
+        if inputs is None:
+            raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
+        here, behind = [], []
+        for begun_B, ends in zip(state, (self.sentence_ends, self.paragraph_ends), strict=True):
+            ended_BN = torch.zeros_like(inputs, dtype=torch.bool)
+            for token in ends:
+                ended_BN = ended_BN | (inputs == token)
+            if padding_BN is not None:
+                ended_BN = ended_BN & ~padding_BN
+            behind.append(begun_B[:, None] + ended_BN.cumsum(1))
+            here.append(behind[-1] - ended_BN.long())
+        # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
+        positions_BNP = torch.cat([positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
+        return Entry(x_BND, positions_BNP, padding_BN)
+
+    def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
+        positions_BNP = traces[0].query.positions_BNP
+        assert positions_BNP is not None
+        return x_BND, SegatronState(*positions_BNP[:, -1, CHANNELS:].unbind(-1)), None
+
+
+def paper_widths(width: int) -> tuple[int, int, int]:
+    """Channels of the code of tokens, of sentences (an even third each), and of paragraphs (the rest)."""
+    third = width // 3 + width // 3 % 2
+    return third, third, width - 2 * third

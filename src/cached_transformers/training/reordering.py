@@ -1,0 +1,77 @@
+"""Segment reordering, a pretraining task of ERNIE-Doc (arXiv:2012.15688, section 3.4).
+
+A document is cut into up to m pieces, the pieces are permuted, and the model tells the permutation when it has read
+all: one class for each permutation of 1, 2, ..., m pieces, 1! + 2! + ... + m! classes.
+
+Legend: B rows, N tokens, D model width, C classes.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+
+def orders(pieces: int = 4) -> list[tuple[int, ...]]:
+    """The permutation of each class: fewer pieces first, those of as many pieces in lexicographic order.
+
+    Raises:
+        ValueError: no piece at all.
+    """
+    if pieces < 1:
+        raise ValueError(f"pieces={pieces} must be at least 1")
+    return [order for count in range(1, pieces + 1) for order in permutations(range(count))]
+
+
+def reorder(tokens_BN: Tensor, pieces: int = 4, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Cut each document at random places, permute the pieces, and say how.
+
+    The number of pieces is drawn first, then where to cut, then the order, all uniformly. Every piece has a token.
+
+    Args:
+        tokens_BN: documents without padding. generator: on the CPU.
+
+    Returns:
+        The documents with their pieces in a new order, and the class of each (B,): `orders(pieces)[class][i]` is the
+        place that the i-th of the new pieces had.
+
+    Raises:
+        ValueError: documents of fewer tokens than pieces.
+    """
+    known = {order: index for index, order in enumerate(orders(pieces))}
+    length = tokens_BN.shape[1]
+    if length < pieces:
+        raise ValueError(f"documents of {length} tokens cannot be cut into pieces={pieces}; take fewer pieces")
+    documents, classes = [], []
+    for row in tokens_BN:
+        count = int(torch.randint(1, pieces + 1, (), generator=generator))
+        cuts = (torch.randperm(length - 1, generator=generator)[: count - 1] + 1).sort().values.tolist()
+        order = tuple(torch.randperm(count, generator=generator).tolist())
+        parts = row.tensor_split(cuts)
+        documents.append(torch.cat([parts[i] for i in order]))
+        classes.append(known[order])
+    return torch.stack(documents), torch.tensor(classes, device=tokens_BN.device)
+
+
+class ReorderingHead(nn.Module):
+    """Logits of the classes from the last token of the last segment.
+
+    Args:
+        width: D. pieces: m, C = 1! + ... + m!.
+    """
+
+    def __init__(self, width: int, pieces: int = 4) -> None:
+        super().__init__()
+        self.pool = nn.Linear(width, width)
+        self.classify = nn.Linear(width, len(orders(pieces)))
+
+    def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
+        """(B, C) from the outputs of a stack; the last token is the last that is not padding (True = padding)."""
+        if padding_BN is None:
+            last_BD = x_BND[:, -1]
+        else:
+            place_BN = torch.arange(x_BND.shape[1], device=x_BND.device).masked_fill(padding_BN, -1)
+            last_BD = x_BND[torch.arange(x_BND.shape[0], device=x_BND.device), place_BN.amax(1).clamp(min=0)]
+        return self.classify(self.pool(last_BD).tanh())

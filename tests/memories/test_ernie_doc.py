@@ -1,0 +1,430 @@
+"""ERNIE-Doc: recorded values of its maintained port, a twin in loops, reach, the second feed, and segment reordering.
+
+Legend: B rows, N tokens, M slots, T longest segment.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories.xl_family import (
+    HEADS,
+    WIDTH,
+    Place,
+    assert_equal_values_and_gradients,
+    copying,
+    joined,
+    language_model,
+    run,
+    sines,
+    text,
+    twin,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.attentions.base import Attention, AttentionOutput
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.positions import RelativePositions
+from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
+from cached_transformers.models import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+
+def near(ours: Tensor, wanted: Tensor, tolerance: float = 1e-12, what: str = "") -> None:
+    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+
+
+# --- recorded values
+
+
+@pytest.fixture(scope="module")
+def golden(shared: Path) -> Any:
+    return np.load(shared / "golden/memories/ernie_doc.npz", allow_pickle=False)
+
+
+class Recorded:
+    """The recorded encoder made of our blocks: T = 6, M = 4, three post-norm layers, three tasks."""
+
+    def __init__(self, golden: Any) -> None:
+        self.golden = golden
+        self.unused = {key for key in golden.files if key.startswith("param/")}
+        self.embedding, self.norm = self.take("embeddings.word_emb.weight"), nn.LayerNorm(16)
+        self.fill(self.norm, "embeddings.norms.0")
+        self.pooler = nn.Linear(16, 16)
+        self.fill(self.pooler, "pooler.dense")
+        self.stack = Stack(self.block, 3).eval()
+        # These move all logits of a query alike, which softmax does not see; ours has none.
+        idle = {"param/embeddings.norms.1.bias", "param/embeddings.norms.2.bias"}
+        idle |= {f"param/encoder.layers.{i}.attn.{name}_proj.bias" for i in range(3) for name in "rt"}
+        assert self.unused == idle
+
+    def take(self, name: str) -> Tensor:
+        self.unused.discard(f"param/{name}")
+        return torch.from_numpy(self.golden[f"param/{name}"])
+
+    def fill(self, module: Any, name: str, rows: slice | None = None) -> None:
+        """Copies a recorded layer into (some rows of) ours; the reference's matrices are transposed."""
+        with torch.no_grad():
+            for kind in ("weight", "bias"):
+                parameter = getattr(module, kind)
+                if parameter is not None:
+                    value = self.take(f"{name}.{kind}")
+                    (parameter if rows is None else parameter[rows]).copy_(value.T if value.dim() == 2 else value)
+
+    def block(self, index: int) -> Block:
+        path = f"encoder.layers.{index}"
+        scheme = ErnieDocPositions(2, 8, 6, 4, tasks=3)
+        layer = SelfAttention(16, 2, memory=ErnieDoc(16, 2, 4, start="zeros"), positions=scheme)
+        forward = FeedForward(16, 64)
+        norms = (nn.LayerNorm(16, eps=1e-12), nn.LayerNorm(16, eps=1e-12))
+        for third, name in enumerate("qkv"):
+            self.fill(layer.qkv, f"{path}.attn.{name}_proj", slice(16 * third, 16 * third + 16))
+        parts: dict[str, nn.Module] = {
+            f"{path}.attn.out_proj": layer.output,
+            f"{path}.ffn.linear1": forward.enter,
+            f"{path}.ffn.linear2": forward.leave,
+            f"{path}.norm1": norms[0],
+            f"{path}.norm2": norms[1],
+        }
+        for name, module in parts.items():
+            self.fill(module, name)
+        with torch.no_grad():
+            scheme.table.copy_(self.take("embeddings.pos_emb.weight"))
+            scheme.task_table.copy_(self.take("embeddings.token_type_emb.weight"))
+            for ours, theirs in {"table_norm": "norms.1", "task_norm": "norms.2"}.items():
+                getattr(scheme, ours).weight.copy_(self.take(f"embeddings.{theirs}.weight"))
+            for ours, theirs in {"project": "r", "project_task": "t"}.items():
+                getattr(scheme, ours).weight.copy_(self.take(f"{path}.attn.{theirs}_proj.weight").T)
+            for ours, theirs in {"content_bias": "w", "position_bias": "r", "task_bias": "t"}.items():
+                getattr(scheme, ours).copy_(self.take(f"{path}.attn.r_{theirs}_bias").view(2, 8))
+        return Block(layer, forward, norms=norms)
+
+    def inputs(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Embedded tokens, their positions with tasks, and which of them are padding."""
+        ids, tasks, mask = (torch.from_numpy(self.golden[name][step % 3]) for name in ("ids", "task_ids", "mask"))
+        positions = torch.arange(6).expand(2, -1) + 6 * step
+        return self.norm(F.embedding(ids, self.embedding)), torch.stack([positions, tasks], -1), mask == 0
+
+
+@pytest.mark.parametrize(("feed", "steps"), [("skim", 3), ("retrospective", 6)])
+def test_the_recorded_document_without_its_padding(golden: Any, feed: str, steps: int) -> None:
+    """Row 0 in both feeds; row 1 has padding in segment 2, which the reference stores, and which we do not."""
+    recorded = Recorded(golden)
+    state = recorded.stack.init_state(2)
+    for step in range(steps):
+        x, positions, padding = recorded.inputs(step)
+        out = recorded.stack(x, state, positions_BNP=positions, padding_BN=padding)
+        state = out.state
+        wanted = {name: torch.from_numpy(golden[f"{feed}/step{step}/{name}"]) for name in ("out", "pooled", "mems")}
+        rows = 2 if step < 3 else 1
+        for row in range(rows):
+            seen = ~padding[row]
+            near(out.outputs[row, seen], wanted["out"][row, seen], 1e-5, f"step {step}, row {row}")
+            near(recorded.pooler(out.outputs[row, -1]).tanh(), wanted["pooled"][row], 1e-5, f"pooled, step {step}")
+            if seen.all():
+                mems = torch.stack([layer.hidden_BMD[row] for layer in state.layers])
+                near(mems, wanted["mems"][:, row], 1e-5, f"memory, step {step}, row {row}")
+
+
+class Added(Attention):
+    """Softmax attention that adds a number to the finished logits: -1e8 rounds them to a multiple of 8 in float32.
+
+    Before the rounding they have to be whole, with what the reference's biases of positions and tasks give each query.
+    """
+
+    accepts_context = supports_bias = True
+
+    def __init__(self, recorded: Recorded, index: int, number_BHNK: Tensor) -> None:
+        super().__init__()
+        self.number_BHNK = number_BHNK
+        self.scheme: Any = recorded.stack.blocks[index].attention.positions  # type: ignore[union-attr]
+        shifts = []
+        for norm, name in ((1, "r"), (2, "t")):
+            weight, bias = (recorded.take(f"encoder.layers.{index}.attn.{name}_proj.{k}") for k in ("weight", "bias"))
+            shifts.append((recorded.take(f"embeddings.norms.{norm}.bias") @ weight + bias).view(2, 8))
+        self.shifts_HE = shifts
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, context: Any, bias_BHNM: Any, **_: Any) -> AttentionOutput:
+        k, v = torch.cat([context.k_BHME, k], 2), torch.cat([context.v_BHME, v], 2)
+        logits = q @ k.mT / math.sqrt(8) + bias_BHNM
+        plain = q - self.scheme.content_bias[:, None]
+        for own, shift_HE in zip((self.scheme.position_bias, self.scheme.task_bias), self.shifts_HE, strict=True):
+            logits = logits + ((plain + own[:, None]) * shift_HE[:, None]).sum(-1, keepdim=True) / math.sqrt(8)
+        return AttentionOutput((logits + self.number_BHNK).softmax(-1) @ v)
+
+
+def test_the_recorded_document_with_the_reference_way_of_padding(golden: Any) -> None:
+    """Padding is a number on the logits there, is stored, and asks too: all six steps, all rows."""
+    recorded = Recorded(golden)
+    layers = list(recorded.stack.init_state(2).layers)
+    for step in range(6):
+        x, positions, padding = recorded.inputs(step)
+        keep = (~padding).float()
+        keys = torch.cat([torch.ones(2, 4), keep], 1)
+        bias = -1e8 * (1 - keep[:, None, :, None] * keys[:, None, None])
+        for index, block in enumerate(recorded.stack.blocks):
+            block.attention.core = Added(recorded, index, bias)  # type: ignore[union-attr]
+            x, layers[index], *_ = block(x, positions, state=layers[index])
+        near(x, torch.from_numpy(golden[f"retrospective/step{step}/out"]), 1e-5, f"step {step}")
+        mems = torch.stack([layer.hidden_BMD for layer in layers])
+        near(mems, torch.from_numpy(golden[f"retrospective/step{step}/mems"]), 1e-5, f"memory, step {step}")
+
+
+# --- a twin in loops
+
+
+@pytest.mark.parametrize("options", [{}, {"start": "zeros"}, {"longest": 5}])
+def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
+    length, segment, n = 3, 4, 11
+    model, tokens = language_model({"name": "ernie_doc", "length": length, **options}), text(2, n)
+    zeros = [(torch.zeros(WIDTH, dtype=torch.double), (i,)) for i in range(-length, 0)]
+    start = zeros if "start" in options else []
+
+    def code(here: Place, there: Place) -> Tensor:
+        return sines(here[0] - there[0], WIDTH)
+
+    rows = []
+    for row in tokens:
+        places = [(i,) for i in range(n)]
+        if "longest" in options:
+            rows.append(_twin_with_trained_distances(model, row.tolist(), places, segment, length, options["longest"]))
+        else:
+            rows.append(twin(model, row.tolist(), places, segment, length, code, keep="output", start=start))
+    assert_equal_values_and_gradients(model, joined(run(model, tokens, segment)), torch.stack(rows))
+
+
+def _twin_with_trained_distances(
+    model: Any, tokens: list[int], places: list[Place], segment: int, length: int, longest: int
+) -> Tensor:
+    """The twin asks each layer's own table, so the code is looked up in the layer that runs."""
+    running: list[ErnieDocPositions] = []
+    for block in model.stack.blocks:
+        block.attention.norm.register_forward_pre_hook(
+            lambda *_, scheme=block.attention.positions: running.__setitem__(slice(None), [scheme])
+        )
+
+    def code(here: Place, there: Place) -> Tensor:
+        (scheme,) = running
+        distance = here[0] - there[0]
+        return scheme.table_norm(scheme.table[longest - 1 + distance if distance >= 1 else -distance])
+
+    return twin(model, tokens, places, segment, length, code, keep="output")
+
+
+def test_a_layer_that_sees_both_ways_with_tasks_is_its_formula() -> None:
+    e, n, m, longest = 3, 4, 2, 6
+    scheme = ErnieDocPositions(2, e, longest, m, tasks=3).double()
+    q = torch.randn(2, 2, n, e, dtype=torch.double)
+    where = torch.arange(m + n).expand(2, -1)
+    places = torch.stack([where, torch.randint(0, 3, where.shape)], -1)
+    got = scheme.bias(q, places[:, m:], places)
+    for b in range(2):
+        for h in range(2):
+            part = slice(h * e, (h + 1) * e)
+            for i in range(n):
+                for j in range(m + n):
+                    d = m + i - j
+                    r = scheme.project(scheme.table_norm(scheme.table[longest - 1 + d if d >= 1 else -d]))[part]
+                    t = scheme.project_task(scheme.task_norm(scheme.task_table[places[b, j, 1]]))[part]
+                    want = (q[b, h, i] + scheme.position_bias[h]) @ r + (q[b, h, i] + scheme.task_bias[h]) @ t
+                    near(got[b, h, i, j], want / math.sqrt(e))
+
+
+# --- what is stored
+
+
+def test_what_is_stored_is_the_output_of_the_same_layer_detached() -> None:
+    model, tokens = language_model({"name": "ernie_doc", "length": 5}, 3), text(2, 12)
+    outputs: list[list[Tensor]] = [[] for _ in model.stack.blocks]
+    for seen, block in zip(outputs, model.stack.blocks, strict=True):
+        block.register_forward_hook(lambda _m, _args, out, seen=seen: seen.append(out[0]))
+    outs = run(model, tokens, 4)
+    for index, layer in enumerate(outs[-1].state.layers):
+        assert torch.equal(layer.hidden_BMD, torch.cat(outputs[index], 1)[:, -5:])
+    assert not any(t.requires_grad for out in outs for _, t in states.named_tensors(out.state))
+
+
+@pytest.mark.parametrize(("memory", "unlimited"), [("ernie_doc", True), ("transformer_xl", False)])
+def test_one_layer_with_two_slots_hears_of_the_first_token_for_ever(memory: str, unlimited: bool) -> None:
+    model, tokens = language_model({"name": memory, "length": 2}, 1), text(1, 24)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 13
+    difference = (joined(run(model, tokens, 4)) - joined(run(model, changed, 4))).abs().amax(-1)[0]
+    assert (difference[20:].max() > 1e-9) == unlimited
+    if not unlimited:
+        assert difference[6:].max() == 0
+
+
+def test_the_two_starts_differ_until_the_memory_is_full_and_masking_the_zeros_is_the_empty_start() -> None:
+    tokens = text(2, 12)
+    empty, zeros = (language_model({"name": "ernie_doc", "length": 4, "start": start}) for start in ("empty", "zeros"))
+    one, other = (run(model, tokens[:, :4], 4)[0] for model in (empty, zeros))
+    assert (one.outputs - other.outputs).abs().max() > 0.01
+    near(joined(run(empty, tokens[:, 4:], 4, one.state)), joined(run(zeros, tokens[:, 4:], 4, one.state)))
+    fresh = zeros.init_state(2)
+    masked = fresh._replace(layers=tuple(rows._replace(count_B=0 * rows.count_B) for rows in fresh.layers))
+    assert torch.equal(zeros(tokens[:, :4], masked).outputs, one.outputs)
+
+
+# --- an encoder that sees both ways, and the second feed
+
+
+def encoder(length: int = 3, **options: Any) -> Stack:
+    torch.manual_seed(4)
+
+    def block(_: int) -> Block:
+        layer = SelfAttention(
+            WIDTH,
+            HEADS,
+            memory=ErnieDoc(WIDTH, HEADS, length, **options),
+            positions=RelativePositions(HEADS, WIDTH // HEADS),
+        )
+        return Block(layer, FeedForward(WIDTH, WIDTH), norms=(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)))
+
+    return Stack(block, 2).double().eval()
+
+
+def fed(stack: Stack, segments: list[Tensor], feeds: int) -> list[Tensor]:
+    """The outputs of the last feed of a document; states carry on from one feed to the next."""
+    state: Any = None
+    for _ in range(feeds):
+        seen, outputs = [], []
+        for segment in segments:
+            out = stack(segment, state)
+            state = out.state
+            seen.append(state)
+            outputs.append(out.outputs)
+        state = stack.model_memory.next_pass(seen)
+    return outputs
+
+
+@pytest.mark.parametrize("feeds", [1, 2])
+def test_in_the_second_feed_every_segment_has_heard_of_all(feeds: int) -> None:
+    stack, segments = encoder(), list(torch.randn(3, 2, 4, WIDTH, dtype=torch.double))
+    changed = [*segments[:2], segments[2].flip(1)]
+    first, other = (fed(stack, s, feeds)[0] for s in (segments, changed))
+    assert ((first - other).abs().max() > 1e-6) == (feeds == 2)
+
+
+def test_within_a_segment_it_sees_both_ways_and_rows_do_not_meet() -> None:
+    stack, x = encoder(), torch.randn(2, 4, WIDTH, dtype=torch.double)
+    changed = x.clone()
+    changed[0, 3] += 1
+    difference = (stack(x).outputs - stack(changed).outputs).abs().amax(-1)
+    assert difference[0].min() > 1e-6 and difference[1].max() == 0
+
+
+def test_padding_before_the_last_token_changes_nothing() -> None:
+    stack, x = encoder(), torch.randn(2, 11, WIDTH, dtype=torch.double)
+    padded, padding = torch.randn(2, 13, WIDTH, dtype=torch.double), torch.zeros(2, 13, dtype=torch.bool)
+    padding[:, [6, 7]] = True
+    padded[~padding] = x.flatten(0, 1)
+    state, outputs = None, []
+    for segment, mask in zip(padded.split([4, 5, 4], 1), padding.split([4, 5, 4], 1), strict=True):
+        out = stack(segment, state, padding_BN=mask)
+        state = out.state
+        outputs.append(out.outputs)
+    plain: Any = None
+    wanted = []
+    for segment in x.split([4, 3, 4], 1):
+        out = stack(segment, plain)
+        plain = out.state
+        wanted.append(out.outputs)
+    near(torch.cat(outputs, 1)[~padding].view(2, 11, WIDTH), torch.cat(wanted, 1))
+    for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_the_loop_feeds_a_document_twice_and_learns_from_the_second_feed() -> None:
+    """As two documents in a row of which the first has no targets; clock and positions go on."""
+    model, tokens = language_model({"name": "ernie_doc", "length": 3}), text(2, 13)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss, state = SegmentLoop(model, 4, passes=2)(inputs, targets)
+    silent = torch.full_like(targets, -100)
+    twice, other = SegmentLoop(model, 4)(torch.cat([inputs, inputs], 1), torch.cat([silent, targets], 1))
+    near(loss, twice)
+    for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+    assert state.clock_B.tolist() == [24, 24]
+    once, _ = SegmentLoop(model, 4)(inputs, targets)
+    assert (loss - once).abs() > 1e-3
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for name, a, b in zip(names, *(torch.autograd.grad(t, parameters) for t in (loss, twice)), strict=True):
+        near(a, b, 1e-10, name)
+
+
+def test_a_second_pass_of_a_causal_model_is_told_what_it_is_to_predict() -> None:
+    """Why a perplexity of a second pass means nothing."""
+    model, tokens = language_model({"name": "ernie_doc", "length": 3}), text(1, 8)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 13
+    first = [run(model, t, 4) for t in (tokens, changed)]
+    assert torch.equal(joined(first[0])[:, :7], joined(first[1])[:, :7])
+    second = [joined(run(model, t, 4, outs[-1].state)) for t, outs in zip((tokens, changed), first, strict=True)]
+    assert (second[0] - second[1])[:, 0].abs().max() > 1e-6
+
+
+def test_a_classifier_that_counts_anew_in_each_segment_finds_the_slots_before_it() -> None:
+    """Its positions begin with 0 in every segment; those of the slots end with -1."""
+    model = create_model(
+        "sequence_classifier",
+        vocabulary=13,
+        classes=3,
+        max_length=6,
+        width=WIDTH,
+        depth=1,
+        heads=HEADS,
+        feed_forward=16,
+        memory={"name": "ernie_doc", "length": 3},
+        positions="alibi",
+    )
+    offered: list[Any] = []
+    memory = model.stack.blocks[0].attention.memory
+    read = memory.read
+    memory.read = lambda *args: offered.append(read(*args).context) or read(*args)
+    state = model(text(2, 5)).state
+    model(text(2, 5, seed=1), state)
+    assert offered[1].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
+
+
+# --- messages, learning
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 slot; .* takes memory=None"),
+        ({"start": "zero"}, "start='zero' must be 'empty' or 'zeros'"),
+        ({"longest": 0}, "longest=0 is the longest segment .* at least 1"),
+        ({"longest": 8, "relative": False}, "longest=8 is the longest segment .* relative=True"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language_model({"name": "ernie_doc", **options})
+
+
+def test_trained_distances_say_what_they_cannot_do() -> None:
+    model = language_model({"name": "ernie_doc", "length": 3, "longest": 4})
+    with pytest.raises(ValueError, match="a segment of 5 tokens, but distances are trained for 4"):
+        model(text(1, 5))
+    with pytest.raises(ValueError, match="slots=0 must be at least 1"):
+        ErnieDocPositions(2, 4, 6, 0)
+    with pytest.raises(ValueError, match="tasks=2 needs positions of two channels"):
+        places = torch.zeros(1, 3, 1, dtype=torch.long)
+        ErnieDocPositions(2, 4, 6, 3, tasks=2).bias(torch.zeros(1, 2, 3, 4), places, places)
+
+
+def test_it_learns_to_copy_and_without_it_nothing_is_copied() -> None:
+    """It learns slower than Transformer-XL, which stores what a layer reads: here what to store gets no gradient."""
+    assert copying({"name": "ernie_doc", "length": 4}, 300, symbols=4) > 0.95
+    assert copying(None, 150, symbols=4) < 0.4

@@ -1,0 +1,440 @@
+"""The infinity-former: against loops, recorded values and quadrature, in limiting cases, and learning.
+
+Legend: B rows, N tokens, C basis functions, T samples, L inputs of a refit, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories import hidden_symbol
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories import continuous_signal as signal
+from cached_transformers.memories.base import LayerMemory, Query, Reading, Trace
+from cached_transformers.memories.infinity_former import Attention, InfinityFormer
+from cached_transformers.memories.transformer_xl import TransformerXL
+
+ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
+SMALL: dict[str, Any] = {"basis": 6, "widths": (0.1, 0.3)}
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """As near as what was recorded in float32 allows."""
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def make(memory: LayerMemory, seed: int = 0) -> SelfAttention:
+    torch.manual_seed(seed)
+    layer = SelfAttention(WIDTH, HEADS, memory=memory, positions=memory.position_scheme(), causal=True).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return layer
+
+
+def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor | None]) -> tuple[list[Tensor], Any, Tensor]:
+    """Outputs over segments, the state after them, the sum of the auxiliary losses."""
+    state, outs, total = layer.memory.init_state(len(inputs[0]), inputs[0]), [], torch.zeros(())
+    clock = torch.zeros(len(inputs[0]), 1, dtype=torch.long)
+    for x, padding in zip(inputs, paddings, strict=True):
+        real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
+        positions = (clock + real.cumsum(1) - 1).clamp(min=0)[..., None]
+        attended = layer(x, positions, state=state, padding_BN=padding)
+        trace = Trace(x, attended.k_BHNE, attended.v_BHNE, attended.y_BND, attended.query, attended.reading)
+        state, loss = layer.memory.write(state, trace)
+        total = total if loss is None else total + loss
+        outs.append(attended.y_BND)
+        clock = clock + real.sum(1, keepdim=True)
+    return outs, state, total
+
+
+def normal(x: float | Tensor, mean: float | Tensor, variance: float | Tensor) -> Tensor:
+    variance = torch.as_tensor(variance)
+    return torch.exp(-((torch.as_tensor(x) - mean) ** 2) / (2 * variance)) / torch.sqrt(2 * math.pi * variance)
+
+
+def psi(t: float, memory: InfinityFormer) -> Tensor:
+    pairs = zip(memory.centre_C.tolist(), memory.width_C.tolist(), strict=True)
+    return torch.stack([normal(t, m, s * s) for m, s in pairs])
+
+
+def fit(points: list[float], values: list[Tensor], memory: InfinityFormer, ridge: float) -> Tensor:
+    """Ridge regression by its normal equations; values are given at the points that are among [0, 1]."""
+    design = torch.stack([psi(t, memory) for t in points])
+    return torch.linalg.solve(design.T @ design + ridge * torch.eye(design.shape[1]), design.T @ torch.stack(values))
+
+
+def twin_refit(memory: InfinityFormer, old: Tensor | None, new: list[Tensor], mass: list[float] | None) -> Tensor:
+    ridge, tau, count, samples = 1.0, 0.75, len(new), memory.samples
+    zero = torch.zeros(WIDTH)
+    new = [(x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-5) for x in new]
+    if old is None:
+        half = count // 2
+        points = [(i + 0.5) / count for i in range(-half, count + half)]
+        return fit(points, [zero] * half + new + [zero] * half, memory, ridge)
+    levels = [(m + 1) / samples for m in range(samples)]
+    if mass is not None:
+        places = []
+        for level in levels:
+            below = 0.0
+            for k, share in enumerate(mass):
+                if below + share >= level - 1e-12 or k == len(mass) - 1:
+                    places.append((k + min(max((level - below) / share, 0.0), 1.0)) / len(mass))
+                    break
+                below += share
+    else:
+        places = levels
+    shift = 1 / (2 * count + samples)
+    grid = np.linspace(-0.5 + shift, 1.5 - shift, 2 * (samples + count)).tolist()
+    before, behind = [t for t in grid if t < 0], [t for t in grid if t > 1]
+    inside = [tau * t for t in levels] + [tau + (1 - tau) * (j + 1) / count for j in range(count)]
+    values = [psi(t, memory) @ old for t in places] + new
+    values = [zero] * len(before) + values + [zero] * len(behind)
+    return fit(before + inside + behind, values, memory, ridge)
+
+
+def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The same, row by row and token by token, with quantile sampling; no positions."""
+    memory: InfinityFormer = layer.memory  # type: ignore[assignment]
+    recent: list[list[Tensor]] = [[] for _ in range(ROWS)]
+    coefficients: list[Tensor | None] = [None] * ROWS
+    outs, total = [], torch.zeros(())
+    for x, padding in zip(inputs, paddings, strict=True):
+        rows, divergences = [], []
+        for b in range(ROWS):
+            mass, tokens = [0.0] * memory.bins, []
+            for i in range(x.shape[1]):
+                seen = torch.stack(recent[b] + [x[b, j] for j in range(i + 1) if not padding[b, j] or j == i])
+                q = layer.qkv(x[b, i])[:WIDTH].view(HEADS, HEAD)
+                k, v = (layer.qkv(seen)[:, part * WIDTH : (part + 1) * WIDTH].view(-1, HEADS, HEAD) for part in (1, 2))
+                heads = [(k[:, h] @ q[h] / HEAD**0.5).softmax(0) @ v[:, h] for h in range(HEADS)]
+                y = layer.output(torch.cat(heads))
+                old, found = coefficients[b], []
+                for h in range(HEADS if old is not None else 0):
+                    assert old is not None
+                    keys, values = (p(old)[:, h * HEAD : (h + 1) * HEAD] for p in (memory.key, memory.value))
+                    scores = keys @ q[h] / HEAD**0.5
+                    mean = memory.mean(scores).squeeze().sigmoid()
+                    variance = F.softplus(memory.variance(scores)).squeeze()
+                    weights = [
+                        normal(mean, m, variance + s * s)
+                        for m, s in zip(memory.centre_C.tolist(), memory.width_C.tolist(), strict=True)
+                    ]
+                    found.append(torch.stack(weights) @ values)
+                    if not padding[b, i]:
+                        ratio = variance / 0.05**2
+                        divergences.append((ratio - ratio.log() - 1) / 2)
+                        scale = (2 * variance.item()) ** 0.5
+                        for c in range(memory.bins):
+                            ends = [math.erf((e / memory.bins - mean.item()) / scale) / 2 for e in (c, c + 1)]
+                            mass[c] += ends[1] - ends[0]
+                tokens.append(y + memory.output(torch.cat(found)) if found else y)
+            rows.append(torch.stack(tokens))
+            recent[b] += [x[b, j].detach() for j in range(x.shape[1]) if not padding[b, j]]
+            shares = [m / sum(mass) for m in mass] if sum(mass) else None
+            while len(recent[b]) >= memory.length + memory.chunk:
+                new, recent[b] = recent[b][: memory.chunk], recent[b][memory.chunk :]
+                coefficients[b] = twin_refit(memory, coefficients[b], new, shares)
+                shares = None
+        outs.append(torch.stack(rows))
+        if divergences:
+            total = total + memory.kl_weight * torch.stack(divergences).mean()
+    return outs, total
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(3, 2), (2, 5), (1, 1)])
+def test_it_is_what_loops_compute(length: int, chunk: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        memory = InfinityFormer(
+            WIDTH, HEADS, length, chunk=chunk, samples=7, bins=16, relative=False, kl_weight=0.01, **SMALL
+        )
+        layer = make(memory)
+        shapes = [5, 4, 9, 2, 5]
+        inputs = [torch.randn(ROWS, n, WIDTH, requires_grad=True) for n in shapes]
+        paddings = [torch.rand(ROWS, n) < 0.3 for n in shapes]
+        results = []
+        for compute in (lambda *a: run(*a)[::2], twin):
+            outs, auxiliary = compute(layer, inputs, paddings)
+            outs = [y[~p] for y, p in zip(outs, paddings, strict=True)]
+            loss = auxiliary + sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in outs)
+            gradients = torch.autograd.grad(loss, [*inputs, *layer.parameters()])
+            results.append(([*outs, auxiliary], gradients))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert results[0][0][-1] > 0
+    for a, b in zip(*results, strict=True):
+        for x, y in zip(a, b, strict=True):
+            near(x, y)
+
+
+@pytest.fixture
+def golden(shared: Path) -> Any:
+    arrays = np.load(shared / "golden" / "memories" / "infty_former.npz")
+    return lambda name: torch.from_numpy(arrays[name]).double()
+
+
+@pytest.mark.parametrize(
+    ("tag", "basis", "widths"),
+    [("wide", 8, (0.1, 0.2)), ("wide_mask_kl", 8, (0.1, 0.2)), ("paper_sigma", 16, (0.01, 0.05))],
+)
+def test_recorded_values(golden: Any, tag: str, basis: int, widths: tuple[float, float]) -> None:
+    def load(name: str) -> Tensor:
+        return golden(f"{tag}/{name}")
+
+    prior_mean = 0.5 if tag == "wide_mask_kl" else None
+    options: dict[str, Any] = {"sampling": "uniform", "normalise": False, "prior_mean": prior_mean}
+    memory = InfinityFormer(6, 2, chunk=load("k").shape[1], basis=basis, widths=widths, samples=16, **options).double()
+    close(memory.centre_C, load("basis_mu"))
+    close(memory.width_C, load("basis_sigma"))
+    close(memory.first_LC, load("G_first"))
+    close(memory.update_SC, load("G_inf"))
+    close(signal.evaluate(memory.levels_T, memory.functions), load("samples_psi"))
+    names = {"key": "proj_key", "value": "proj_value", "output": "attn_out", "mean": "mu", "variance": "sigma"}
+    with torch.no_grad():
+        for ours, theirs in names.items():
+            getattr(memory, ours).weight.copy_(load(f"param/{theirs}.weight"))
+    state = memory.init_state(2, torch.zeros((), dtype=torch.float64))
+    coefficients_BCD, fits_B = state.coefficients_BCD, state.fits_B
+    for segment in range(4):
+        k, q = (load(name)[segment].transpose(0, 1) for name in ("k", "q"))
+        if tag == "wide_mask_kl":  # a trained gate on the inputs, which this memory does not have
+            gate = F.conv1d(k.mT, load("param/mask_net.weight"), load("param/mask_net.bias"), padding=1)
+            k = k * gate.mT.sigmoid()
+        points_BT = memory.levels_T.expand(2, -1)
+        coefficients_BCD = memory.refit(coefficients_BCD, fits_B, k, points_BT)
+        fits_B = fits_B + 1
+        close(coefficients_BCD, load(f"seg{segment}/B"))
+        q_BHNE = q.unflatten(-1, (2, 3)).transpose(1, 2)
+        z, mean, variance = memory.attend(coefficients_BCD, q_BHNE)
+        y = memory.finish(torch.zeros_like(q), Query(q, q_BHNE), Reading(output_BHNE=z))
+        close(y.transpose(0, 1), load(f"seg{segment}/context"))
+        kl = signal.divergence(mean, variance, 0.05, prior_mean).flatten(1)
+        close(kl, load(f"seg{segment}/kl"))
+        counted = torch.ones(2, 5, dtype=torch.bool)
+        close(memory._divergence(Attention(mean, variance, counted)), 1e-6 * kl.mean())
+
+
+def test_recorded_continuous_softmax(golden: Any) -> None:
+    basis = signal.Bumps(golden("csoftmax/mu_b"), golden("csoftmax/sigma_b"))
+    mean, variance = golden("csoftmax/mu"), golden("csoftmax/var")
+    near(signal.expectation(mean, variance, basis), golden("csoftmax/r"), 1e-9)
+    theta = torch.stack([mean / variance, -0.5 / variance], -1).requires_grad_()
+    variance = -0.5 / theta[:, 1]
+    signal.expectation(theta[:, 0] * variance, variance, basis).square().sum().backward()
+    torch.testing.assert_close(theta.grad, golden("csoftmax/grad_theta_of_sum_r2"), rtol=1e-8, atol=1e-8)
+
+
+BASIS = signal.bumps(12, (0.05, 0.1))
+MEAN, VARIANCE = torch.tensor([0.2, 0.5, 0.9]).double(), torch.tensor([0.01, 0.04, 0.002]).double()
+LINE = torch.linspace(-4, 5, 90001, dtype=torch.float64)
+
+
+def test_the_expectation_is_the_integral() -> None:
+    p = signal.density(LINE[:, None], MEAN, VARIANCE)
+    integral = torch.einsum("tq,tc->qc", p, signal.evaluate(LINE, BASIS)) * (LINE[1] - LINE[0])
+    near(signal.expectation(MEAN, VARIANCE, BASIS), integral, 1e-10)
+
+
+def test_its_gradient_is_a_covariance() -> None:
+    """d E[psi_c] / d theta = cov(t, psi_c), cov(t^2, psi_c), for the natural parameters of the density."""
+    theta = torch.stack([MEAN / VARIANCE, -0.5 / VARIANCE], -1)
+
+    def r(theta: Tensor) -> Tensor:
+        variance = -0.5 / theta[:, 1]
+        return signal.expectation(theta[:, 0] * variance, variance, BASIS)
+
+    gradient = torch.autograd.functional.jacobian(lambda th: r(th).sum(0), theta)  # (C, Q, 2)
+    p = signal.density(LINE[:, None], MEAN, VARIANCE) * (LINE[1] - LINE[0])
+    features, psi_TC = torch.stack([LINE, LINE.square()], -1), signal.evaluate(LINE, BASIS)
+    both = torch.einsum("tq,tf,tc->cqf", p, features, psi_TC)
+    apart = torch.einsum("qf,qc->cqf", torch.einsum("tq,tf->qf", p, features), r(theta))
+    near(gradient, both - apart, 1e-9)
+
+
+def test_it_moves_and_stretches_with_the_line() -> None:
+    moved = signal.Bumps(3 * BASIS.centre_C - 1, 3 * BASIS.width_C)
+    near(signal.expectation(3 * MEAN - 1, 9 * VARIANCE, moved), signal.expectation(MEAN, VARIANCE, BASIS) / 3)
+
+
+def test_without_penalty_the_signal_goes_through_its_values() -> None:
+    points, values = torch.linspace(0.05, 0.95, 8).double(), torch.randn(8, 5).double()
+    coefficients = signal.ridge_operator(points, BASIS, 1e-9).mT @ values
+    near(signal.evaluate(points, BASIS) @ coefficients, values, 1e-5)
+
+
+def test_a_constant_is_kept_inside() -> None:
+    """Not at the ends, behind which the signal is 0, nor, after a refit, where the old end was."""
+    basis = signal.bumps(128, (0.01, 0.05))
+    one = torch.ones(65, 1).double()
+
+    def at(ends: tuple[float, float], coefficients: Tensor) -> Tensor:
+        return signal.evaluate(torch.linspace(*ends, 65).double(), basis) @ coefficients
+
+    first = signal.first_operator(65, basis, 1e-3).mT @ one
+    near(at((0.2, 0.8), first), one, 0.005)
+    samples = signal.evaluate(signal.uniform_points(128), basis) @ first
+    again = signal.update_operator(128, 65, 0.75, basis, 1e-3).mT @ torch.cat([samples, one])
+    near(at((0.2, 0.6), again), one, 0.01)
+    near(at((0.86, 0.9), again), one, 0.03)
+
+
+def test_a_refit_contracts_the_old_signal() -> None:
+    basis = signal.bumps(96, (0.02, 0.04))
+    t = torch.linspace(0.1, 0.8, 40).double()
+    values = torch.sin(7 * signal.uniform_points(128))[:, None]
+    old = signal.first_operator(128, basis, 1e-3).mT @ values
+    new = signal.update_operator(256, 8, 0.75, basis, 1e-3).mT @ torch.cat(
+        [signal.evaluate(signal.uniform_points(256), basis) @ old, torch.zeros(8, 1).double()]
+    )
+    near(signal.evaluate(0.75 * t, basis) @ new, signal.evaluate(t, basis) @ old, 0.01)
+
+
+def test_even_attention_samples_evenly() -> None:
+    levels = signal.uniform_points(20)
+    near(signal.quantile_points(torch.full((3, 16), 1 / 16).double(), levels), levels.expand(3, -1))
+    nobody = signal.attended_mass(
+        torch.full((2, 2, 5), 0.5), torch.ones(2, 2, 5), torch.zeros(2, 5, dtype=torch.bool), 16
+    )
+    near(nobody, torch.full((2, 16), 1 / 16), 1e-7)
+
+
+def test_attention_draws_the_samples() -> None:
+    mean, variance = torch.full((1, 2, 3), 0.25), torch.full((1, 2, 3), 0.001)
+    mass = signal.attended_mass(mean, variance, torch.ones(1, 3, dtype=torch.bool), 128)
+    quantiles = signal.quantile_points(mass, signal.uniform_points(101))
+    assert abs(quantiles[0, 50].item() - 0.25) < 0.01 and (quantiles.diff() > 0).all()
+    torch.manual_seed(5)
+    drawn = signal.random_points(mass, 20000)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, signal.random_points(mass, 20000)) and (drawn.diff() >= 0).all()
+    counts = torch.bincount((drawn[0] * 128).round().long(), minlength=128) / 20000
+    near(counts, mass[0], 0.02)
+    assert abs(quantiles.std().item() - drawn.std().item()) < 0.01
+
+
+def test_random_sampling_trains_and_repeats_with_the_seed() -> None:
+    layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="random", relative=False, **SMALL))
+    inputs = [torch.randn(ROWS, 6, WIDTH).double() for _ in range(3)]
+    told = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        told.append(run(layer, inputs, [None] * 3)[0][-1])
+    assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
+    even = make(InfinityFormer(WIDTH, HEADS, 2, chunk=3, sampling="uniform", relative=False, **SMALL))
+    assert (run(even, inputs, [None] * 3)[0][-1] - told[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_without_what_it_reads_from_the_signal_it_is_transformer_xl(relative: bool) -> None:
+    layer = make(InfinityFormer(WIDTH, HEADS, 6, chunk=1, relative=relative, **SMALL))
+    torch.nn.init.zeros_(layer.memory.output.weight)  # type: ignore[union-attr, arg-type]
+    xl = make(TransformerXL(WIDTH, HEADS, 6, relative=relative), seed=1)
+    shared = {name: t for name, t in layer.state_dict().items() if not name.startswith("memory.")}
+    xl.load_state_dict(shared)
+    inputs = [torch.randn(ROWS, n, WIDTH).double() for n in (5, 4, 9, 2)]
+    (outs, state, _), (others, rows, _) = (run(m, inputs, [None] * 4) for m in (layer, xl))
+    for a, b in zip(outs, others, strict=True):
+        near(a, b)
+    assert torch.equal(state.recent.hidden_BMD, rows.hidden_BMD) and state.fits_B.tolist() == [14, 14]
+
+
+def test_every_input_is_in_one_of_the_two() -> None:
+    layer = make(InfinityFormer(WIDTH, HEADS, 4, chunk=3, relative=False, **SMALL))
+    lengths = [1, 7, 2, 12, 3]
+    inputs = [torch.randn(ROWS, n, WIDTH).double() for n in lengths]
+    paddings = [torch.rand(ROWS, n) < 0.4 for n in lengths]
+    for count in range(1, len(lengths) + 1):
+        _, state, _ = run(layer, inputs[:count], paddings[:count])  # type: ignore[arg-type]
+        for row in range(ROWS):
+            real = torch.cat([x[row, ~p[row]] for x, p in zip(inputs[:count], paddings[:count], strict=True)])
+            held, fits = int(state.recent.count_B[row]), int(state.fits_B[row])
+            assert fits * 3 + held == len(real) and (held < 7 and (fits == 0 or held >= 4))
+            assert torch.equal(state.recent.hidden_BMD[row, 6 - held :], real[len(real) - held :])
+
+
+def test_the_signal_outlives_the_short_memory() -> None:
+    """The first segment reaches outputs 20 segments later; gradients stop at the segment."""
+    layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=2, relative=False, contraction=0.95, **SMALL))
+    inputs = [torch.randn(ROWS, 4, WIDTH).double().requires_grad_() for _ in range(20)]
+    outs, state, _ = run(layer, inputs, [None] * 20)
+    changed = [inputs[0].flip(0), *inputs[1:]]
+    assert (run(layer, changed, [None] * 20)[0][-1] - outs[-1]).abs().max() > 1e-5
+    outs[-1].sum().backward()
+    assert [x.grad is not None for x in inputs] == [False] * 19 + [True]
+    assert not state.coefficients_BCD.requires_grad
+
+
+def test_precision_of_the_signal() -> None:
+    memory = InfinityFormer(WIDTH, HEADS, 2, chunk=4, relative=False, **SMALL)
+    exact = InfinityFormer(WIDTH, HEADS, 2, chunk=4, relative=False, **SMALL).double()
+    assert memory.update_SC.dtype == torch.float32
+    memory.bfloat16()
+    assert memory.update_SC.dtype == torch.float32
+    assert memory.init_state(1, torch.zeros((), dtype=torch.bfloat16)).coefficients_BCD.dtype == torch.float32
+    memory.double()
+    assert torch.equal(memory.update_SC, exact.update_SC) and torch.equal(memory.centre_C, exact.centre_C)
+    assert not any(name.endswith(("_SC", "_LC", "_C", "_T")) for name in memory.state_dict())
+    layer = make(InfinityFormer(WIDTH, HEADS, 2, chunk=4, relative=False, **SMALL)).float()
+    inputs = [torch.randn(ROWS, 6, WIDTH) for _ in range(3)]
+    _, plain, _ = run(layer, inputs, [None] * 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, cast, _ = run(layer, inputs, [None] * 3)
+    near(cast.recent.hidden_BMD, plain.recent.hidden_BMD, 0)
+    assert cast.coefficients_BCD.dtype == torch.float32
+
+
+def test_the_auxiliary_loss_counts_real_queries_of_rows_with_a_signal() -> None:
+    memory = InfinityFormer(WIDTH, HEADS, 2, chunk=2, relative=False, kl_weight=0.5, **SMALL)
+    mean, variance = torch.rand(3, HEADS, 4), torch.rand(3, HEADS, 4) + 0.1
+    counted = torch.tensor([[True] * 4, [False] * 4, [True, False, False, False]])
+    each = signal.divergence(mean, variance, 0.05)
+    want = 0.5 * torch.cat([each[0].flatten(), each[2, :, 0]]).mean()
+    near(memory._divergence(Attention(mean, variance, counted)), want, 1e-4)
+    assert memory._divergence(Attention(mean, variance, counted & False)) == 0
+    near(signal.divergence(mean[:1] * 0 + 0.3, variance[:1] * 0 + 0.05**2, 0.05, 0.3), torch.zeros(1, HEADS, 4), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"samples": 0}, "samples=0 must be at least 1"),
+        ({"bins": 0}, "bins=0 must be at least 1"),
+        ({"basis": 7}, r"basis=7 must be a multiple of the 2 widths \(0.1, 0.3\)"),
+        ({"basis": 2}, "basis=2 must be a multiple of the 2 widths .* at least two of each"),
+        ({"widths": (0.1, 0)}, r"widths=\(0.1, 0\) must be positive widths"),
+        ({"contraction": 1.0}, "contraction=1.0 must lie between 0 and 1"),
+        ({"ridge": 0.0}, "ridge=0.0 must be positive"),
+        ({"min_variance": -1.0}, "min_variance=-1.0 must be positive"),
+        ({"prior_deviation": 0.0}, "prior_deviation=0.0 must be positive"),
+        ({"kl_weight": -1.0}, "kl_weight=-1.0 must not be negative"),
+        ({"sampling": "sticky"}, "sampling='sticky' must be one of quantiles, random, uniform"),
+        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InfinityFormer(WIDTH, **{"heads": HEADS, **SMALL, **options})
+
+
+def test_it_learns_to_recall_what_the_short_memory_lost() -> None:
+    memory = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
+    assert hidden_symbol.accuracy(hidden_symbol.model("infinity_former", **memory), 150) > 0.95
+
+
+def test_the_short_memory_alone_stays_at_chance() -> None:
+    assert hidden_symbol.accuracy(hidden_symbol.model("transformer_xl", length=4), 150) < 0.35

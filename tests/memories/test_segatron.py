@@ -1,0 +1,269 @@
+"""Segatron-XL: a twin in loops, how sentences are counted, causality, and its relation to Transformer-XL.
+
+Legend: B rows, N tokens, M slots, K = M + N.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from memories.xl_family import (
+    HEADS,
+    WIDTH,
+    Place,
+    assert_equal_values_and_gradients,
+    copying,
+    joined,
+    language_model,
+    run,
+    sines,
+    text,
+    twin,
+)
+from torch import Tensor
+
+from cached_transformers import state as states
+from cached_transformers.layers.block import Stack
+from cached_transformers.memories.segatron import SegatronPositions, paper_widths
+
+SENTENCE_ENDS, PARAGRAPH_ENDS = (2, 5, 7), (3, 11)
+SPEC: dict[str, Any] = {"name": "segatron", "sentence_ends": SENTENCE_ENDS, "paragraph_ends": PARAGRAPH_ENDS}
+WIDTHS = (4, 6, 2)
+
+
+def numbered(tokens: list[int]) -> list[Place]:
+    """Token, sentence and paragraph of each token of a text."""
+    places, sentence, paragraph = [], 0, 0
+    for i, token in enumerate(tokens):
+        places.append((i, sentence, paragraph))
+        sentence += token in SENTENCE_ENDS or token in PARAGRAPH_ENDS
+        paragraph += token in PARAGRAPH_ENDS
+    return places
+
+
+def near(ours: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"clamp": 2}, {"same_length": True}])
+def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
+    length, segment, n = 5, 4, 12
+    model, tokens = language_model({**SPEC, "length": length, "widths": WIDTHS, **options}), text(2, n)
+    limit = options.get("clamp", n)
+
+    def code(here: Place, there: Place) -> Tensor:
+        return torch.cat([sines(min(i - j, limit), w) for i, j, w in zip(here, there, WIDTHS, strict=True)])
+
+    rows = []
+    for row in tokens:
+        places = numbered(row.tolist())
+        assert places[-1][1] > places[-1][2] > 0
+        window = length if "same_length" in options else None
+        rows.append(twin(model, row.tolist(), places, segment, length, code, window=window))
+    assert_equal_values_and_gradients(model, joined(run(model, tokens, segment)), torch.stack(rows))
+
+
+# --- the numbers
+
+
+@pytest.mark.parametrize("cuts", [1, 4, [3, 7, 2, 4]])
+def test_stored_numbers_go_with_the_stored_states(cuts: Any) -> None:
+    model, tokens = language_model({**SPEC, "length": 6}), text(3, 16)
+    inputs: list[Tensor] = []
+    model.stack.blocks[0].register_forward_hook(lambda _m, args, _o: inputs.append(args[0]))
+    state = None
+    for segment in tokens.split(cuts, 1):
+        (out,) = run(model, segment, segment.shape[1], state)
+        state, seen = out.state, torch.cat(inputs, 1)
+        held = min(6, seen.shape[1])
+        for row in range(3):
+            places = numbered(tokens[row].tolist())[seen.shape[1] - held : seen.shape[1]]
+            for layer in out.state.layers:
+                assert layer.count_B[row] == held
+                assert layer.positions_BMP[row, 6 - held :].tolist() == [list(p) for p in places]
+            ahead = numbered([*tokens[row, : seen.shape[1]].tolist(), 0])[-1]
+            assert (out.state.model.sentence_B[row], out.state.model.paragraph_B[row]) == ahead[1:]
+        assert torch.equal(out.state.layers[0].hidden_BMD[:, 6 - held :], seen[:, -held:])
+        assert not any(t.requires_grad for _, t in states.named_tensors(out.state))
+
+
+def test_padding_ends_no_sentence() -> None:
+    model, tokens = language_model({**SPEC, "length": 8}), text(2, 9)
+    padded, padding = torch.full((2, 12), PARAGRAPH_ENDS[0]), torch.ones(2, 12, dtype=torch.bool)
+    places = [0, 1, 2, 4, 5, 8, 9, 10, 11]
+    padded[:, places], padding[:, places] = tokens, False
+    state, outputs = None, []
+    for segment, mask in zip(padded.split(4, 1), padding.split(4, 1), strict=True):
+        out = model(segment, state, padding=mask)
+        state = out.state
+        outputs.append(out.outputs)
+    clean = run(model, tokens, [3, 2, 4])
+    near(torch.cat(outputs, 1)[:, places], joined(clean))
+    for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(clean[-1].state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("channel", [0, 1, 2])
+def test_only_differences_count(channel: int) -> None:
+    model, tokens = language_model({**SPEC, "length": 6}), text(2, 14)
+    state = run(model, tokens[:, :8], 4)[-1].state
+    counters = [state.clock_B, *state.model]
+    counters[channel] = counters[channel] + 1000
+    layers = []
+    for rows in state.layers:
+        positions_BMP = rows.positions_BMP.clone()
+        positions_BMP[..., channel] += 1000
+        layers.append(rows._replace(positions_BMP=positions_BMP))
+    moved = state._replace(clock_B=counters[0], model=type(state.model)(*counters[1:]), layers=tuple(layers))
+    assert torch.equal(joined(run(model, tokens[:, 8:], 3, moved)), joined(run(model, tokens[:, 8:], 3, state)))
+    halfway = state._replace(layers=tuple(layers))  # the memory alone moved away
+    assert (
+        joined(run(model, tokens[:, 8:], 3, halfway)) - joined(run(model, tokens[:, 8:], 3, state))
+    ).abs().max() > 0.01
+
+
+def test_a_segment_of_padding_alone_changes_no_number() -> None:
+    model, tokens = language_model({**SPEC, "length": 6}), text(2, 8)
+    before = run(model, tokens, 4)[-1].state
+    after = model(tokens[:, :4], before, padding=torch.ones(2, 4, dtype=torch.bool)).state
+    for (_, a), (_, b) in zip(states.named_tensors(after), states.named_tensors(before), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- relations to other models
+
+
+def test_without_channels_for_sentences_it_is_transformer_xl() -> None:
+    options, tokens = {"length": 6, "clamp": 7}, text(2, 16)
+    xl = language_model({"name": "transformer_xl", **options})
+    model = language_model({**SPEC, **options, "widths": (WIDTH, 0, 0)})
+    model.load_state_dict(xl.state_dict())
+    near(joined(run(model, tokens, 4)), joined(run(xl, tokens, 4)))
+
+
+@pytest.mark.parametrize("cuts", [1, 5, [7, 1, 2, 10]])
+def test_a_memory_of_the_whole_past_is_one_pass(cuts: Any) -> None:
+    model, tokens = language_model({**SPEC, "length": 20}), text(2, 20)
+    near(joined(run(model, tokens, cuts)), model(tokens).outputs)
+
+
+def test_an_empty_memory_is_one_that_is_not_there_whatever_stands_in_it() -> None:
+    model, tokens = language_model({**SPEC, "length": 6}), text(2, 4)
+    poisoned = states.map_state(
+        lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, model.init_state(2)
+    )
+    out = model(tokens, poisoned)
+    code = [numbered(row.tolist()) for row in tokens]
+
+    def both(here: Place, there: Place) -> Tensor:
+        return torch.cat([sines(i - j, w) for i, j, w in zip(here, there, paper_widths(WIDTH), strict=True)])
+
+    alone = [twin(model, row.tolist(), places, 4, 1, both) for row, places in zip(tokens, code, strict=True)]
+    near(out.outputs, torch.stack(alone))
+    model(tokens, out.state).outputs.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# --- causality, and the released code's distances
+
+
+def outputs_around_a_sentence_end(shift: str) -> list[Tensor]:
+    """Outputs of one segment whose token 3 ends a sentence or not, after another segment."""
+    model, tokens = language_model({**SPEC, "length": 6, "shift": shift}), text(1, 12)
+    told = []
+    for token in (0, SENTENCE_ENDS[0]):
+        changed = tokens.clone()
+        changed[:, 9] = token
+        told.append(joined(run(model, changed, 6))[:, 6:])
+    return told
+
+
+def test_no_token_knows_where_later_sentences_end() -> None:
+    one, other = outputs_around_a_sentence_end("exact")
+    assert torch.equal(one[:, :3], other[:, :3])
+    assert (one[:, 3:] - other[:, 3:]).abs().amax((0, 2)).min() > 1e-3
+
+
+def test_with_the_released_distances_it_does() -> None:
+    one, other = outputs_around_a_sentence_end("official")
+    assert (one[:, :3] - other[:, :3]).abs().amax((0, 2)).min() > 1e-3
+
+
+def climbing(rows: int, count: int) -> Tensor:
+    """(rows, count, 3): tokens one by one, sentences and paragraphs now and then."""
+    steps = (torch.rand(rows, count, 3) < torch.tensor([2.0, 0.5, 0.25])).long()
+    return steps.cumsum(1) + torch.tensor([30, 9, 4])
+
+
+@pytest.mark.parametrize("clamp", [None, 2])
+@pytest.mark.parametrize("shift", ["exact", "official"])
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (4, 0), (5, 3)])
+def test_both_distances_are_their_formulas(n: int, m: int, shift: str, clamp: int | None) -> None:
+    """One query, key, head and row at a time: D = X_i - X_j, or X_last - X_(j + n - 1 - i)."""
+    e = WIDTH // HEADS
+    scheme = SegatronPositions(HEADS, e, widths=WIDTHS, clamp=clamp, shift=shift).double()
+    places, q = climbing(2, m + n), torch.randn(2, HEADS, n, e, dtype=torch.double)
+    got = scheme.bias(q, places[:, m:], places)
+    for b, h, i in itertools.product(range(2), range(HEADS), range(n)):
+        for j in range(m + i + 1):
+            ends = (places[b, m + i], places[b, j]) if shift == "exact" else (places[b, -1], places[b, j + n - 1 - i])
+            distance = (ends[0] - ends[1]).tolist()
+            code = torch.cat(
+                [sines(d if clamp is None else min(d, clamp), w) for d, w in zip(distance, WIDTHS, strict=True)]
+            )
+            r = (scheme.project.weight @ code)[h * e : (h + 1) * e]
+            want = (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e)
+            near(got[b, h, i, j], want)
+
+
+def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None:
+    tokens = text(2, 12)
+    quiet = torch.where(torch.isin(tokens, torch.tensor([*SENTENCE_ENDS, *PARAGRAPH_ENDS])), 0, tokens)
+    models = [language_model({**SPEC, "length": 6, "shift": shift}) for shift in ("exact", "official")]
+    one, other = (joined(run(model, quiet, 4)) for model in models)
+    near(one, other)
+    one, other = (joined(run(model, tokens, 4)) for model in models)
+    assert (one - other).abs().max() > 0.01
+
+
+# --- the rest
+
+
+@pytest.mark.parametrize(
+    ("width", "widths"), [(410, (136, 136, 138)), (1024, (342, 342, 340)), (768, (256, 256, 256)), (16, (6, 6, 4))]
+)
+def test_the_widths_of_the_paper(width: int, widths: tuple[int, ...]) -> None:
+    assert paper_widths(width) == widths
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 slot"),
+        ({"sentence_ends": (3, -1)}, r"sentence_ends=\(3, -1\) must be token ids, none of them below 0"),
+        ({"paragraph_ends": (-2,)}, r"paragraph_ends=\(-2,\) must be token ids"),
+        ({"widths": (4, 4, 2)}, r"widths=\(4, 4, 2\) .* add up to width=12; None takes the paper's, \(4, 4, 4\)"),
+        ({"widths": (5, 5, 2)}, "must be three even numbers"),
+        ({"widths": (6, 6)}, "must be three even numbers"),
+        ({"shift": "officiel"}, "shift='officiel' must be 'exact' or 'official'"),
+        ({"clamp": 0}, "clamp=0 must be a distance of at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language_model({**SPEC, **options})
+
+
+def test_without_token_ids_it_says_what_is_missing() -> None:
+    stack: Stack = language_model({**SPEC, "length": 4}).stack
+    with pytest.raises(ValueError, match="call the stack with inputs=token_ids"):
+        stack(torch.randn(1, 3, WIDTH, dtype=torch.double))
+
+
+def test_it_learns_to_copy() -> None:
+    """Without a memory nothing is copied: see the tests of Transformer-XL."""
+    assert copying({"name": "segatron", "length": 4, "sentence_ends": (1, 3), "paragraph_ends": (5,)}, 150) > 0.95

@@ -1,0 +1,344 @@
+"""Transformer-XL: the official PyTorch code's recorded values, a twin in loops, reach, and invariance to cutting.
+
+Legend: B rows, N tokens, M slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories.xl_family import (
+    HEADS,
+    WIDTH,
+    assert_equal_values_and_gradients,
+    copying,
+    joined,
+    language_model,
+    run,
+    sines,
+    text,
+    twin,
+)
+from torch import Tensor, nn
+
+from cached_transformers import state as states
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.positions import RelativePositions
+from cached_transformers.memories.base import Trace
+from cached_transformers.memories.rows import Rows, push
+from cached_transformers.memories.transformer_xl import TransformerXL
+from cached_transformers.models.decoder import LanguageModel
+from cached_transformers.training.segments import token_losses
+
+
+@pytest.fixture(scope="module")
+def golden(shared: Path) -> Any:
+    return np.load(shared / "golden/memories/transformer_xl.npz", allow_pickle=False)
+
+
+def recorded_model(golden: Any, tag: str, norm: str = "post", **memory: Any) -> tuple[LanguageModel, dict[str, Any]]:
+    """Our model with the recorded weights of `tag`, and the recorded name of each of its parameters."""
+    spec = {"name": "transformer_xl", **memory}
+    model = LanguageModel(
+        50, 16, 3, 2, 32, memory=spec, norm=norm, activation="relu", bias=False, scale_embedding=True
+    ).double()
+    model.head = nn.Linear(16, 50).double()
+    model.head.weight = model.embedding.weight
+    if norm == "pre":
+        model.stack.norm = nn.Identity()  # the reference has no final norm
+    names: dict[str, Any] = {"word_emb.emb_layers.0": model.embedding, "crit.out_layers.0": model.head}
+    frequencies = torch.from_numpy(golden["base/buffer/inv_freq"])
+    first: Any = None
+    for index, block in enumerate(model.stack.blocks):
+        layer: Any = block.attention
+        scheme = layer.positions
+        first = first or scheme
+        # The reference shares u and v between layers, and its frequencies were rounded to float32.
+        scheme.content_bias, scheme.position_bias = first.content_bias, first.position_bias
+        scheme.angles = lambda positions: positions[..., :1] * frequencies
+        inside: dict[str, Any] = {
+            "dec_attn.qkv_net": layer.qkv,
+            "dec_attn.o_net": layer.output,
+            "dec_attn.r_net": scheme.project,
+            "dec_attn.layer_norm": block.attention_norm if norm == "post" else layer.norm,
+            "pos_ff.CoreNet.0": block.feed_forward.enter,
+            "pos_ff.CoreNet.3": block.feed_forward.leave,
+            "pos_ff.layer_norm": block.feed_forward_norm if norm == "post" else block.feed_forward.norm,
+        }
+        names |= {f"layers.{index}.{name}": module for name, module in inside.items()}
+    places = {
+        f"{name}.{kind}": getattr(module, kind, None) for name, module in names.items() for kind in ("weight", "bias")
+    }
+    places |= {"r_w_bias": first.content_bias, "r_r_bias": first.position_bias}
+    recorded = [key.removeprefix(f"{tag}/param/") for key in golden.files if key.startswith(f"{tag}/param/")]
+    places = {name: places[name] for name in recorded}
+    assert {id(p) for p in places.values()} == {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for name, parameter in places.items():
+            parameter.copy_(torch.from_numpy(golden[f"{tag}/param/{name}"]))
+    return model.eval(), places
+
+
+def check_segment(golden: Any, tag: str, model: LanguageModel, ids: tuple[Tensor, Tensor], state: Any) -> Any:
+    """Hidden states, losses and memories of one segment are the recorded ones; returns the state after it."""
+    hidden: list[Tensor] = []
+    handle = model.stack.register_forward_hook(lambda _m, _i, out: hidden.append(out.outputs))
+    losses, state, _ = token_losses(model, *ids, state)
+    handle.remove()
+    pairs = {"hidden": hidden[0].transpose(0, 1), "nll": losses.T}
+    if f"{tag}/mems" in golden.files:
+        mems = torch.from_numpy(golden[f"{tag}/mems"])
+        for index, layer in enumerate(state.layers):
+            kept = mems.shape[1]
+            assert layer.count_B.tolist() == [kept, kept]
+            close(layer.hidden_BMD[:, -kept:].transpose(0, 1), mems[index], f"{tag}: memory of layer {index}")
+    for name, ours in pairs.items():
+        close(ours, torch.from_numpy(golden[f"{tag}/{name}"]), f"{tag}/{name}")
+    return state
+
+
+def close(ours: Tensor, wanted: Tensor, what: str = "", tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+
+
+def recorded_segments(golden: Any, cuts: list[int]) -> list[tuple[Tensor, Tensor]]:
+    ids_BN = torch.from_numpy(golden["ids"]).T
+    total = sum(cuts)
+    pairs = zip(ids_BN[:, :total].split(cuts, 1), ids_BN[:, 1 : total + 1].split(cuts, 1), strict=True)
+    return [(a.contiguous(), b.contiguous()) for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("tag", "weights", "norm", "cuts", "options"),
+    [
+        ("base", "base", "post", [6] * 5, {"length": 8}),
+        ("prelnorm", "prelnorm", "pre", [6] * 5, {"length": 8}),
+        ("same_length_clamp", "base", "post", [4] * 7 + [2], {"length": 10, "same_length": True, "clamp": 5}),
+        ("longmem", "base", "post", [6] * 5, {"length": 64}),
+        ("fullpass", "base", "post", [30], {"length": 8}),
+    ],
+)
+def test_the_recorded_streams(
+    golden: Any, tag: str, weights: str, norm: str, cuts: list[int], options: dict[str, Any]
+) -> None:
+    model, _ = recorded_model(golden, weights, norm, **options)
+    state = None
+    for index, ids in enumerate(recorded_segments(golden, cuts)):
+        state = check_segment(golden, f"{tag}/seg{index}", model, ids, state)
+
+
+def test_the_recorded_gradient_reaches_the_projections_through_the_memory(golden: Any) -> None:
+    model, places = recorded_model(golden, "base", length=8)
+    state = None
+    for ids in recorded_segments(golden, [6] * 3):
+        losses, state, _ = token_losses(model, *ids, state)
+    loss = losses.mean()  # of the third segment
+    close(loss, torch.from_numpy(golden["base/grad_seg2/loss"]))
+    loss.backward()
+    for name, parameter in places.items():
+        close(parameter.grad, torch.from_numpy(golden[f"base/grad_seg2/{name}"]), name)
+
+
+def test_our_frequencies_are_the_recorded_ones_before_their_rounding(golden: Any) -> None:
+    ours = RelativePositions(2, 8).angles(torch.ones(1, 1, 1, dtype=torch.long))[0, 0]
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours, torch.from_numpy(golden["base/buffer/inv_freq"]), rtol=2e-7, atol=0)
+
+
+def test_the_recorded_shift(golden: Any) -> None:
+    """With the rows of the identity as queries, the product with the table is the recorded input of the shift."""
+    given, wanted = (torch.from_numpy(golden[f"unit/rel_shift_{way}"]) for way in ("in", "out"))
+    scheme = RelativePositions(1, 3, width=4).double()
+    nn.init.zeros_(scheme.position_bias)
+    scheme.table = lambda distances: given.T[None]  # type: ignore[method-assign]
+    queries = math.sqrt(3) * torch.eye(3, dtype=torch.double)[None, None]
+    keys = torch.arange(5)[None, :, None]
+    shifted = scheme.bias(queries, keys[:, 2:], keys, causal_run=True)[0, 0]
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    close(shifted[seen], wanted[seen].double())
+
+
+@pytest.mark.parametrize(("queries", "held", "slots"), [(4, 0, 10), (4, 8, 10), (4, 10, 10), (2, 10, 10)])
+def test_the_recorded_masks(golden: Any, queries: int, held: int, slots: int) -> None:
+    """Which stored states and tokens an output has a gradient to."""
+    blocked = torch.from_numpy(golden[f"unit/same_length_mask_q{queries}_m{held}_M{slots}"])
+    memory = TransformerXL(8, 2, slots, same_length=True)
+    layer = SelfAttention(8, 2, memory=memory, positions=memory.position_scheme(), causal=True).double()
+    stored = torch.randn(1, slots, 8, dtype=torch.double, requires_grad=True)
+    x = torch.randn(1, queries, 8, dtype=torch.double, requires_grad=True)
+    where = torch.arange(50 - slots, 50 + queries)[None, :, None]
+    state = Rows(stored, where[:, :slots], torch.tensor([held]))
+    y = layer(x, where[:, slots:], state=state, consecutive=True).y_BND
+    for i in range(queries):
+        grads = torch.autograd.grad(y[0, i].square().sum(), [stored, x], retain_graph=True)
+        seen = torch.cat([g[0].abs().sum(-1) for g in grads]) > 0
+        assert torch.equal(seen[slots - held :], ~blocked[i])
+        assert not seen[: slots - held].any()
+
+
+# --- a twin in loops
+
+
+@pytest.mark.parametrize("options", [{}, {"clamp": 3}, {"same_length": True}])
+def test_the_model_is_its_slow_twin(options: dict[str, Any]) -> None:
+    length, segment, n = 5, 3, 11
+    model, tokens = language_model({"name": "transformer_xl", "length": length, **options}), text(2, n)
+    limit = options.get("clamp", n)
+    rows = [
+        twin(
+            model,
+            row.tolist(),
+            [(i,) for i in range(n)],
+            segment,
+            length,
+            lambda i, j: sines(min(i[0] - j[0], limit), WIDTH),
+            window=length if "same_length" in options else None,
+        )
+        for row in tokens
+    ]
+    assert_equal_values_and_gradients(model, joined(run(model, tokens, segment)), torch.stack(rows))
+
+
+# --- what the definition implies
+
+
+@pytest.mark.parametrize("cuts", [1, 4, [7, 1, 2, 10]])
+def test_a_memory_of_the_whole_past_is_one_pass(cuts: Any) -> None:
+    model, tokens = language_model({"name": "transformer_xl", "length": 20}), text(2, 20)
+    close(joined(run(model, tokens, cuts)), model(tokens).outputs)
+
+
+def test_with_the_same_length_the_cut_does_not_matter_and_without_it_does() -> None:
+    tokens, cuts = text(2, 24), (1, 3, 6, [5, 2, 11, 6])
+    same = language_model({"name": "transformer_xl", "length": 6, "same_length": True})
+    whole = same(tokens).outputs
+    for cut in cuts:
+        close(joined(run(same, tokens, cut)), whole, f"cut {cut}")
+    whole_memory = language_model({"name": "transformer_xl", "length": 6})
+    assert (joined(run(whole_memory, tokens, 3)) - joined(run(whole_memory, tokens, 6))).abs().max() > 0.01
+
+
+class Attached(TransformerXL):
+    """Stores without detaching, so that the gradient shows what an output depends on."""
+
+    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
+        assert trace.query.positions_BNP is not None
+        return push(state, trace.x_BND, trace.query.positions_BNP)[0], None
+
+
+@pytest.mark.parametrize(
+    ("slots", "depth", "same_length"),
+    [
+        (2, 1, False),
+        (3, 2, False),
+        (4, 2, False),
+        (5, 2, False),
+        (6, 2, False),
+        (8, 3, False),
+        (2, 3, False),
+        (5, 3, True),
+    ],
+)
+def test_the_reach_is_that_of_the_formula(slots: int, depth: int, same_length: bool) -> None:
+    segment, n = 4, 36
+    spec = {"name": "transformer_xl", "length": slots, "same_length": same_length}
+    model = language_model(spec, depth, feed_forward=4)
+    for block in model.stack.blocks:
+        block.attention.memory = Attached(WIDTH, HEADS, slots, same_length=same_length)  # type: ignore[union-attr]
+    embedded: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _m, _i, y: embedded.append(y))
+    out = joined(run(model, text(1, n), segment))
+    for t in range(n):
+        grads = torch.autograd.grad(out[0, t].sum(), embedded, retain_graph=True, materialize_grads=True)
+        touched = torch.cat([g[0].abs().sum(-1) for g in grads]) > 0
+        reach = t % segment + slots + (depth - 1) * math.ceil(slots / segment) * segment
+        if same_length:
+            reach = depth * (slots - 1)
+        wanted = [0 <= t - s <= reach for s in range(n)]
+        assert touched.tolist() == wanted, f"output {t}"
+
+
+def test_a_token_changes_nothing_before_it() -> None:
+    model, tokens = language_model({"name": "transformer_xl", "length": 6}), text(1, 16)
+    before = joined(run(model, tokens, 4))
+    for place in range(16):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 13
+        after = joined(run(model, changed, 4))
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place], before[:, place])
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 0), (1, 7), (5, 0), (3, 8), (8, 3), (6, 6)])
+def test_shifting_is_gathering_by_distance(n: int, m: int) -> None:
+    scheme = RelativePositions(2, 6).double()
+    q, keys = torch.randn(2, 2, n, 6, dtype=torch.double), torch.arange(m + n)[None, :, None].expand(2, -1, -1)
+    shifted = scheme.bias(q, keys[:, m:], keys, causal_run=True)
+    scores = (q + scheme.position_bias[:, None]) / math.sqrt(6) @ scheme.table(torch.arange(m + n)).mT
+    distance = (keys[:, m:, None, 0] - keys[:, None, :, 0])[:, None].expand_as(scores)
+    seen = distance >= 0
+    close(shifted[seen], scores.gather(-1, distance.clamp(min=0))[seen])
+
+
+def test_a_clamp_beyond_all_keys_is_none() -> None:
+    tokens = text(2, 18)
+    free, wide, near = (
+        joined(run(language_model({"name": "transformer_xl", "length": 8, "clamp": clamp}), tokens, 6))
+        for clamp in (None, 13, 4)
+    )
+    assert torch.equal(free, wide)
+    assert (free - near).abs().max() > 0.01
+
+
+def test_what_is_stored_is_the_input_of_each_layer_detached() -> None:
+    model, tokens = language_model({"name": "transformer_xl", "length": 5}, 3), text(2, 12)
+    inputs: list[list[Tensor]] = [[] for _ in model.stack.blocks]
+    for seen, block in zip(inputs, model.stack.blocks, strict=True):
+        block.register_forward_hook(lambda _m, args, _o, seen=seen: seen.append(args[0]))
+    outs = run(model, tokens, 4)
+    for index, layer in enumerate(outs[-1].state.layers):
+        assert torch.equal(layer.hidden_BMD, torch.cat(inputs[index], 1)[:, -5:])
+        assert layer.positions_BMP[..., 0].tolist() == [[7, 8, 9, 10, 11]] * 2
+    assert not any(t.requires_grad for out in outs for _, t in states.named_tensors(out.state))
+
+
+def test_evaluation_may_look_back_further() -> None:
+    model, tokens = language_model({"name": "transformer_xl", "length": 3, "eval_length": 20}), text(2, 20)
+    assert model.train().init_state(1).layers[0].hidden_BMD.shape[1] == 3
+    model.eval()
+    close(joined(run(model, tokens, 4)), model(tokens).outputs)
+
+
+def test_distances_far_out_in_a_stream_are_as_exact_as_near() -> None:
+    model, tokens = language_model({"name": "transformer_xl", "length": 5}), text(1, 12)
+    late = model.init_state(1)
+    late = late._replace(clock_B=late.clock_B + 10**8)
+    padding = torch.zeros_like(tokens, dtype=torch.bool)  # with a mask the general form of the positions is taken
+    for state in (None, late):
+        near, far = model(tokens, state, padding=padding), model(tokens)
+        close(near.outputs, far.outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 slot; .* takes memory=None"),
+        ({"length": 4, "eval_length": -1}, "eval_length=-1 must be at least 1 slot"),
+        ({"length": 4, "clamp": 8, "relative": False}, "clamp=8 limits relative distances; take relative=True"),
+        ({"length": 4, "clamp": 0}, "clamp=0 must be a distance of at least 1, or None"),
+        ({"lenght": 4}, "unknown option of memory 'transformer_xl' 'lenght'; did you mean 'length'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language_model({"name": "transformer_xl", **options})
+
+
+def test_it_learns_to_copy_and_without_it_nothing_is_copied() -> None:
+    assert copying({"name": "transformer_xl", "length": 4}, 150) > 0.95
+    assert copying(None, 150) < 0.3

@@ -1,0 +1,112 @@
+"""`cached probe`: the protocol tells a memory from none, and the command keeps what is finished."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cached_transformers.cli.main import main
+from cached_transformers.memories.base import LayerMemory
+from cached_transformers.probes.protocol import Sizes, build_model, measure, probe
+from cached_transformers.probes.settings import SETTINGS, setting, stream_memories
+from cached_transformers.registry import MEMORIES, PROBES
+
+QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)
+
+
+def test_a_memory_within_reach_solves_what_one_out_of_reach_and_none_do_not() -> None:
+    task = PROBES.create("latch")
+    chosen = setting("transformer_xl")
+    assert chosen.beyond is not None
+    sizes = Sizes(steps=300)
+    near = probe(task, {"name": "transformer_xl", **chosen.within(task, 3, sizes)}, 3, sizes=sizes, distances=(1, 3))
+    far = probe(task, {"name": "transformer_xl", **chosen.beyond(task, 3, sizes)}, 3, sizes=sizes)
+    none = probe(task, None, 3, sizes=sizes)
+    assert near.accuracy >= 0.95 and near.distances[3] == near.accuracy and near.steps < 300
+    assert max(far.accuracy, none.accuracy) < 0.35
+
+
+def test_the_bound_of_the_theory_is_the_bound_of_the_gradient() -> None:
+    """With the options out of reach no output of the last segment depends on the first one."""
+    task, sizes = PROBES.create("copy"), Sizes()
+    inputs = task.draw(2, 3, torch.Generator().manual_seed(0)).inputs_BN
+    for name, chosen in SETTINGS.items():
+        if chosen.beyond is None:
+            continue
+        spec = {"name": name, **chosen.beyond(task, 3, sizes)}
+        model = build_model(task, spec, sizes)
+        other = inputs.clone()
+        other[:, : task.segment] = (other[:, : task.segment] + 1) % task.vocabulary
+        outs = []
+        for tokens in (inputs, other):
+            state = None
+            for segment in tokens.split(task.segment, 1):
+                out = model.eval()(segment, state)
+                state = out.state
+            outs.append(out.outputs)
+        assert torch.equal(*outs), name
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    task = PROBES.create("latch")
+    model = build_model(task, None, QUICK)
+    accuracy = measure(model, task, 2, 256)
+    assert model.training and accuracy == measure(model, task, 2, 256) and accuracy < 0.45
+
+
+def test_settings_are_for_memories_that_exist_and_options_that_they_take() -> None:
+    task, sizes = PROBES.create("latch"), Sizes()
+    assert set(SETTINGS) <= set(MEMORIES.names())
+    for name, chosen in SETTINGS.items():
+        for options in filter(None, (chosen.within, chosen.beyond)):
+            MEMORIES.check(name, options(task, 3, sizes))
+    for name in stream_memories():
+        factory = MEMORIES.entry(name).factory
+        assert not (issubclass(factory, LayerMemory) and factory.shared), name  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "probe"
+
+
+COMMAND = ["probe", "transformer_xl", "--tasks", "latch", "--steps", "100"]
+
+
+def test_the_command_writes_a_table_and_keeps_what_is_finished(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(COMMAND) == 0
+    first = capsys.readouterr().out
+    assert "latch: transformer_xl, within reach, seed 0" in first and "report.html" in first
+    content = json.loads((folder / "probe.json").read_text())
+    assert [r["arm"] for r in content["results"]] == ["no memory", "within reach", "out of reach"]
+    assert content["results"][0]["accuracy"] < 0.35 and set(content["results"][1]["distances"]) == set("123456")
+    assert "<svg" in (folder / "report.html").read_text()
+    stamp = (folder / "latch/no_memory/no_memory_0.json").stat().st_mtime_ns
+    (folder / "latch/transformer_xl/out_of_reach_0.json").unlink()
+    assert main(COMMAND) == 0
+    assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
+    assert (folder / "latch/no_memory/no_memory_0.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["probe", "rmmt"], "unknown memory 'rmmt'"),
+        (["probe", "grc"], "memory 'grc' keeps nothing for each row of a stream"),
+        (["probe", "all", "--tasks", "lach"], "unknown probe task 'lach'; did you mean 'latch'?"),
+        (["probe", "all", "--tasks", "facts"], "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
+        (["probe", "all", "--distance", "0"], "--distance 0 must be at least 1"),
+        (["probe", "transformer_xl", "--tasks", "latch", "--distance", "2", "--steps", "1"], "take at least 3"),
+    ],
+)
+def test_bad_words_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

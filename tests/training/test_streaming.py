@@ -1,0 +1,113 @@
+"""Streams: the same numbers however a text is cut into pieces and wherever reading stopped, in constant memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.models import create_model
+from cached_transformers.registry import MEMORIES
+from cached_transformers.training.streaming import Reading, read_stream
+
+VOCABULARY, SEGMENT = 17, 8
+MEMORY = {"name": "grc_stream", "length": 4}
+
+
+def model_with(memory: dict[str, object] | None, width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    return create_model(
+        "language_model", vocabulary=VOCABULARY, width=width, depth=1, heads=2, feed_forward=width, memory=memory
+    )
+
+
+def text(length: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def cut(tokens: list[int], size: int) -> list[list[int]]:
+    return [tokens[i : i + size] for i in range(0, len(tokens), size)]
+
+
+@torch.no_grad()
+def by_hand(model: nn.Module, tokens: list[int]) -> float:
+    state, total = None, 0.0
+    for begin in range(0, len(tokens) - 1, SEGMENT):
+        chunk = torch.tensor([tokens[begin : begin + SEGMENT + 1]])
+        out = model.eval()(chunk[:, :-1], state)
+        state = out.state
+        total += F.cross_entropy(out.outputs[0].double(), chunk[0, 1:], reduction="sum").item()
+    return total
+
+
+@pytest.mark.parametrize("length", [2, SEGMENT, SEGMENT + 1, 5 * SEGMENT + 1, 61])
+@pytest.mark.parametrize("size", [1, 3, SEGMENT, 100])
+def test_every_token_but_the_first_is_predicted_once_however_the_text_is_cut(length: int, size: int) -> None:
+    model, tokens = model_with(MEMORY), text(length)
+    *_, last = read_stream(model, cut(tokens, size), SEGMENT)
+    assert last.tokens == last.consumed == length - 1
+    assert last.nats == pytest.approx(by_hand(model, tokens), rel=1e-6)
+    assert last.bits_per_byte(length) == pytest.approx(last.nats / length * 1.4426950408889634)
+
+
+def test_reading_goes_on_with_identical_numbers() -> None:
+    model, tokens = model_with(MEMORY), text(100)
+    whole = list(read_stream(model, [tokens], SEGMENT))
+    for stop in (0, 4, 10):
+        middle = whole[stop]
+        rest = list(read_stream(model, [tokens[middle.consumed :]], SEGMENT, start=middle))
+        assert [r[:5] for r in rest] == [r[:5] for r in whole[stop + 1 :]]
+        assert all(
+            torch.equal(a, b)
+            for (_, a), (_, b) in zip(
+                states.named_tensors(rest[-1].state), states.named_tensors(whole[-1].state), strict=True
+            )
+        )
+
+
+def test_nothing_to_predict_is_nothing_read() -> None:
+    assert list(read_stream(model_with(None), [[], [3]], SEGMENT)) == []
+    with pytest.raises(ValueError, match="segment_length=0 must be at least 1 token"):
+        next(read_stream(model_with(None), [[1, 2]], 0))
+
+
+def million(tokens: int = 1_000_000) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(tokens // 1000):
+        yield torch.randint(0, VOCABULARY, (1000,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param({"name": "grc_stream", "length": 32}, id="grc"),
+        pytest.param(
+            {"name": "rmt", "length": 4},
+            id="rmt",
+            marks=pytest.mark.skipif("rmt" not in MEMORIES, reason="no memory of this name"),
+        ),
+    ],
+)
+def test_a_million_tokens_take_constant_memory_and_constant_time_each(memory: dict[str, object]) -> None:
+    model = model_with(memory)
+    resident, seconds, size = [], [], set()
+    began = time.process_time()
+    last: Reading | None = None
+    for index, last in enumerate(read_stream(model, million(), 512)):
+        if index % 195 == 194:  # about every 100,000 tokens
+            now = time.process_time()
+            seconds.append(now - began)
+            began = now
+            resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            size.add(states.nbytes(last.state))
+    assert last is not None and last.tokens == 999_999 and len(seconds) == 10
+    assert len(size) == 1, "the state grew"
+    assert resident[-1] - resident[0] < 20 * 1024, f"resident KiB at every tenth: {resident}"
+    early, late = sorted(seconds[:5])[2], sorted(seconds[5:])[2]
+    assert late < 2 * early, f"CPU seconds for each tenth: {seconds}"
