@@ -105,7 +105,8 @@ class AdaptiveSoftmax(nn.Module):
     and scores all V words for every token. Each cluster takes part in either form, with gradients of zero where none of
     its words occurs, so that data-parallel training finds every parameter used.
 
-    The original counts the clusters' own logits from the last to the first, which matters to its checkpoints alone.
+    The original's TensorFlow form orders the clusters' own logits as here, its PyTorch form from the last to the first,
+    which matters to checkpoints alone.
 
     Args:
         embedding: gives clusters and widths, and what is tied.
