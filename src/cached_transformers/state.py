@@ -89,6 +89,37 @@ def signature(state: State) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(t.shape), t.dtype) for name, t in named_tensors(state)]
 
 
+def check(state: State, fresh: State, rows: int) -> None:
+    """Refuse a state that cannot be of the model that gives `fresh` (of any number of rows), or has not `rows` rows.
+
+    The number of slots (the second dimension) may differ: a memory may be longer in evaluation than in training.
+
+    Raises:
+        ValueError: the message names the first difference.
+    """
+    if not isinstance(state, Tensor | tuple):
+        raise ValueError(f"state of type {type(state).__name__} must be what init_state or the last segment gave")
+    found, expected = ({name: t for name, t in named_tensors(s)} for s in (state, fresh))
+    if found.keys() != expected.keys():
+        difference = ", ".join(sorted(found.keys() ^ expected.keys())[:4])
+        raise ValueError(f"the state is that of another model: these tensors are in one only: {difference}")
+    for name, t in found.items():
+        want = expected[name]
+        if t.shape[:1] != (rows,):
+            raise ValueError(
+                f"the state has {t.shape[0] if t.dim() else 0} rows ({name}), the segment {rows}; rows keep their "
+                "place in a stream"
+            )
+        if t.dim() != want.dim() or t.shape[2:] != want.shape[2:]:
+            sizes = f"{tuple(t.shape)}, this model's is {(rows, *want.shape[1:])}"
+            raise ValueError(f"the state is that of another model: {name} is {sizes}")
+        if t.dtype != want.dtype:
+            raise ValueError(
+                f"the state's {name} is {t.dtype}, this model's {want.dtype}; make the state after the model has its "
+                "dtype, or convert it with state.map_state"
+            )
+
+
 def summary(state: State) -> str:
     """A table for people: one line a tensor, and the total."""
     lines = [f"{name:<40} {tuple(t.shape)!s:<20} {t.dtype}" for name, t in named_tensors(state)]

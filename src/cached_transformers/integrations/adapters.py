@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..checks import insist
 from ..layers.attention import plain_weights
 from ..memories import create_memory, memory_spec
 from ..memories.base import LayerMemory, Query
@@ -308,16 +309,3 @@ def _same_for_all_queries(mask_B1NN: Tensor) -> None:
         "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
     )
     insist(same, why)
-
-
-def insist(condition: Tensor, why: str) -> None:
-    """Require a condition on values: a `ValueError` on the CPU; in a graph or on a device, an error of torch's later.
-
-    Args:
-        condition: one bool. why: the message.
-    """
-    later = getattr(torch, "_assert_async", None)  # private, so perhaps not there in another torch
-    if later is not None and (torch.compiler.is_compiling() or not condition.is_cpu):
-        later(condition, why)  # asking now would break the graph, or wait for the device
-    elif not condition:
-        raise ValueError(why)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import insist
 from ..memories.base import Query
-from .adapters import MASKED, Host, Site, insist, map_size, no_mask, padding_of, register_adapter
+from .adapters import MASKED, Host, Site, map_size, no_mask, padding_of, register_adapter
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")

@@ -9,7 +9,7 @@ Legend: B rows, N queries, M keys, H heads, E head width, D model width, P posit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +219,22 @@ class RelativePositions(Positions):
         table_HKE = self.table(torch.arange(-limit, limit + 1, device=q_BHNE.device))
         shape = (*q_BHNE.shape[:2], *distance_BNM.shape[1:])
         return (q_BHNE @ table_HKE.mT).gather(-1, (distance_BNM + limit)[:, None].expand(shape))
+
+
+def share_biases(schemes: Iterable[Positions]) -> None:
+    """Give all relative schemes the biases u and v of the first, as the smaller published Transformer-XL models have.
+
+    Raises:
+        ValueError: none of them is relative.
+    """
+    relative = [scheme for scheme in schemes if isinstance(scheme, RelativePositions)]
+    if not relative:
+        raise ValueError(
+            "shared_biases=True needs layers with relative positions; take positions='relative', or a memory that "
+            "brings them"
+        )
+    for scheme in relative[1:]:
+        scheme.content_bias, scheme.position_bias = relative[0].content_bias, relative[0].position_bias
 
 
 def angles(positions_BNP: Tensor, width: int, base: float, dtype: torch.dtype = torch.float32) -> Tensor:

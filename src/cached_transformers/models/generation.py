@@ -1,0 +1,252 @@
+"""Text from a language model with a memory: greedy, sampled (top-k, nucleus arXiv:1904.09751), or by beam search.
+
+A memory is written once a segment. So that the model meets the segments it was trained on, the state stays as it is
+while a segment grows: each step reads the segment again from its first token, and the state moves on when the segment
+is full. A token costs a forward pass over at most `segment_length` tokens. (Where a memory makes the cut of a text
+irrelevant, one token at a time would give the same; there is one rule for all of them.)
+
+Works with any model called as `model(tokens_BN, state)` that gives a `ModelOutput` with scores (B, N, V) and has
+`init_state(rows)`.
+
+Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.block import StackState
+from ..state import State, named_tensors, reorder, repeat, reset
+from .beam_search import search
+
+
+class Generation(NamedTuple):
+    """What was generated.
+
+    Attributes:
+        tokens: (B, T) new tokens, without the prompt; behind a row's `eos` there is nothing but `eos`.
+        state: each row's state after its text, prompt included, up to but without the row's last new token, fed by
+            segments: `generate(model, tokens[:, -1:], state)` goes on, with a new segment.
+        scores: (B,) log-probability that the model gives to the row's new tokens, `eos` included, whatever they were
+            sampled from.
+        lengths: (B,) new tokens of each row, `eos` included.
+    """
+
+    tokens: Tensor
+    state: State
+    scores: Tensor
+    lengths: Tensor
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt_BN: Tensor,
+    state: State | None = None,
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 1,
+    eos: int | None = None,
+    generator: torch.Generator | None = None,
+    segment_length: int | None = None,
+    length_penalty: float = 1.0,
+) -> Generation:
+    """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
+
+    Args:
+        model: a language model, or anything called like one.
+        prompt_BN: token ids, N >= 1; the first of them begins a segment.
+        state: state after the text before the prompt; None for the start of a stream. It is not changed.
+        tokens: T, the most new tokens.
+        temperature: divides the scores before sampling; 0 takes the likeliest token.
+        top_k: sample among so many likeliest tokens. top_p: among the fewest that have this probability together,
+            counted after `top_k`.
+        beams: K; above 1, beam search, which draws nothing. It ends for a row when K continuations of it have met
+            `eos` among the K best, and takes the one with the highest log-probability / length ** `length_penalty`.
+        eos: token after which a row stops; None for none. All end when every row has.
+        generator: for sampling, on the model's device; the same seed gives the same tokens.
+        segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
+        length_penalty: only for beams; 0 compares sums, which favour short texts.
+
+    Raises:
+        ValueError: an argument out of its range or without effect, prompts of different lengths, or no
+            `segment_length` for a model with a memory.
+    """
+    _check_prompt(prompt_BN)
+    _check_options(tokens, temperature, top_k, top_p, beams, eos, segment_length, length_penalty)
+    with _evaluating(model):
+        rows = prompt_BN.shape[0]
+        state = model.init_state(rows) if state is None else state  # type: ignore[operator]
+        if segment_length is None and _remembers(state):
+            raise ValueError(
+                "this model has a memory, which is written once a segment; give segment_length, the length of the "
+                "segments it was trained on"
+            )
+        text = Text(model, prompt_BN, state, segment_length)
+        logp_BV = text.read()
+        if eos is not None and eos >= logp_BV.shape[-1]:
+            raise ValueError(f"eos={eos} is not in the vocabulary of {logp_BV.shape[-1]} tokens; None is for no end")
+        if beams > 1:
+            best = search(text, logp_BV, tokens, beams, eos, length_penalty)
+            longest = int(best.length_B.max())
+            return Generation(best.tokens_BT[:, :longest], best.state, best.score_B, best.length_B)
+        return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator)
+
+
+class Text:
+    """A text that grows: a state that stays as it is within a segment, and the tokens read since."""
+
+    def __init__(self, model: nn.Module, prompt_BN: Tensor, state: State, segment_length: int | None) -> None:
+        self.model, self.segment_length = model, segment_length
+        self.options: dict[str, Any] = {"last_only": True} if getattr(model, "scores_last", False) else {}
+        self.state = state
+        *whole, self.open_BN = prompt_BN.split(segment_length or prompt_BN.shape[1], 1)
+        for segment in whole:
+            self.state = model(segment, self.state, **self.options).state
+        self.after = self.state
+
+    def read(self) -> Tensor:
+        """Log-probabilities (B, V) of the next token, float32 or wider; `after` is then the state after all tokens."""
+        out = self.model(self.open_BN, self.state, **self.options)
+        self.after = out.state
+        scores_BV = out.outputs[:, -1]
+        return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)).log_softmax(-1)
+
+    def append(self, token_B: Tensor) -> None:
+        """Go on with a token for each row; a segment that is full has been read, and the state moves on."""
+        if self.open_BN.shape[1] == self.segment_length:
+            self.state, self.open_BN = self.after, self.open_BN[:, :0]
+        self.open_BN = torch.cat([self.open_BN, token_B[:, None]], 1)
+
+    def multiply(self, times: int) -> None:
+        """Each row `times` times, one behind the other."""
+        self.state, self.after = repeat(self.state, times), repeat(self.after, times)
+        self.open_BN = self.open_BN.repeat_interleave(times, 0)
+
+    def choose(self, rows_B: Tensor) -> None:
+        """Rows in this order; they may repeat or vanish."""
+        self.state, self.after = reorder(self.state, rows_B), reorder(self.after, rows_B)
+        self.open_BN = self.open_BN[rows_B]
+
+
+def _sample(
+    text: Text,
+    logp_BV: Tensor,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    eos: int | None,
+    generator: torch.Generator | None,
+) -> Generation:
+    state = text.after
+    score_B = torch.zeros_like(logp_BV[:, 0])
+    ended_B = torch.zeros_like(score_B, dtype=torch.bool)
+    length_B = torch.zeros_like(score_B, dtype=torch.long)
+    new: list[Tensor] = []
+    while True:
+        if temperature == 0:
+            token_B = logp_BV.argmax(-1)
+        else:
+            probability_BV = keep_likely(logp_BV / temperature, top_k, top_p).softmax(-1)
+            token_B = torch.multinomial(probability_BV, 1, generator=generator)[:, 0]
+        score_B = score_B + torch.where(ended_B, 0, logp_BV.gather(1, token_B[:, None])[:, 0])
+        length_B = length_B + ~ended_B
+        if eos is not None:
+            token_B = torch.where(ended_B, eos, token_B)
+            ended_B = ended_B | (token_B == eos)
+        new.append(token_B)
+        if len(new) == tokens or (eos is not None and bool(ended_B.all())):
+            return Generation(torch.stack(new, 1), state, score_B, length_B)
+        text.append(token_B)
+        logp_BV = text.read()
+        # A row that has ended keeps the state that it ended with: what is read for it since is of no account.
+        state = reset(text.after, state, ended_B)
+
+
+def keep_likely(logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """The logits, with minus infinity for tokens outside the `top_k` likeliest, then outside the nucleus of `top_p`."""
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        kept = logits_BV.topk(top_k, -1)  # by place: of equal tokens no more than k stay
+        logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, kept.indices, kept.values)
+    if top_p is not None:
+        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+        probability_BV = sorted_BV.softmax(-1)
+        rest_BV = probability_BV.cumsum(-1) - probability_BV >= top_p  # those before have it already
+        rest_BV[:, 0] = False
+        logits_BV = logits_BV.masked_fill(torch.zeros_like(rest_BV).scatter(-1, order_BV, rest_BV), -torch.inf)
+    return logits_BV
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards each module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # parents first
+            if module.training != training:
+                module.train(training)
+
+
+def _remembers(state: State) -> bool:
+    """Whether a state holds more than the place in the stream."""
+    held = (state.model, state.layers) if isinstance(state, StackState) else state
+    return any(True for _ in named_tensors(held))
+
+
+def _check_prompt(prompt_BN: Tensor) -> None:
+    if not isinstance(prompt_BN, Tensor):
+        raise ValueError(
+            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens). Prompts of different lengths "
+            "are continued one length at a time: padding would shift where a row's segments begin, and rows do not "
+            "depend on each other"
+        )
+    if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
+        raise ValueError(
+            f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token; a text from "
+            "nothing begins with a token that stands for its start"
+        )
+
+
+def _check_options(
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    beams: int,
+    eos: int | None,
+    segment_length: int | None,
+    length_penalty: float,
+) -> None:
+    for name, value in {"tokens": tokens, "beams": beams, "segment_length": segment_length, "top_k": top_k}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be finite and not negative; 0 takes the likeliest token")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must lie in (0, 1]; it is the probability that is kept")
+    limits = {name: value for name, value in {"top_k": top_k, "top_p": top_p}.items() if value is not None}
+    if limits and temperature == 0:
+        raise ValueError(f"{limits} limits what is drawn, but temperature=0 draws nothing; leave one of them out")
+    if beams > 1 and (limits or temperature not in (0.0, 1.0)):
+        raise ValueError(
+            f"beams={beams} searches and draws nothing: leave out temperature={temperature}"
+            + "".join(f" and {name}={value}" for name, value in limits.items())
+            + ", or take beams=1"
+        )
+    if not math.isfinite(length_penalty) or (beams == 1 and length_penalty != 1.0):
+        raise ValueError(f"length_penalty={length_penalty} must be finite, and compares beams: take beams=2 or more")
+    if eos is not None and eos < 0:
+        raise ValueError(f"eos={eos} must be a token id, or None for no end")

@@ -1,0 +1,48 @@
+"""Generation with every memory: it meets the segments of training, and leaves the state that they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
+
+from cached_transformers import state as states
+
+PROMPT, TOKENS = SEGMENT + 3, 2 * SEGMENT
+
+
+@cases(STREAMS)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"beams": 3}], ids=str)
+def test_scores_and_state_are_those_of_the_text_read_by_segments(case: Case, options: dict[str, Any]) -> None:
+    model = case.build().eval()
+    prompt = torch.cat(case.segments(2), 1)[:, :PROMPT]
+    found = model.generate(prompt, tokens=TOKENS, segment_length=SEGMENT, **options)
+    text = torch.cat([prompt, found.tokens], 1)
+    with torch.no_grad():
+        *_, last = outs = list(stream(model, list(text[:, :-1].split(SEGMENT, 1))))
+    logp_BNV = torch.cat([out.outputs for out in outs], 1).log_softmax(-1)[:, PROMPT - 1 :]
+    chosen = logp_BNV.gather(-1, found.tokens[..., None])[..., 0]
+    torch.testing.assert_close(found.scores, chosen.sum(1), rtol=0, atol=1e-3)
+    if "temperature" in options:
+        torch.testing.assert_close(chosen, logp_BNV.amax(-1), rtol=0, atol=1e-4)
+    for (name, a), (_, b) in zip(states.named_tensors(found.state), states.named_tensors(last.state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@cases(STREAMS)
+def test_rows_are_generated_as_if_alone(case: Case) -> None:
+    model = case.build().eval()
+    prompt = torch.cat(case.segments(2), 1)[:, :PROMPT]
+    options: dict[str, Any] = {"tokens": TOKENS, "temperature": 0, "segment_length": SEGMENT}
+    # The end that makes the rows differ most.
+    eos = max(range(VOCABULARY), key=lambda eos: model.generate(prompt, eos=eos, **options).lengths.unique().numel())
+    found = model.generate(prompt, eos=eos, **options)
+    for row in range(len(prompt)):
+        alone = model.generate(prompt[row : row + 1], eos=eos, **options)
+        n = int(alone.lengths)
+        assert torch.equal(alone.tokens[0], found.tokens[row, :n])
+        mine = states.reorder(found.state, torch.tensor([row]))
+        for (_, a), (_, b) in zip(states.named_tensors(mine), states.named_tensors(alone.state), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
