@@ -134,18 +134,12 @@ def measure(model: nn.Module, task: ProbeTask, distance: int, rows: int, passes:
 
 def _answers(model: nn.Module, task: ProbeTask, episode: Episode, passes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Best guess and truth at every place that is asked."""
-    state: Any = None
-    guesses: list[torch.Tensor] = []
-    for index in range(passes):
-        states = []
-        guesses = []
-        for segment in episode.inputs_BN.split(task.segment, 1):
-            out = model(segment, state)
-            state = out.state
-            states.append(state)
-            guesses.append(out.outputs.argmax(-1))
-        if index + 1 < passes:
-            state = model.stack.model_memory.next_pass(states)  # type: ignore[union-attr, operator]
+    segments = episode.inputs_BN.split(task.segment, 1)
+    state, _ = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
+    guesses = []
+    for segment in segments:
+        logits_BNV, state, _ = model(segment, state)
+        guesses.append(logits_BNV.argmax(-1))
     asked = episode.targets_BN != IGNORED
     return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]
 

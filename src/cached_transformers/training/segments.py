@@ -82,10 +82,22 @@ class SegmentLoop(nn.Module):
         _check_shapes(inputs_BN, targets_BN, padding)
         if padding is not None:
             targets_BN = targets_BN.masked_fill(padding, IGNORED)
-        for _ in range(self.passes - 1):
-            state, reset = self._next_pass(inputs_BN, targets_BN, state, reset, padding), None
+        state, reset = self.earlier_passes(inputs_BN, targets_BN, state, reset, padding)
         loss, states = self._run(inputs_BN, targets_BN, state, reset, padding)
         return loss, detach(states[-1])
+
+    def earlier_passes(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> tuple[State | None, Tensor | None]:
+        """All passes but the last; the state and the reset mask with which the last one begins."""
+        for _ in range(self.passes - 1):
+            state, reset = self._next_pass(inputs_BN, targets_BN, state, reset, padding), None
+        return state, reset
 
     def _next_pass(
         self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
