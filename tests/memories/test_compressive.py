@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.layers import positions as schemes
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.positions import RelativePositions
 from cached_transformers.memories import create_memory
@@ -169,13 +168,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_it_is_its_slow_twin(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The schemes take angles in float32, which is not what is tested here.
-    monkeypatch.setattr(
-        schemes,
-        "angles",
-        lambda places, width, base: places[..., :1].double() * base ** -(torch.arange(0, width, 2).double() / width),
-    )
+def test_it_is_its_slow_twin(name: str, padded: bool) -> None:
     layer = make_layer(**{"length": 4, "compressed": 3, "rate": 3, **OPTIONS[name]})
     rows = 2
     state, clock_B = layer.memory.init_state(rows, torch.zeros((), dtype=torch.float64)), torch.zeros(rows).long()

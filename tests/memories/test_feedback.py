@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.layers import positions as schemes
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, Stack
 from cached_transformers.layers.feed_forward import FeedForward
@@ -151,13 +150,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", ["whole", "cut", "padded"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_it_is_its_slow_twin(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The schemes take angles in float32, which is not what is tested here.
-    monkeypatch.setattr(
-        schemes,
-        "angles",
-        lambda places, width, base: places[..., :1].double() * base ** -(torch.arange(0, width, 2).double() / width),
-    )
+def test_it_is_its_slow_twin(name: str, way: str) -> None:
     stack, rows = make(**OPTIONS[name]), 2
     state, twins = stack.init_state(rows, torch.zeros((), dtype=torch.float64)), [TwinRow(stack) for _ in range(rows)]
     total, expected = torch.zeros(()).double(), torch.zeros(()).double()

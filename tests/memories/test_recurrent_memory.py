@@ -144,14 +144,7 @@ def twin_block(
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_a_slow_twin(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wide(positions_BNP: Tensor, width: int, base: float) -> Tensor:
-        exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
-        return positions_BNP[..., :1] * base**-exponent
-
-    monkeypatch.setattr("cached_transformers.layers.positions.angles", wide)  # float32 in every model
+def test_values_and_gradients_are_those_of_a_slow_twin(options: dict[str, Any]) -> None:
     model = build(rmt(**options), positions="relative")
     segments = [*tokens(2), tokens(1, seed=1)[0][:, :3]]
     outs = run(model, segments)
