@@ -158,8 +158,8 @@ class HeldOutText(TextDataset):
         if isinstance(self.path, Mapping):
             return split_texts(self.path, split), False
         texts = find_texts(self.path)
-        named = [text for text in texts if split_of(text) is not None]
-        if named and any(split_of(text) == "train" for text in named):
+        one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
+        if not one_file and any(split_of(text) == "train" for text in texts):
             return split_texts(self.path, split), False
         if self.holdout == "tail" or len(texts) == 1:
             return texts, True
