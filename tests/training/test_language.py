@@ -127,7 +127,13 @@ def leaves(tree: object, path: str = ""):
 @pytest.mark.parametrize("memory", ["transformer_xl", "null"])
 def test_it_learns(tmp_path, text, memory):
     trainer = fitted(
-        tmp_path / "run", text, "training.steps=100", "training.evaluate_every=100", f"model.memory={memory}"
+        tmp_path / "run",
+        text,
+        "training.steps=200",
+        "training.evaluate_every=200",
+        "model.dropout=0.0",
+        "model.width=32",
+        f"model.memory={memory}",
     )
     unigram = trainer.validation_data.baselines(trainer.validation_data)["unigram"]["bits_per_byte"]
     assert trainer.best["bits_per_byte"] < 0.8 * unigram
@@ -178,14 +184,15 @@ def map_detached(state):
 
 def test_accumulation_does_not_change_what_is_learned(tmp_path, text):
     # 12 steps are more than an epoch, so that the last step with its padding is among them.
-    options = ("model.dropout=0.0", "training.segments=32", "training.bptt=2")
+    # SGD: the bias of the keys has no gradient but rounding, which Adam would blow up.
+    options = ("model.dropout=0.0", "training.segments=32", "training.bptt=2", "optimizer.name=sgd")
     whole = fitted(tmp_path / "a", text, *options)
     assert (
         whole.task.streams.steps < STEPS and whole.task.streams.batch(whole.task.streams.steps - 1).padding is not None
     )
     pieces = fitted(tmp_path / "b", text, *options, "training.accumulate=2")
     for name, weight in whole.model.state_dict().items():
-        torch.testing.assert_close(weight, pieces.model.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(weight, pieces.model.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
     carried = whole.task.state_dict(), pieces.task.state_dict()
     assert carried[0].keys() == carried[1].keys() and all(len(t) == 4 for t in carried[1].values())
 
@@ -243,7 +250,8 @@ def map_nan(state):
 
 @pytest.mark.parametrize("options", [(), ("training.accumulate=2", "data.reset=document", "data.shuffle=true")])
 def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
-    for steps in (4, 8, 12):
+    options = (*options, "training.evaluate_every=3")
+    for steps in (3, 9, 12):
         fitted(tmp_path / "parts", text, *options, f"training.steps={steps}")
     fitted(tmp_path / "whole", text, *options)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -427,7 +435,10 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("training.metric=accuracy", "training.metric='accuracy' does not suit text with tokenizer 'byte'; take loss"),
         ("data.tokenizer=word", "training.metric='bits_per_byte' does not suit text with tokenizer 'word'"),
         ("model.vocabulary=200", "model.vocabulary=200 is below the 256 token ids of the data"),
-        ("model={name: sequence_classifier, classes: 2, max_length: 9}", "is none of text, take language_model"),
+        (
+            "model={name: sequence_classifier, classes: 2, max_length: 9}",
+            "for which model 'sequence_classifier' is none; take language_model",
+        ),
         (
             "training.batch_size=4000",
             "training.batch_size=4000 rows of training.segments=2 x training.segment_length=8",

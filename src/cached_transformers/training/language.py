@@ -5,6 +5,7 @@ Legend: B rows, N tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,7 @@ class LanguageModelling:
 def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
     """Refuse settings and models that do not suit text (ValueError)."""
     settings, size = config.training, data.tokenizer.vocabulary
-    if not hasattr(model, "init_state") or not hasattr(model, "vocabulary"):
+    if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
         raise ValueError(
             f"data {data.name!r} is text, for which model {config.model['name']!r} is none; take language_model"
         )
