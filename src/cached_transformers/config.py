@@ -1,8 +1,8 @@
 """Configuration of a run: YAML in and out, dotted overrides, and checks that name the value, the rule and the way out.
 
-`RunConfig` has five sections. `training`, `optimizer` and `schedule` are frozen dataclasses that live next to what they
-configure; `data` and `model` are `{name: ..., **options}`, checked against the signature of the registered factory
-before anything is built.
+`RunConfig` has six sections. `training`, `optimizer`, `schedule` and `evaluation` are frozen dataclasses that live next
+to what they configure; `data` and `model` are `{name: ..., **options}`, checked against the signature of the registered
+factory before anything is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry, unknown_name
 from cached_transformers.training.optim import OptimizerConfig, ScheduleConfig
-from cached_transformers.training.settings import TrainingConfig
+from cached_transformers.training.settings import EvaluationConfig, TrainingConfig
 from cached_transformers.yaml_tree import apply_override, flatten, parse_yaml
 
 D = TypeVar("D")
@@ -56,6 +56,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+=-]+", self.name):
@@ -113,7 +114,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Nested plain dictionaries, ready for YAML or JSON."""
-    order = ("name", "description", "data", "model", "training", "optimizer", "schedule")
+    order = ("name", "description", "data", "model", "training", "optimizer", "schedule", "evaluation")
     tree = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists, as they do in a file
     return {key: tree[key] for key in order}
 
@@ -161,7 +162,8 @@ def _unknown_key(path: str, known: list[str]) -> str:
 
 
 def _all_keys() -> list[str]:
-    sections = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+    sections: dict[str, Any] = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+    sections["evaluation"] = EvaluationConfig
     return [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
 
 

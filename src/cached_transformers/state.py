@@ -11,7 +11,7 @@ Legend: B rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -153,16 +153,25 @@ def load(path: str | os.PathLike[str], like: State) -> State:
         raise ValueError(
             f"{path} is no whole state file: {error}; begin the stream anew or take an older file"
         ) from error
+    return from_tensors(stored, like, str(path))
+
+
+def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> State:
+    """The state in the structure of `like` whose tensors, by name, are `stored`: the inverse of `named_tensors`.
+
+    Raises:
+        ValueError: they are of another structure; the message names `source` and the first difference.
+    """
     expected = dict(named_tensors(like))
     if stored.keys() != expected.keys():
         difference = ", ".join(sorted(stored.keys() ^ expected.keys()))
-        raise ValueError(f"{path} holds the state of another model: these tensors are in one only: {difference}")
+        raise ValueError(f"{source} holds the state of another model: these tensors are in one only: {difference}")
     for name, t in expected.items():
         found = stored[name]
         if (found.shape, found.dtype) != (t.shape, t.dtype):
             raise ValueError(
-                f"{path}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} {t.dtype}; "
-                "build the state with the same number of rows and the same memory settings"
+                f"{source}: {name} is {tuple(found.shape)} {found.dtype}, this model expects {tuple(t.shape)} "
+                f"{t.dtype}; build the state with the same number of rows and the same memory settings"
             )
     names = iter(expected)
     return map_state(lambda t: stored[next(names)].to(t.device), like)

@@ -220,6 +220,32 @@ def differences(rows: Sequence[Difference], reference: str, metric: str = "accur
     return figure
 
 
+def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figure:
+    """Loss over the place in the document, a line for each way of treating the memory: falling, where memory helps.
+
+    Args:
+        lines: for each name (first place, last place, mean loss in nats), from the beginning on.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    if not any(lines.values()):
+        raise ValueError("loss_by_place needs the losses of at least one place")
+    figure, axes = _figure(6.6, 3.6, 1, 1)
+    ax, line_looks = axes[0][0], looks(lines)
+    with style():
+        curves = {}
+        for name, places in lines.items():
+            at = np.array([math.sqrt((first + 1) * (last + 1)) for first, last, _ in places])
+            losses = np.array([loss for *_, loss in places])
+            curves[name] = _Curve(at, losses, losses, losses)
+        ax.set_xscale("log")
+        _draw_curves(ax, curves, line_looks)
+        ax.set(title="loss by place in the document", xlabel="token of the document", ylabel="loss [nats]")
+        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
+    return figure
+
+
 class _Curve(NamedTuple):
     steps: Array
     mean: Array

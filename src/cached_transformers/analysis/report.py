@@ -56,7 +56,7 @@ def write_run_report(run_folder: str | Path) -> Path:
         ImportError: matplotlib is not installed.
     """
     run = read_run(run_folder)
-    summary, metric = run.summary, Metric("accuracy")
+    summary, metric = run.summary, Metric(run.metric)
     title = str(summary.get("name") or run.folder.resolve().name)
     parts = [
         f"<header>{_heading(1, title)}",
@@ -74,6 +74,7 @@ def write_run_report(run_folder: str | Path) -> Path:
         paragraph(" ".join(run_summary(run.records, summary, metric)), "summary"),
         _run_table(summary, metric),
         _curves({run.name: [run.records]}, "curves", metric.name, None),
+        _places(run, "places"),
         _gates({run.name: [run.gates]} if run.gates else {}, "gates", None),
         _maps(run, "maps"),
         _heading(3, "Configuration") + collapsible("config.yaml", run.config) if run.config else "",
@@ -241,6 +242,16 @@ def _gates(layers_by_variant: Mapping[str, Sequence[Any]], identifier: str, refe
     return _heading(3, "Gates") + figure(svg, GATES_CAPTION)
 
 
+def _places(run: Run, identifier: str) -> str:
+    scores = [row for row in (run.evaluation or {}).get("scores", []) if row.get("places")]
+    if not scores:
+        return ""
+    lines = {row["memory"]: [(p["from"], p["to"], p["loss"]) for p in row["places"]] for row in scores}
+    svg = inline_svg(plots.loss_by_place(lines), identifier, "Loss by place in the document")
+    text = "Loss of the tokens at these places of their documents, counted from the first, by what rows keep of memory."
+    return _heading(3, "Loss by place in the document") + figure(svg, text)
+
+
 def _maps(run: Run, identifier: str, name: str = "") -> str:
     maps = run.feature_maps()
     if maps is None:
@@ -252,14 +263,15 @@ def _maps(run: Run, identifier: str, name: str = "") -> str:
 
 def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
+    names = list(dict.fromkeys([metric.name, "loss"]))
     for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test")):
         values = summary.get(key)
         if values:
             step = values.get("step")
-            shown = [metric.value(values.get(metric.name)), Metric("loss").value(values.get("loss"))]
+            shown = [Metric(name).value(values.get(name)) for name in names]
             rows.append([label, *shown, MISSING if step is None else f"{step:,}"])
     for name, value in (summary.get("baselines") or {}).items():
-        rows.append([f"baseline: {name}", metric.value(value), MISSING, MISSING])
+        rows.append([f"baseline: {name}", metric.value(value), *[MISSING] * len(names)])
     cost = facts(
         {
             "parameters": _or_nothing(short_count, summary.get("parameters")),
@@ -268,7 +280,7 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
             "training time": _or_nothing(short_seconds, summary.get("train_seconds")),
         }
     )
-    return (table(["", metric.name, "loss", "step"], rows) if rows else "") + cost
+    return (table(["", *names, "step"], rows) if rows else "") + cost
 
 
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 
 from cached_transformers.analysis.statistics import summarise
 
@@ -25,6 +26,13 @@ class Run:
     summary: dict[str, Any]
     gates: Layers | None
     config: str | None
+    evaluation: dict[str, Any] | None = None
+
+    @property
+    def metric(self) -> str:
+        """What decides which checkpoint is the best, as config.yaml says; accuracy where nothing says."""
+        training = (yaml.safe_load(self.config) or {}).get("training") if self.config else None
+        return str((training or {}).get("metric", "accuracy"))
 
     @property
     def name(self) -> str:
@@ -106,12 +114,14 @@ def read_run(folder: str | Path) -> Run:
     if not is_run(folder):
         raise ValueError(f"{folder} is not a run folder: it has no metrics.jsonl")
     summary, gates, config = folder / "summary.json", folder / "gates.json", folder / "config.yaml"
+    evaluation = folder / "evaluation.json"
     return Run(
         folder=folder,
         records=_read_records(folder / "metrics.jsonl"),
         summary=_read_object(summary) if summary.is_file() else {},
         gates=_read_gates(gates) if gates.is_file() else None,
         config=config.read_text(encoding="utf-8") if config.is_file() else None,
+        evaluation=_read_object(evaluation) if evaluation.is_file() else None,
     )
 
 

@@ -98,7 +98,7 @@ class Comparison:
         variants: the arms; the reference is "plain" when it is among them, else the first.
         seeds: every variant runs with every seed.
         folder: where runs and results go.
-        baselines: accuracies of guessers, for the report.
+        baselines: scores of guessers, for the report.
     """
 
     def __init__(

@@ -1,11 +1,14 @@
 """`cached evaluate`: scores of a trained run, with its memory as saved, emptied, or shuffled.
 
-If emptying the caches costs nothing, the model does not use them: that is the question `--memory` answers.
+If emptying the memory costs nothing, the model does not use it: that is the question `--memory` answers. For text it is
+emptied before each segment, or exchanged between rows, and RUN/evaluation.json and the report show the loss by place in
+the document.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,17 @@ from torch import nn
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.distributed import world
+from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import evaluate, jsonable
-from cached_transformers.training.run import build_dataset, load_run
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.run import (
+    build_dataset,
+    load_run,
+    read_run_config,
+    write_evaluation,
+    write_report,
+)
+from cached_transformers.training.tasks import task_name
 
 MEMORY_MODES = ("carry", "reset", "shuffle")
 
@@ -30,8 +42,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
-    help_memory = "comma-separated: carry (as saved), reset (emptied), shuffle (entries permuted)"
+    help_memory = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted)"
     parser.add_argument("--memory", default="carry", metavar="MODES", help=help_memory)
+    parser.add_argument(
+        "--segment-length", type=int, metavar="N", help="text: tokens in a segment (default: the run's)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -43,32 +58,60 @@ def run(arguments: argparse.Namespace) -> int:
     for mode in modes:
         if mode not in MEMORY_MODES:
             raise ValueError(unknown_name("memory mode", mode, list(MEMORY_MODES)))
-    rows, step = score(arguments.folder, arguments.checkpoint, arguments.split, modes, arguments.device)
+    config = read_run_config(arguments.folder)
+    if arguments.segment_length is not None:
+        section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
+        config = dataclasses.replace(config, evaluation=section)
+    rows, step = score(arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device)
     result = {"run": str(arguments.folder), "split": arguments.split, "step": step, "scores": rows}
+    if any("places" in row for row in rows):
+        write_evaluation(arguments.folder, {key: value for key, value in result.items() if key != "run"})
+        write_report(arguments.folder, Reporter("", 0, None if arguments.json else Console()))
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
+    columns = [name for name in rows[0] if name not in ("memory", "places")]
     table = Table(title=f"{arguments.folder}: {arguments.split} split, step {step}", title_justify="left", box=None)
-    for column in ("memory", "accuracy", "loss (nats)"):
-        table.add_column(column, justify="left" if column == "memory" else "right")
+    table.add_column("memory")
+    for name in columns:
+        table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["memory"], f"{row['accuracy']:.2%}", f"{row['loss']:.4f}")
+        table.add_row(row["memory"], *(f"{row[c]:.2%}" if c == "accuracy" else f"{row[c]:.4f}" for c in columns))
     Console(highlight=False).print(table)
     return 0
 
 
-def score(folder: Path, checkpoint: str, split: str, modes: list[str], device: str) -> tuple[list[dict[str, Any]], int]:
-    """Accuracy and loss of a run's checkpoint for each memory mode, and the step of the checkpoint."""
+def score(
+    folder: Path, config: RunConfig, checkpoint: str, split: str, modes: list[str], device: str
+) -> tuple[list[dict[str, Any]], int]:
+    """Scores of a run's checkpoint for each memory mode, for text with the loss by place; and the step."""
     rows = []
     with world(device) as processes:
-        config, _, _ = load_run(folder, checkpoint)
         dataset = build_dataset(config, split)
+        text = task_name(dataset) == "language"
+        if config.evaluation.segment_length and not text:
+            raise ValueError(f"--segment-length {config.evaluation.segment_length} is for text, not {dataset.name!r}")
         for mode in modes:
-            config, model, step = load_run(folder, checkpoint)
-            treat_memory(model.to(processes.device), mode, config)
-            size = config.training.evaluation_batch_size or config.training.batch_size
-            rows.append({"memory": mode, **evaluate(model, dataset, processes, size)})
+            _, model, step = load_run(folder, checkpoint)
+            model.to(processes.device)
+            if not text:
+                treat_memory(model, mode, config)
+                size = config.training.evaluation_batch_size or config.training.batch_size
+                rows.append({"memory": mode, **evaluate(model, dataset, processes, size)})
+                continue
+            if has_caches(model):
+                treat_memory(model, mode, config)
+            section = dataclasses.replace(config.evaluation, memory=mode)  # type: ignore[arg-type]
+            values, places = evaluate_language(
+                model, dataset, processes, dataclasses.replace(config, evaluation=section)
+            )
+            rows.append({"memory": mode, **values, "places": places})
     return rows, step
+
+
+def has_caches(model: nn.Module) -> bool:
+    """Whether the model has caches that all rows share, beside the states of streams."""
+    return any(getattr(module, "shared", False) is True for module in model.modules())
 
 
 def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from cached_transformers.analysis.flops import count_flops
 from cached_transformers.config import RunConfig, check_sections, fill_from_data
 from cached_transformers.registry import MODELS
-from cached_transformers.training.run import build_dataset, build_model, example_inputs, with_memory
+from cached_transformers.training.run import build_dataset, build_model, with_memory
+from cached_transformers.training.tasks import baselines, example_inputs
 from cached_transformers.yaml_tree import parse_yaml
 
 
@@ -53,7 +54,7 @@ def parse_variant(text: str) -> str | dict[str, Any] | None:
 
 
 def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Variant], dict[str, float] | None]:
-    """Checked variants, controls last, and the accuracies of guessers that the data set offers.
+    """Checked variants, controls last, and the scores of guessers that the data set offers.
 
     Raises:
         ValueError: an unknown variant, option or control, or the same variant twice.
@@ -74,7 +75,7 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
         variants.append(Variant("control-conv", with_memory(recipe, "convolution")))
     if "flops" in wanted:
         variants.append(flops_control(variants, train))
-    return variants, scored.baselines(train) if hasattr(scored, "baselines") else None
+    return variants, baselines(recipe, train, scored)
 
 
 def flops_control(variants: list[Variant], dataset: Any) -> Variant:
@@ -88,7 +89,7 @@ def flops_control(variants: list[Variant], dataset: Any) -> Variant:
         raise ValueError(
             f"--control flops widens model.feed_forward, which model {plain.model['name']!r} does not have"
         )
-    inputs, keywords = example_inputs(dataset)
+    inputs, keywords = example_inputs(dataset, plain)
 
     def cost(config: RunConfig) -> int:
         return count_flops(build_model(config), *inputs, **keywords)

@@ -13,20 +13,33 @@ from .listops import Expression, evaluate, generate_trees, root_operator_baselin
 from .listops_datasets import ListOps, ListOpsTSV
 from .listops_files import read_tsv, verify_tsv, write_tsv
 from .store import cache_folder
+from .streams import StreamBatch, Streams
+from .text import TextDataset
+from .text_datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
 
 __all__ = [
     "CIFAR10",
     "DATASETS",
     "SPLITS",
     "Batch",
+    "Books",
     "Dataset",
     "Digits",
+    "Enwik8",
     "Expression",
+    "HuggingFace",
     "ImageDataset",
     "ImageFolder",
     "LabelledDataset",
     "ListOps",
     "ListOpsTSV",
+    "PennTreebank",
+    "StreamBatch",
+    "Streams",
+    "Text",
+    "TextDataset",
+    "WikiText2",
+    "WikiText103",
     "cache_folder",
     "create_dataset",
     "evaluate",
@@ -44,7 +57,7 @@ def create_dataset(name: str, split: str, **kwargs: Any) -> Dataset:
     """The data set registered as `name`.
 
     Args:
-        name: "listops", "listops_tsv", "digits", "image_folder", "cifar10", or one registered elsewhere.
+        name: "listops", "digits", "wikitext2", ... (`DATASETS.names()` lists them), or one registered elsewhere.
         split: "train", "validation" or "test".
         **kwargs: options of the data set; its class documents them.
 

@@ -46,7 +46,7 @@ class Reporter:
 
     def line(self, values: Mapping[str, Any]) -> None:
         """Show one metrics line: in the bar while training, as text for evaluations and in files."""
-        text = f"loss {values['loss']:.4f}  accuracy {values['accuracy']:.2%}"
+        text = f"loss {values['loss']:.4f}  {second_score(values)}"
         if values["split"] == "train":
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, values=text)
@@ -58,3 +58,12 @@ class Reporter:
         """Show one line of text, as it is."""
         if self.console is not None:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def second_score(values: Mapping[str, Any]) -> str:
+    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, or perplexity."""
+    if "accuracy" in values:
+        return f"accuracy {values['accuracy']:.2%}"
+    if "bits_per_byte" in values:
+        return f"bits per byte {values['bits_per_byte']:.4f}"
+    return f"perplexity {values['perplexity']:.2f}"

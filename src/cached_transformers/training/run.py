@@ -22,8 +22,9 @@ from cached_transformers.config import RunConfig, config_from_dict, config_to_ya
 from cached_transformers.registry import DATASETS, MODELS
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
 from cached_transformers.training.distributed import World, world
-from cached_transformers.training.metrics import evaluate, jsonable, untouched
+from cached_transformers.training.metrics import jsonable, untouched
 from cached_transformers.training.progress import Reporter
+from cached_transformers.training.tasks import baselines, example_inputs
 from cached_transformers.training.trainer import Trainer
 from cached_transformers.yaml_tree import parse_yaml
 
@@ -71,7 +72,7 @@ def run_training(
             summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
             _write_json(folder / "summary.json", summary)
             write_figures(model, validation, folder, processes)
-            _write_report(folder, reporter)
+            write_report(folder, reporter)
         processes.barrier()
     return summary
 
@@ -126,12 +127,6 @@ def read_run_config(folder: Path) -> RunConfig:
     return config_from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
 
 
-def example_inputs(dataset: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model for the first row of a dataset alone: what FLOPs are counted on."""
-    batch = dataset.collate([dataset[0]])
-    return (batch.inputs,), {} if batch.padding is None else {"padding": batch.padding}
-
-
 def environment(device: torch.device | str) -> dict[str, Any]:
     """Versions, device and date, for the record."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
@@ -165,7 +160,10 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
         step = stored.step
     if test is None:
         return None
-    values = evaluate(trainer.model, test, processes, settings.evaluation_batch_size or settings.batch_size)
+    values, places = trainer.task.evaluate(trainer.model, test)
+    if places and processes.main:
+        scores = [{"memory": trainer.config.evaluation.memory, **values, "places": places}]
+        write_evaluation(trainer.folder, {"split": "test", "step": step, "scores": scores})
     trainer.reporter.line({"step": step, "split": "test", **values})
     return {"step": step, **values}
 
@@ -177,7 +175,7 @@ def _summary(
 
     train, scored = data
     config = trainer.config
-    inputs, keywords = example_inputs(scored)
+    inputs, keywords = example_inputs(scored, config)
     device = trainer.world.device
     moved = {key: value.to(device) for key, value in keywords.items()}
     return {
@@ -195,7 +193,7 @@ def _summary(
         "final": trainer.latest,
         "test": tested,
         "environment": environment(device),
-        "baselines": scored.baselines(train) if hasattr(scored, "baselines") else None,
+        "baselines": baselines(config, train, scored),
     }
 
 
@@ -215,6 +213,8 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         if not gates:
             return
         _write_json(folder / "gates.json", {"layers": gates})
+        if not hasattr(dataset, "collate"):
+            return
         images = dataset.collate([dataset[index] for index in range(min(MAPPED_IMAGES, len(dataset)))]).inputs
         if not images.is_floating_point():
             return
@@ -224,7 +224,13 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
 
 
-def _write_report(folder: Path, reporter: Reporter) -> None:
+def write_evaluation(folder: Path, result: dict[str, Any]) -> None:
+    """Write `evaluation.json`: scores by way of treating the memory, and the loss by place in the document."""
+    _write_json(folder / "evaluation.json", result)
+
+
+def write_report(folder: Path, reporter: Reporter) -> None:
+    """Write `report.html`, or say why not."""
     from cached_transformers.analysis.report import write_run_report
 
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -33,9 +35,9 @@ class TrainingConfig:
     evaluate_every: int = 100
     """Steps between evaluations on the whole validation split; there is one at the end in any case."""
     evaluation_batch_size: int | None = None
-    """Rows per evaluation batch and process; null takes `batch_size`."""
-    metric: Literal["accuracy", "loss"] = "accuracy"
-    """Validation value that decides which checkpoint is the best."""
+    """Rows per evaluation batch and process; null takes `batch_size`. Text: streams, over all processes."""
+    metric: Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity"] = "accuracy"
+    """Validation value that decides which checkpoint is the best; text has no accuracy, and needs another."""
     test: Literal["best", "last", "none"] = "best"
     """Checkpoint that is evaluated on the test split when training is over."""
     save_every: int | None = None
@@ -46,12 +48,26 @@ class TrainingConfig:
     """Steps between training lines in metrics.jsonl and on the screen."""
     tensorboard: Literal["auto", True, False] = "auto"
     """auto writes event files when tensorboard is installed."""
+    segment_length: int = 128
+    """Text: tokens in a segment."""
+    segments: int = 1
+    """Text: segments that each row reads in one step."""
+    bptt: int = 1
+    """Text: segments that a gradient may cross, within a step."""
+    passes: int = 1
+    """Text: how often the segments of a step are read; see `SegmentLoop`."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps"):
+        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
+        for name in (*counts, "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        if self.bptt > self.segments:
+            raise ValueError(
+                f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
+                "a gradient stays within the step"
+            )
         for name in ("save_every", "evaluation_batch_size"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")
@@ -64,6 +80,25 @@ class TrainingConfig:
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
             )
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context in which the model runs."""
+        half = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.precision]
+        return torch.autocast(device.type, half, enabled=self.precision != "float32")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How text is scored, while a run trains and after it (the `evaluation` section of a recipe)."""
+
+    segment_length: int | None = None
+    """Tokens in a segment; null takes `training.segment_length`."""
+    memory: Literal["carry", "reset", "shuffle"] = "carry"
+    """What a row keeps from segment to segment: its memory, nothing, or the memory of another row."""
+
+    def __post_init__(self) -> None:
+        if self.segment_length is not None and self.segment_length < 1:
+            raise ValueError(f"evaluation.segment_length={self.segment_length} must be at least 1, or null")
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:

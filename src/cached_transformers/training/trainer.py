@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys
@@ -27,12 +26,13 @@ from cached_transformers.training.checkpoint import (
     restore_rng,
     seed_everything,
 )
-from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.distributed import World
 from cached_transformers.training.interruption import Interrupted, stop_requests
-from cached_transformers.training.loader import TrainingOrder, mixed_seed, training_batches
-from cached_transformers.training.metrics import EventFiles, MetricsFile, averages, evaluate, forward, sums
+from cached_transformers.training.loader import mixed_seed
+from cached_transformers.training.metrics import EventFiles, MetricsFile
 from cached_transformers.training.optim import build_optimizer, learning_rate, set_learning_rate
 from cached_transformers.training.progress import Reporter
+from cached_transformers.training.tasks import make_task
 
 
 class Trainer:
@@ -63,13 +63,12 @@ class Trainer:
         self.config = config
         self.settings = settings = config.training
         self.world, self.folder, self.reporter = world, folder, reporter
-        self.training_data, self.validation_data = training_data, validation_data
+        self.validation_data = validation_data
         check_precision(settings.precision, world.device)
-        share = (world.rank, world.size, settings.accumulate)
-        self.order = TrainingOrder(len(training_data), settings.batch_size, settings.seed, 0, *share)
         if settings.activation_checkpointing:
             enable_activation_checkpointing(model)
         self.model = model.to(world.device)
+        self.task = make_task(config, self.model, training_data, validation_data, world)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
@@ -79,7 +78,7 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
         self.train_seconds = 0.0
-        self._total = torch.zeros(3, dtype=torch.float64)
+        self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
@@ -144,6 +143,7 @@ class Trainer:
         self.skipped, self.bad_in_a_row = state["skipped"], state["bad_in_a_row"]
         self.train_seconds, self._seconds_before = (state["train_seconds"], state["seconds"])
         self._total = state["total"]
+        self.task.load_state_dict(state.get("carried", {}))
         if self.world.rank < len(state["rng"]):
             restore_rng(state["rng"][self.world.rank])
 
@@ -154,7 +154,7 @@ class Trainer:
             OSError: it could not be written; the message names the path.
         """
         weights = self.model.state_dict()
-        rng = self.world.gather(capture_rng())
+        rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -166,6 +166,7 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "seconds": self.seconds,
             "total": self._total,
+            "carried": carried,
         }
         if self.world.main:
             best = self.best["step"] if self.best else None
@@ -188,11 +189,9 @@ class Trainer:
             RuntimeError: too many steps in a row had a non-finite loss or gradient.
             OSError: metrics or a checkpoint could not be written.
         """
-        settings, world = self.settings, self.world
-        self.order.start = self.step
-        batches = training_batches(self.training_data, self.order, settings.workers)
-        wrapped = wrap(self.model, world)
-        runner: Callable[..., Any] = torch.compile(wrapped) if settings.compile else wrapped
+        settings = self.settings
+        batches = self.task.batches(self.step)
+        wrapped, runner = self.task.runner()
         with self._open_files(), stop_requests() as stop, self.reporter:
             self.reporter.advance(self.step)
             while self.step < settings.steps:
@@ -218,11 +217,11 @@ class Trainer:
         self.model.train()
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         set_learning_rate(self.optimizer, self._learning_rate())
-        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
             waits = isinstance(wrapped, DistributedDataParallel) and piece < settings.accumulate - 1
             with wrapped.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
-                total += self._backward(runner, next(batches))
+                total += self.task.backward(runner, next(batches), self.scaler)
         total = self.world.sum(total).cpu()
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
@@ -235,21 +234,10 @@ class Trainer:
             # Running averages and caches have seen the bad values; one that is not a number would never recover.
             for buffer, before in buffers:
                 buffer.copy_(before)
+        self.task.finish(finite)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._count_bad(finite)
-
-    def _backward(self, runner: Callable[..., Any], batch: Any) -> Tensor:
-        """Forward and backward of one piece; returns its sums of loss, correct rows and rows."""
-        settings, device = self.settings, self.world.device
-        half = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.precision]
-        with torch.autocast(device.type, half, enabled=settings.precision != "float32"):
-            logits_BK, targets_B, auxiliary = forward(runner, batch, device)
-        loss = F.cross_entropy(logits_BK.float(), targets_B, label_smoothing=settings.label_smoothing)
-        if auxiliary is not None:
-            loss = loss + auxiliary
-        self.scaler.scale(loss / settings.accumulate).backward()
-        return sums(logits_BK.detach(), targets_B) if torch.isfinite(loss) else loss.new_full((3,), math.nan).double()
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.config.schedule, self.step, self.settings.steps)
@@ -291,17 +279,21 @@ class Trainer:
 
     def _log_training(self) -> None:
         """One line with the averages since the last line; steps that were skipped are not in them."""
-        if self._total[2] == 0:
+        if self._total[-1] == 0:
             return
-        line = {"step": self.step, "split": "train", **averages(self._total), "learning_rate": self._learning_rate()}
+        line = {
+            "step": self.step,
+            "split": "train",
+            **self.task.averages(self._total),
+            "learning_rate": self._learning_rate(),
+        }
         line |= {"gradient_norm": self._gradient_norm, "skipped": self.skipped, "seconds": round(self.seconds, 3)}
-        self._total = torch.zeros(3, dtype=torch.float64)
+        self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._write(line)
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""
-        size = self.settings.evaluation_batch_size or self.settings.batch_size
-        values = evaluate(self.model, self.validation_data, self.world, size)
+        values, _ = self.task.evaluate(self.model, self.validation_data)
         self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
         self.latest = {"step": self.step, **values}
         improved = self.best is None or self._score(self.latest) > self._score(self.best)
@@ -313,7 +305,8 @@ class Trainer:
         """What the best step has most of; a loss that is not a number is worse than all."""
         if self.settings.metric == "accuracy":
             return values["accuracy"]
-        return -math.inf if math.isnan(values["loss"]) else -values["loss"]
+        value = values[self.settings.metric]
+        return -math.inf if math.isnan(value) else -value
 
     def _stop_if_asked(self, stop: list[int]) -> None:
         """Save and leave when any process was asked to stop; all processes decide alike."""

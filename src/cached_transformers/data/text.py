@@ -1,0 +1,165 @@
+"""Text for language modelling: what all text data sets share. A split is one long row of token ids, cut in documents.
+
+Every token of a split is predicted exactly once: before the first one stands the tokenizer's `start`. So the sum of all
+losses belongs to the text, whatever the tokenizer, and gives bits per byte and perplexity per word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from .base import check_split
+from .store import Arrays, load_or_build
+from .text_files import TextFile
+from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
+
+VERSION = 1  # to be raised when the same text gives other ids
+
+
+class TextDataset:
+    """A split of a corpus as token ids, with the tokenizer that the training split gave.
+
+    Subclasses say which documents a split has (`_documents`) and what decides them (`_key`).
+
+    Args:
+        name: the registered name. split: one of `SPLITS`.
+        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids; None for all words, or 16,000 byte
+            pairs.
+        reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" begins each
+            at the start of a batch's tokens, with an empty memory.
+        shuffle: draw a new order of documents for each epoch of training.
+
+    Attributes:
+        task: what the trainer makes of it.
+        tokens: ids (size,). starts: where each document begins (documents,).
+        counts: "tokens", "words" and "bytes" of the split.
+        line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
+        punctuation: the word tokenizer separates it from words.
+    """
+
+    task = "language"
+    line = "paragraph"
+    punctuation = False
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        *,
+        tokenizer: str,
+        vocabulary_size: int | None,
+        reset: str,
+        shuffle: bool,
+    ) -> None:
+        check_kind(tokenizer, vocabulary_size)
+        if reset not in ("never", "document"):
+            raise ValueError(f"data.reset={reset!r} must be 'never' or 'document'")
+        self.name, self.split, self.kind = name, check_split(split), tokenizer
+        self.reset, self.shuffle = reset, shuffle
+        key: dict[str, object] = {
+            "kind": tokenizer,
+            "size": vocabulary_size,
+            "punctuation": self.punctuation,
+            "version": VERSION,
+        }
+        if tokenizer != "byte":
+            key["train"] = self._key("train")
+
+        def train() -> Arrays:
+            trained = train_tokenizer(tokenizer, self._documents("train"), vocabulary_size, self.punctuation)
+            return {"tokenizer": np.frombuffer(trained.dump(), dtype=np.uint8)}
+
+        stored = train() if tokenizer == "byte" else load_or_build("vocabulary", key, train)
+        self.tokenizer: Tokenizer = load_tokenizer(stored["tokenizer"].tobytes())
+        arrays = load_or_build("text", {**key, "text": self._key(split), "line": self.line}, self._encode)
+        self.tokens, self.starts = arrays["tokens"], arrays["starts"]
+        self.counts = dict(zip(("tokens", "words", "bytes"), arrays["counts"].tolist(), strict=True))
+
+    def _key(self, split: str) -> object:
+        """What decides the documents of a split, as JSON."""
+        raise NotImplementedError
+
+    def _documents(self, split: str) -> Iterator[str]:
+        """The documents of a split, in order; none is empty."""
+        raise NotImplementedError
+
+    @property
+    def exact(self) -> bool:
+        """Whether every byte of the files counts."""
+        return self.kind == "byte"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def describe(self) -> dict[str, object]:
+        """Facts for reports and for building a model; ends are token ids, empty where the tokenizer has none."""
+        lines = self.tokenizer.line_ends
+        return {
+            "name": self.name,
+            "split": self.split,
+            "size": len(self),
+            "documents": len(self.starts),
+            **self.counts,
+            "tokenizer": self.kind,
+            "vocabulary": self.tokenizer.vocabulary,
+            "sentence_ends": lines if self.line == "sentence" else self.tokenizer.sentence_ends,
+            "paragraph_ends": lines if self.line == "paragraph" else (),
+        }
+
+    def scores(self, nats: float, tokens: float) -> dict[str, float]:
+        """What a summed loss over so many tokens amounts to.
+
+        loss is in nats per token and perplexity per token; bits_per_byte and word_perplexity, for tokenizers that lose
+        nothing, are per byte and per word of the text (WikiText's way: blank-separated, a line end counts as one).
+        """
+        loss = nats / tokens
+        values = {"loss": loss, "perplexity": _exp(loss)}
+        if self.tokenizer.lossless:
+            per_token = {unit: self.counts[unit] / self.counts["tokens"] for unit in ("bytes", "words")}
+            values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
+            values["word_perplexity"] = _exp(loss / per_token["words"])
+        return values
+
+    def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
+        """Scores of the unigram model of `train` with add-one smoothing."""
+        size = self.tokenizer.vocabulary
+        counts = np.bincount(train.tokens, minlength=size) + 1
+        seen = np.bincount(self.tokens, minlength=size)
+        nats = float(-(seen * np.log(counts / counts.sum())).sum())
+        return {"unigram": self.scores(nats, len(self))}
+
+    def _encode(self) -> Arrays:
+        parts, words, size = [], 0, 0
+        for text in self._documents(self.split):
+            parts.append(self.tokenizer.encode(text))
+            words += len(text.split()) + (text.count("\n") if self.line != "wrapped" else 0)
+            size += len(text.encode("utf-8", "surrogateescape"))
+        starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+        kinds = (np.uint8, np.uint16, np.int32)
+        kind = next(k for k in kinds if self.tokenizer.vocabulary - 1 <= np.iinfo(k).max)
+        tokens = np.concatenate(parts).astype(kind)
+        return {"tokens": tokens, "starts": starts, "counts": np.array([len(tokens), words, size], dtype=np.int64)}
+
+
+def fingerprint(texts: list[TextFile]) -> list[list[str | None]]:
+    """Name and content of texts, for the key of a cache."""
+    return [[text.name, text.member, _digest(text.path, text.path.stat().st_mtime_ns)] for text in texts]
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path, modified: int) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

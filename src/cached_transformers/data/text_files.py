@@ -1,0 +1,187 @@
+"""Text on disk: plain or compressed files, archives and folders of them, and which of them belong to a split."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from .base import SPLIT_WORDS
+
+TextPath = str | Path | Mapping[str, str | Path]
+"""A file, an archive, a folder, or a mapping from split to one of these."""
+
+_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".xz": lzma.decompress,
+    ".gz": gzip.decompress,
+    ".bz2": bz2.decompress,
+}
+_TEXT = (".txt", ".tokens", ".text", ".raw")
+_ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
+_DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One text: a file, or a member of an archive. `name` is its path in the folder or archive it was found in."""
+
+    path: Path
+    name: str
+    member: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.member is None else f"{self.path}:{self.member}"
+
+    def content(self) -> bytes:
+        """The text as bytes, decompressed.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            content = self.path.read_bytes() if self.member is None else _read_member(self.path, self.member)
+            decompress = _DECOMPRESS.get(PurePosixPath(self.name).suffix)
+            return content if decompress is None else decompress(content)
+        except FileNotFoundError:
+            raise
+        except _DAMAGE as error:
+            raise ValueError(f"{self} cannot be read: {error}; the file is damaged, fetch it again") from error
+
+    def stem(self) -> str:
+        """File name without the suffixes of text and compression: `wiki.train` for wiki.train.tokens.xz."""
+        name = PurePosixPath(self.name).name
+        for suffixes in (tuple(_DECOMPRESS), _TEXT):
+            name = next((name.removesuffix(s) for s in suffixes if name.endswith(s)), name)
+        return name
+
+
+def find_texts(path: str | Path) -> list[TextFile]:
+    """The texts in a folder (and its sub-folders) or archive, sorted by name; a single file is itself.
+
+    Raises:
+        FileNotFoundError: there is no such path, or no text in it.
+        ValueError: an archive is damaged.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give data.path=FOLDER_OR_FILE")
+    if path.is_file():
+        found = _members(path) if path.name.endswith(_ARCHIVES) else [TextFile(path, path.name)]
+    else:
+        found = []
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            if file.name.endswith(_ARCHIVES):
+                found += _members(file)
+            elif _is_text(name := file.relative_to(path).as_posix()):
+                found.append(TextFile(file, name))
+    if not found:
+        raise FileNotFoundError(f"{path} holds no text ({', '.join(_TEXT)}; also .xz, .gz, .bz2, or in an archive)")
+    return sorted(found, key=lambda text: text.name)
+
+
+def split_of(text: TextFile) -> str | None:
+    """The split that a text's file name or one of its folders names; None where they name none."""
+    *folders, _ = PurePosixPath(text.name).parts
+    for split, words in SPLIT_WORDS.items():
+        pattern = re.compile(rf"(.*[._-])?({'|'.join(words)})([._-].*)?", re.IGNORECASE)
+        if pattern.fullmatch(text.stem()) or any(folder.lower() in words for folder in folders):
+            return split
+    return None
+
+
+def split_texts(path: TextPath, split: str) -> list[TextFile]:
+    """The texts of one split, by the names of files or folders.
+
+    Raises:
+        FileNotFoundError: there is none; the message says what was looked for and what was found.
+    """
+    if isinstance(path, Mapping):
+        if split not in path:
+            raise FileNotFoundError(f"no file is given for split {split!r}; data.path names {', '.join(path)}")
+        texts = find_texts(path[split])
+        if len(texts) == 1:  # chosen by hand, whatever its name
+            return texts
+        path = path[split]
+    else:
+        texts = find_texts(path)
+    chosen = [text for text in texts if split_of(text) == split]
+    if not chosen:
+        words, names = ", ".join(SPLIT_WORDS[split]), ", ".join(text.name for text in texts[:10])
+        message = f"{path} holds no text for split {split!r}: expected a file or folder named {words}; found {names}"
+        raise FileNotFoundError(f"{message}; a mapping from split to file can name others")
+    return chosen
+
+
+def split_text(path: TextPath, split: str) -> TextFile:
+    """The one text of a split, for data whose splits are single files.
+
+    Raises:
+        FileNotFoundError: see `split_texts`.
+        ValueError: there are several.
+    """
+    chosen = split_texts(path, split)
+    if len(chosen) > 1:
+        names = ", ".join(map(str, chosen))
+        raise ValueError(f"several texts are named after split {split!r} ({names}); give a mapping from split to file")
+    return chosen[0]
+
+
+def decoded(content: bytes, name: object, exact: bool = False) -> str:
+    """UTF-8 as text, with line feeds for all line ends.
+
+    Args:
+        exact: keep every byte: line ends as they are, and what is not UTF-8 as `surrogateescape` keeps it.
+
+    Raises:
+        ValueError: it is not UTF-8, or holds no text.
+    """
+    if not content.strip():
+        raise ValueError(f"{name} is empty; remove it, or fetch it again")
+    if exact:
+        return content.decode("utf-8", "surrogateescape")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it, or read it with data.tokenizer=byte"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _is_text(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        return False
+    return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *_DECOMPRESS))
+
+
+def _members(archive: Path) -> list[TextFile]:
+    """The texts in an archive; all its files when none is named as one (enwik8.zip holds `enwik8`)."""
+    try:
+        if archive.name.endswith(".zip"):
+            with zipfile.ZipFile(archive) as packed:
+                names = [info.filename for info in packed.infolist() if not info.is_dir()]
+        else:
+            with tarfile.open(archive) as unpacked:
+                names = [info.name for info in unpacked if info.isfile()]
+    except _DAMAGE as error:
+        raise ValueError(f"{archive} cannot be read: {error}; the archive is damaged, fetch it again") from error
+    texts = [name for name in names if _is_text(name)]
+    return [TextFile(archive, name, member=name) for name in texts or names]
+
+
+def _read_member(archive: Path, member: str) -> bytes:
+    if archive.name.endswith(".zip"):
+        with zipfile.ZipFile(archive) as packed:
+            return packed.read(member)
+    with tarfile.open(archive) as unpacked:
+        file = unpacked.extractfile(member)
+        assert file is not None
+        return file.read()

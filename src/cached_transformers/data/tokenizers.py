@@ -1,0 +1,212 @@
+"""From text to token ids and back: words, bytes, or byte pairs; every vocabulary is built on training text alone.
+
+Words as Transformer-XL (arXiv:1901.02860) reads WikiText: blank-separated, one `<eos>` a line, rare ones `<unk>`. Byte
+pairs are those of GPT-2 (over bytes, so that nothing is unknown), trained by the `tokenizers` library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..extras import require
+from ..registry import unknown_name
+
+UNKNOWN, END = "<unk>", "<eos>"
+SENTENCE_MARKS = (".", "!", "?")
+BPE_SIZE = 16_000
+_CHUNK = 1 << 16  # characters that are encoded at once
+_PIECES = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
+
+
+class Tokenizer(Protocol):
+    """What data sets ask of a tokenizer.
+
+    Attributes:
+        vocabulary: number of token ids.
+        start: id that stands before the first token of a stream or document.
+        lossless: whether `decode` gives back the very text.
+        sentence_ends: ids of the tokens that end a sentence.
+        line_ends: ids of the tokens that end a line.
+    """
+
+    vocabulary: int
+    start: int
+    lossless: bool
+    sentence_ends: tuple[int, ...]
+    line_ends: tuple[int, ...]
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+    def dump(self) -> bytes:
+        """Everything that `load_tokenizer` needs to make it again."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes; there is nothing to train, and a line feed stands before the first token."""
+
+    vocabulary, start, lossless = 256, ord("\n"), True
+    sentence_ends: tuple[int, ...] = tuple(map(ord, SENTENCE_MARKS))
+    line_ends: tuple[int, ...] = (ord("\n"),)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def dump(self) -> bytes:
+        return b'{"kind": "byte"}'
+
+
+class WordTokenizer:
+    """Words, the commonest first, after `<unk>` and `<eos>`.
+
+    Args:
+        words: the vocabulary; starts with `<unk>` and `<eos>`.
+        punctuation: separate punctuation from words, for text that was not tokenised before.
+    """
+
+    start, lossless = 1, False
+
+    def __init__(self, words: list[str], punctuation: bool) -> None:
+        self.words, self.punctuation, self.vocabulary = words, punctuation, len(words)
+        self._ids = {word: index for index, word in enumerate(words)}
+        self.sentence_ends = tuple(self._ids[mark] for mark in SENTENCE_MARKS if mark in self._ids)
+        self.line_ends: tuple[int, ...] = (self.start,)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int | None, punctuation: bool) -> WordTokenizer:
+        """The `size` commonest words (all when None); of equally common ones those that come first in the alphabet."""
+        if size is not None and size < 3:
+            raise ValueError(f"data.vocabulary_size={size} must be at least 3: {UNKNOWN}, {END} and one word")
+        counts: Counter[str] = Counter()
+        for text in texts:
+            for line in lines_of(text):
+                counts.update(split_words(line, punctuation))
+        ranked = sorted(counts.keys() - {UNKNOWN, END}, key=lambda word: (-counts[word], word))
+        return cls([UNKNOWN, END, *ranked][:size], punctuation)
+
+    def encode(self, text: str) -> np.ndarray:
+        ids, found = self._ids, array("i")
+        for line in lines_of(text):
+            found.extend(ids.get(word, 0) for word in split_words(line, self.punctuation))
+            found.append(self.start)
+        return np.array(found, dtype=np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        lines = " ".join(self.words[token] for token in tokens).split(END)
+        return "\n".join(line.strip() for line in lines)
+
+    def dump(self) -> bytes:
+        return json.dumps({"kind": "word", "words": self.words, "punctuation": self.punctuation}).encode()
+
+
+class BytePairTokenizer:
+    """Byte pairs; `<eos>` (id 0) ends a document and stands before the first token.
+
+    Args:
+        model: the trained tokenizer of the `tokenizers` library, as JSON.
+    """
+
+    start, lossless = 0, True
+
+    def __init__(self, model: str) -> None:
+        self._json = model
+        self._model: Any = require("tokenizers", extra="language").Tokenizer.from_str(model)
+        self._model.encode_special_tokens = True  # a text that holds "<eos>" means these five characters
+        self.vocabulary = self._model.get_vocab_size()
+        texts = [self._model.decode([index], skip_special_tokens=False) for index in range(self.vocabulary)]
+        ends = tuple(f"{mark}{quote}" for mark in SENTENCE_MARKS for quote in ("", '"', "'", ")", "\u201d"))
+        self.sentence_ends = tuple(i for i, text in enumerate(texts) if text.strip().endswith(ends))
+        self.line_ends = (self.start, *(i for i, text in enumerate(texts) if "\n" in text))
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int | None) -> BytePairTokenizer:
+        """`size` tokens (16,000 when None), fewer when the text has no more pairs."""
+        size = BPE_SIZE if size is None else size
+        if size < 257:
+            raise ValueError(f"data.vocabulary_size={size} must be at least 257 byte pairs: {END} and the 256 bytes")
+        library = require("tokenizers", extra="language")
+        level = library.pre_tokenizers.ByteLevel
+        model = library.Tokenizer(library.models.BPE())
+        model.pre_tokenizer, model.decoder = level(add_prefix_space=False), library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=size, special_tokens=[END], initial_alphabet=sorted(level.alphabet()), show_progress=False
+        )
+        model.train_from_iterator((chunk for text in texts for chunk in _chunks(text)), trainer)
+        return cls(model.to_str())
+
+    def encode(self, text: str) -> np.ndarray:
+        parts = [self._model.encode(chunk, add_special_tokens=False).ids for chunk in _chunks(text)]
+        return np.array([*(token for part in parts for token in part), self.start], dtype=np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._model.decode([token for token in map(int, tokens) if token != self.start])
+
+    def dump(self) -> bytes:
+        return json.dumps({"kind": "bpe", "model": self._json}).encode()
+
+
+KINDS = ("word", "byte", "bpe")
+
+
+def train_tokenizer(kind: str, texts: Iterable[str], size: int | None, punctuation: bool) -> Tokenizer:
+    """A tokenizer with a vocabulary of `texts`.
+
+    Raises:
+        ValueError: unknown kind, or a size that it cannot have.
+        ImportError: byte pairs need the `tokenizers` library, which is not installed.
+    """
+    check_kind(kind, size)
+    if kind == "byte":
+        return ByteTokenizer()
+    return WordTokenizer.train(texts, size, punctuation) if kind == "word" else BytePairTokenizer.train(texts, size)
+
+
+def load_tokenizer(content: bytes) -> Tokenizer:
+    """The tokenizer that `dump` wrote."""
+    stored = json.loads(content)
+    if stored["kind"] == "byte":
+        return ByteTokenizer()
+    if stored["kind"] == "word":
+        return WordTokenizer(stored["words"], stored["punctuation"])
+    return BytePairTokenizer(stored["model"])
+
+
+def check_kind(kind: str, size: int | None) -> None:
+    """Refuse an unknown tokenizer, and a vocabulary size for bytes (ValueError)."""
+    if kind not in KINDS:
+        raise ValueError(unknown_name("tokenizer", kind, list(KINDS)))
+    if kind == "byte" and size is not None:
+        raise ValueError(f"data.vocabulary_size={size} does not apply to bytes, of which there are 256; leave it out")
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """Lines without their ends; unlike `str.splitlines` only a line feed ends a line."""
+    return iter((text[:-1] if text.endswith("\n") else text).split("\n"))
+
+
+def split_words(line: str, punctuation: bool) -> list[str]:
+    """Blank-separated words, or words and punctuation marks."""
+    return _PIECES.findall(line) if punctuation else line.split()
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Pieces of bounded length, cut where single line feeds stand: no token reaches across one, cut or not."""
+    start = 0
+    cut = re.compile(r"(?<=\S)\n(?=\S)")
+    while start < len(text):
+        found = cut.search(text, start + _CHUNK)
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end

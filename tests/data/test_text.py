@@ -1,0 +1,370 @@
+"""Text data sets: where files are found, what tokenizers do to text, how text is cut, what is refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+import tarfile
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cached_transformers.data import create_dataset
+from cached_transformers.data.text_files import find_texts, split_of
+from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
+
+SPLITS = ("train", "validation", "test")
+TRAIN = " \n = One = \n \n a b c . \n a <unk> d ? \n \n = Two = \n \n = = Part = = \n \n a b \n"
+VALID = " \n = Three = \n \n a zebra . \n"
+TEST = " \n = Four = \n \n b b b \n"
+
+
+def write_splits(
+    folder: Path, names: tuple[str, str, str] = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
+):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip(names, (TRAIN, VALID, TEST), strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def text_of(dataset) -> str:
+    return dataset.tokenizer.decode(dataset.tokens.tolist())
+
+
+# ------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_words_are_ranked_and_rare_ones_unknown(tmp_path):
+    data = create_dataset("wikitext2", "validation", path=write_splits(tmp_path), vocabulary_size=5)
+    # = stands 8 times, a 3 times, then b (2): with <unk> and <eos> that makes five.
+    assert data.tokenizer.words == ["<unk>", "<eos>", "=", "a", "b"]
+    assert data.tokens.tolist() == [1, 2, 0, 2, 1, 1, 3, 0, 0, 1]
+    assert text_of(data) == "\n= <unk> =\n\na <unk> <unk>\n"
+
+
+def test_one_line_end_a_line_also_for_blank_ones():
+    tokenizer = WordTokenizer.train(["a b\n\nc"], None, False)
+    assert tokenizer.encode("a b\n\nc\n").tolist() == [*tokenizer.encode("a b\n\nc").tolist()] == [2, 3, 1, 1, 4, 1]
+    assert tokenizer.encode("a\u2028b\x0cc").tolist() == [2, 3, 4, 1]  # only a line feed ends a line
+
+
+def test_punctuation_can_be_separated():
+    tokenizer = WordTokenizer.train(["It's so, isn't it?"], None, True)
+    assert set(tokenizer.words[2:]) == {"It's", "so", ",", "isn't", "it", "?"}
+    assert [tokenizer.words[i] for i in tokenizer.sentence_ends] == ["?"]
+
+
+def test_bytes_come_back_whatever_they_are():
+    text = bytes(range(256)).decode("utf-8", "surrogateescape")
+    assert ByteTokenizer().encode(text).tolist() == list(range(256))
+    assert ByteTokenizer().decode(ByteTokenizer().encode("naïve\n")) == "naïve\n"
+
+
+@pytest.mark.parametrize("text", ["Hello  world!\n\n\n It's 5.\t\n", "a\nb\nc " * 9, "naïve — ﬁn 漢字 <eos> <unk>\n"])
+def test_byte_pairs_come_back_too(text):
+    tokenizer = BytePairTokenizer.train(["Hello world. It's me.\n" * 20], 300)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokens[-1] == tokenizer.start and (tokens[:-1] != tokenizer.start).all()
+    assert tokenizer.vocabulary <= 300
+    assert load_tokenizer(tokenizer.dump()).encode(text).tolist() == tokens.tolist()
+
+
+def test_long_text_is_encoded_in_chunks_as_if_it_were_one(monkeypatch):
+    text = "Some words, \n\n  and more.\nA line\n\nlast one\n" * 30
+    tokenizer = BytePairTokenizer.train([text], 320)
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("cached_transformers.data.tokenizers._CHUNK", 20)
+    assert tokenizer.encode(text).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("kind", ["word", "byte", "bpe"])
+def test_ends_of_sentences_and_paragraphs_are_told(tmp_path, kind):
+    folder = write_splits(tmp_path)
+    data = create_dataset(
+        "wikitext2", "train", path=folder, tokenizer=kind, vocabulary_size=300 if kind == "bpe" else None
+    )
+    told = data.describe()
+    sentence, paragraph = ({data.tokenizer.decode([i]) for i in told[f"{n}_ends"]} for n in ("sentence", "paragraph"))
+    assert {s.strip() for s in sentence} >= {".", "?"}
+    assert any("\n" in p for p in paragraph)
+    assert told["vocabulary"] == data.tokenizer.vocabulary > int(data.tokens.max())
+    assert json.loads(json.dumps(told, default=list))["documents"] == 2
+
+
+def test_lines_of_the_penn_treebank_are_sentences(tmp_path):
+    data = create_dataset(
+        "ptb", "train", path=write_splits(tmp_path, ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"))
+    )
+    assert data.describe()["sentence_ends"] == (1,) and data.describe()["paragraph_ends"] == ()
+    assert len(data.starts) == 1
+
+
+# ------------------------------------------------------------------------------------------------ files and archives
+
+
+def packed(folder: Path, form: str) -> Path:
+    plain = write_splits(folder / "plain", ("train.txt", "valid.txt", "test.txt"))
+    target = folder / "packed"
+    target.mkdir()
+    if form in ("xz", "gz", "bz2"):
+        compress = {"xz": lzma.compress, "gz": gzip.compress, "bz2": bz2.compress}[form]
+        for file in plain.iterdir():
+            (target / f"{file.name}.{form}").write_bytes(compress(file.read_bytes()))
+    elif form == "zip":
+        with zipfile.ZipFile(target / "all.zip", "w") as archive:
+            for file in plain.iterdir():
+                archive.write(file, f"wikitext-2/{file.name}")
+                archive.writestr(f"__MACOSX/._{file.name}", b"junk")
+    else:
+        with tarfile.open(target / f"all.{form}", f"w:{form.removeprefix('tar').removeprefix('.')}") as archive:
+            for file in plain.iterdir():
+                archive.add(file, f"./{file.name}")
+    return target
+
+
+@pytest.mark.parametrize("form", ["xz", "gz", "bz2", "zip", "tar", "tar.xz", "tar.gz"])
+def test_every_packing_gives_the_same_text(tmp_path, form):
+    folder = packed(tmp_path, form)
+    for split, text in zip(SPLITS, (TRAIN, VALID, TEST), strict=True):
+        for path in (folder, *(folder.iterdir() if "tar" in form or form == "zip" else ())):
+            data = create_dataset("wikitext2", split, path=path, tokenizer="byte")
+            assert data.tokens.tobytes() == text.encode()
+
+
+def test_a_mapping_names_files_of_other_names_and_other_corpora(tmp_path):
+    write_splits(tmp_path / "a")
+    (tmp_path / "strange").write_text("a a\n", encoding="utf-8")
+    path = {"train": tmp_path / "a", "validation": str(tmp_path / "strange")}
+    assert create_dataset("wikitext103", "validation", path=path).counts["tokens"] == 3
+    with pytest.raises(FileNotFoundError, match=r"no file is given for split 'test'; data\.path names train, valid"):
+        create_dataset("wikitext103", "test", path=path)
+
+
+def test_splits_are_recognised_by_whole_words(tmp_path):
+    names = {"training.txt": "train", "wiki.valid.raw": "validation", "test/1.txt": "test", "latest.txt": None}
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    assert {text.name: split_of(text) for text in find_texts(tmp_path)} == names
+
+
+def test_the_vocabulary_is_of_the_training_text_alone(tmp_path):
+    for split in SPLITS:
+        data = create_dataset("wikitext2", split, path=write_splits(tmp_path))
+        assert "zebra" not in data.tokenizer.words and data.tokenizer.vocabulary == 12
+
+
+def test_ids_are_kept_by_content_and_options(tmp_path, cache):
+    folder = write_splits(tmp_path / "a")
+    first = create_dataset("wikitext2", "train", path=folder)
+    assert len(list(cache.iterdir())) == 2
+    again = create_dataset("wikitext2", "train", path=write_splits(tmp_path / "b"))
+    assert len(list(cache.iterdir())) == 2 and again.tokens.tolist() == first.tokens.tolist()
+    create_dataset("wikitext2", "train", path=folder, vocabulary_size=4)
+    assert len(list(cache.iterdir())) == 4
+    (folder / "wiki.train.tokens").write_text("other text\n", encoding="utf-8")
+    assert create_dataset("wikitext2", "train", path=folder).counts["tokens"] == 3
+
+
+# ----------------------------------------------------------------------------------------- documents and held-out text
+
+
+def test_articles_begin_at_titles_and_nothing_is_lost(tmp_path):
+    data = create_dataset("wikitext2", "train", path=write_splits(tmp_path), tokenizer="byte")
+    whole = data.tokens.tobytes().decode()
+    assert whole == TRAIN and data.starts.tolist() == [0, TRAIN.index(" = Two")]
+
+
+def test_a_byte_file_is_cut_ninety_five_five(tmp_path):
+    content = np.random.default_rng(0).integers(0, 256, 10_000, dtype=np.uint8).tobytes()
+    (tmp_path / "enwik8").write_bytes(content)
+    parts = [create_dataset("enwik8", split, path=tmp_path / "enwik8").tokens.tobytes() for split in SPLITS]
+    assert [len(part) for part in parts] == [9000, 500, 500] and b"".join(parts) == content
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", content)
+    assert create_dataset("enwik8", "test", path=tmp_path / "enwik8.zip").tokens.tobytes() == content[-500:]
+
+
+BOOK = (
+    "Title\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\nIt was\na night.\n\n  Rain\nfell.\n\n"
+    "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\n\nLicence\n"
+)
+
+
+def test_books_lose_their_licence_and_their_wrapping(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(BOOK, encoding="utf-8")
+    unwrapped, wrapped = (
+        create_dataset("books", "train", path=tmp_path, tokenizer="byte", unwrap=unwrap) for unwrap in (True, False)
+    )
+    assert unwrapped.tokens.tobytes() == b"It was a night.\nRain fell.\n"
+    assert wrapped.tokens.tobytes() == b"It was\na night.\n\n  Rain\nfell.\n"
+    assert unwrapped.describe()["paragraph_ends"] == (10,) and wrapped.describe()["paragraph_ends"] == ()
+    assert unwrapped.reset == "document"
+
+
+def test_whole_books_or_their_ends_are_held_out(tmp_path):
+    texts = {name: f"{name} " * 100 for name in "abcd"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    by_file = [set(text_of(create_dataset("books", s, path=tmp_path)).split()) for s in SPLITS]
+    assert by_file[0] == {"a", "b"} and all(part == {"<unk>"} for part in by_file[1:])
+    tails = [create_dataset("text", s, path=tmp_path, tokenizer="byte") for s in SPLITS]
+    assert [len(tail.starts) for tail in tails] == [4, 4, 4]
+    for index, text in enumerate(texts.values()):
+        pieces = (np.split(tail.tokens, tail.starts[1:])[index] for tail in tails)
+        assert b"".join(piece.tobytes() for piece in pieces).decode() == text
+
+
+def test_folders_of_the_splits_are_taken_as_such(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.txt").write_text(f"{split}\n", encoding="utf-8")
+    assert text_of(create_dataset("books", "train", path=tmp_path)) == "train\n"
+
+
+# -------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def test_counts_and_scores_do_not_depend_on_the_tokenizer(tmp_path):
+    folder = write_splits(tmp_path)
+    data = {
+        k: create_dataset("wikitext2", "test", path=folder, tokenizer=k, vocabulary_size=260 if k == "bpe" else None)
+        for k in ("word", "byte", "bpe")
+    }
+    assert {(d.counts["words"], d.counts["bytes"]) for d in data.values()} == {(10, len(TEST))}
+    assert data["word"].counts["tokens"] == 10 and data["byte"].counts["tokens"] == len(TEST)
+    scores = {k: d.scores(30.0, d.counts["tokens"]) for k, d in data.items()}
+    assert scores["word"].keys() == {"loss", "perplexity"}
+    assert scores["bpe"]["word_perplexity"] == pytest.approx(np.exp(3.0))
+    assert scores["byte"]["bits_per_byte"] == pytest.approx(scores["bpe"]["bits_per_byte"])
+    assert scores["byte"]["bits_per_byte"] == pytest.approx(30 / np.log(2) / len(TEST))
+
+
+def test_the_unigram_baseline(tmp_path):
+    folder = write_splits(tmp_path)
+    train, test = (create_dataset("wikitext2", split, path=folder) for split in ("train", "test"))
+    counts = np.bincount(train.tokens, minlength=12) + 1.0
+    expected = -np.mean([np.log(counts[t] / counts.sum()) for t in test.tokens])
+    assert test.baselines(train)["unigram"]["loss"] == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------------------------ shared corpora
+
+
+def test_wikitext_has_the_published_counts(shared):
+    path = shared / "data" / "wikitext-2"
+    sizes = {split: create_dataset("wikitext2", split, path=path) for split in ("validation", "test")}
+    assert [len(d) for d in sizes.values()] == [217_646, 245_569]
+    assert [len(d.starts) for d in sizes.values()] == [60, 60]
+    assert sizes["test"].tokenizer.vocabulary == 33_278
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("wikitext2", {"path": "nowhere"}, FileNotFoundError, "nowhere does not exist; give data.path="),
+        ("wikitext2", {"path": "empty"}, FileNotFoundError, "holds no text"),
+        (
+            "wikitext2",
+            {"path": "half"},
+            FileNotFoundError,
+            "no text for split 'train': expected a file or folder named",
+        ),
+        ("wikitext2", {"path": "twice"}, ValueError, "several texts are named after split 'train'"),
+        ("wikitext2", {"path": "blank"}, ValueError, "train.txt is empty; remove it"),
+        ("wikitext2", {"path": "latin"}, ValueError, "is not UTF-8 (byte 1); convert it, or read it with"),
+        ("wikitext2", {"path": "damaged"}, ValueError, "cannot be read"),
+        (
+            "wikitext2",
+            {"path": "good", "tokenizer": "words"},
+            ValueError,
+            "unknown tokenizer 'words'; did you mean 'word'",
+        ),
+        ("wikitext2", {"path": "good", "vocabulary_size": 2}, ValueError, "data.vocabulary_size=2 must be at least 3"),
+        (
+            "wikitext2",
+            {"path": "good", "tokenizer": "byte", "vocabulary_size": 99},
+            ValueError,
+            "does not apply to bytes",
+        ),
+        (
+            "wikitext2",
+            {"path": "good", "tokenizer": "bpe", "vocabulary_size": 99},
+            ValueError,
+            "at least 257 byte pairs",
+        ),
+        ("wikitext2", {"path": "good", "reset": "always"}, ValueError, "data.reset='always' must be 'never' or"),
+        (
+            "books",
+            {"path": "two"},
+            ValueError,
+            "2 texts, which cannot be dealt to three splits; take data.holdout=tail",
+        ),
+        ("books", {"path": "two", "holdout": "end"}, ValueError, "data.holdout='end' must be 'file'"),
+        ("books", {"path": "licence", "holdout": "tail"}, ValueError, "is an empty document; remove it"),
+        ("text", {"path": "two", "test_fraction": 0.97}, ValueError, "must add up to less than 1"),
+        ("text", {"path": "two", "line": "long"}, ValueError, "data.line='long' must be"),
+        ("enwik8", {"path": "two"}, ValueError, "holds 2 texts (a.txt, b.txt); give one file"),
+    ],
+)
+def test_bad_input_is_named_with_the_way_out(tmp_path, monkeypatch, name, options, error, message):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "half", "twice", "blank", "latin", "damaged", "two", "licence"):
+        Path(folder).mkdir()
+    write_splits(Path("good"))
+    Path("half/valid.txt").write_text("a\n", encoding="utf-8")
+    Path("twice/train.txt").write_text("a\n", encoding="utf-8")
+    Path("twice/b.train.txt").write_text("a\n", encoding="utf-8")
+    Path("blank/train.txt").write_text(" \n", encoding="utf-8")
+    Path("latin/train.txt").write_bytes(b"a\xe9\xe9 b")
+    Path("damaged/train.txt.xz").write_bytes(b"not xz")
+    Path("two/a.txt").write_text("a\n", encoding="utf-8")
+    Path("two/b.txt").write_text("b\n", encoding="utf-8")
+    Path("licence/c.txt").write_text("*** START OF X ***\n\n*** END OF X ***\n", encoding="utf-8")
+    with pytest.raises(error) as caught:
+        create_dataset(name, "train", **options)
+    assert message in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------------- the hub
+
+
+class Rows(list):
+    column_names = ("text",)
+    _fingerprint = "abc"
+
+
+def test_a_data_set_of_the_hub(monkeypatch):
+    rows = {"train": Rows([{"text": "a b"}, {"text": ""}, {"text": "b"}]), "validation": Rows([{"text": "c"}])}
+    library = types.SimpleNamespace(load_dataset=lambda name, config: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    data = create_dataset("huggingface", "train", dataset="x/y")
+    assert text_of(data) == "a b\nb\n" and len(data.starts) == 2
+    with pytest.raises(ValueError, match="x/y has no split 'test'; it has train, validation"):
+        create_dataset("huggingface", "test", dataset="x/y")
+    with pytest.raises(ValueError, match=r"data\.column='body': x/y has text"):
+        create_dataset("huggingface", "train", dataset="x/y", column="body")
+
+
+def test_without_a_network_or_the_library_the_message_says_what_to_do(monkeypatch):
+    def offline(name, config):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    with pytest.raises(ValueError, match=r"cannot be loaded: Couldn't reach the hub.*local files to data\.name=text"):
+        create_dataset("huggingface", "train", dataset="x/y")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install"):
+        create_dataset("huggingface", "train", dataset="x/y")

@@ -1,0 +1,128 @@
+"""Streams: every token once, in order, in its row; and what happens at the ends of rows, documents and epochs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cached_transformers.data import Streams
+
+START = 7
+
+
+def corpus(*lengths: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that are all different, from 100 on, and where documents begin."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    return np.arange(100, 100 + sum(lengths), dtype=np.uint16), starts
+
+
+def epoch(streams: Streams, number: int = 0) -> list:
+    return [streams.batch(number * streams.steps + step) for step in range(streams.steps)]
+
+
+def rows_of(batches: list, name: str) -> list[list[int]]:
+    """What each row reads over an epoch, without padding."""
+    joined = torch.cat([getattr(batch, name) for batch in batches], 1)
+    valid = torch.cat([batch.targets for batch in batches], 1) != -100
+    return [row[keep].tolist() for row, keep in zip(joined, valid, strict=True)]
+
+
+def flat(rows: list[list[int]]) -> list[int]:
+    return [token for row in rows for token in row]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+)
+def test_every_token_is_read_once_an_epoch(lengths, rows, length, align, seed):
+    tokens, starts = corpus(*lengths)
+    try:
+        streams = Streams(tokens, starts, START, rows, length, align=align, seed=seed)
+    except ValueError:
+        assert rows > len(tokens) or (align and rows > sum(-(-n // length) for n in lengths))
+        return
+    for number in (0, 2):
+        batches = epoch(streams, number)
+        assert sorted(flat(rows_of(batches, "targets"))) == tokens.tolist()
+        for batch in batches:
+            assert batch.tokens == int((batch.targets != -100).sum())
+            padded = batch.targets == -100
+            assert torch.equal(batch.padding, padded) if batch.padding is not None else not padded.any()
+
+
+def test_rows_laid_end_to_end_are_the_corpus():
+    tokens, starts = corpus(10, 3, 12)
+    batches = epoch(Streams(tokens, starts, START, 3, 4))
+    rows = rows_of(batches, "targets")
+    assert flat(rows) == tokens.tolist()
+    assert [len(row) for row in rows] == [8, 8, 9]
+    # What a row is given is what it had to predict before; the first of all follows `start`.
+    assert flat(rows_of(batches, "inputs")) == [START, *tokens[:-1].tolist()]
+    assert flat(rows_of(batches, "positions")) == [*range(10), *range(3), *range(12)]
+    assert [batch.reset.tolist() for batch in batches] == [[True] * 3, [False] * 3, [False] * 3]
+    assert batches[0].padding is None and batches[2].inputs.shape == (3, 1)
+
+
+def test_aligned_documents_begin_a_step_with_a_reset_and_without_the_past():
+    tokens, starts = corpus(5, 3, 8)
+    streams = Streams(tokens, starts, START, 1, 4, align=True)
+    batches = epoch(streams)
+    assert [batch.inputs[0].tolist() for batch in batches] == [
+        [START, 100, 101, 102],
+        [103, START, START, START],
+        [START, 105, 106, START],
+        [START, 108, 109, 110],
+        [111, 112, 113, 114],
+    ]
+    assert [bool(batch.reset) for batch in batches] == [True, False, True, True, False]
+    assert [int(batch.padding.sum()) for batch in batches] == [0, 3, 1, 0, 0]
+    # The next epoch begins anew.
+    assert streams.batch(5).reset.all() and torch.equal(streams.batch(5).inputs, batches[0].inputs)
+
+
+def test_documents_are_shuffled_by_seed_and_epoch():
+    tokens, starts = corpus(*[4] * 8)
+    orders = [
+        rows_of(epoch(Streams(tokens, starts, START, 1, 4, seed=seed), number), "targets")[0]
+        for seed, number in ((0, 0), (0, 0), (0, 1), (1, 0), (None, 0))
+    ]
+    assert orders[0] == orders[1] and orders[4] == tokens.tolist()
+    assert len({tuple(order) for order in orders}) == 4
+    for order in orders:  # whole documents, each in order
+        assert all(order[i : i + 4] == list(range(order[i], order[i] + 4)) for i in range(0, 32, 4))
+
+
+def test_a_step_is_a_function_of_its_number_and_rows_of_processes_fit_together():
+    tokens, starts = corpus(30, 31)
+    ordered, fresh = (Streams(tokens, starts, START, 4, 3, seed=1) for _ in range(2))
+    for step in range(14):
+        ordered.batch(step)
+    for step in (13, 2, 9):
+        whole, parts = fresh.batch(step), [ordered.batch(step, slice(i, i + 2)) for i in (0, 2)]
+        for name in ("inputs", "targets", "reset", "positions"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
+        assert all(part.tokens == whole.tokens for part in parts)
+
+
+def test_the_last_step_is_cut_to_whole_segments():
+    tokens, starts = corpus(2 * 21)
+    last = epoch(Streams(tokens, starts, START, 2, 8, unit=4))[-1]
+    assert last.inputs.shape == (2, 8) and last.tokens == 10
+    last = epoch(Streams(tokens[:36], starts, START, 2, 8, unit=4))[-1]
+    assert last.inputs.shape == (2, 4) and last.tokens == 4
+
+
+def test_more_rows_than_there_is_text_are_refused():
+    tokens, starts = corpus(5, 5)
+    with pytest.raises(ValueError, match="a batch of 11 rows exceeds the 10 tokens of the text"):
+        Streams(tokens, starts, START, 11, 2)
+    with pytest.raises(ValueError, match="3 rows exceeds the 2 steps of 8 tokens that the documents fill"):
+        Streams(tokens, starts, START, 3, 8, align=True)

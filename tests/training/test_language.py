@@ -1,0 +1,482 @@
+"""Training on text: the state that crosses steps, exact resume, scores of a whole split, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from cached_transformers.cli.main import main
+from cached_transformers.config import config_from_dict, fill_from_data
+from cached_transformers.state import named_tensors
+from cached_transformers.training.checkpoint import Checkpoint, Checkpoints
+from cached_transformers.training.distributed import World
+from cached_transformers.training.language import evaluate_language
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.run import build_dataset, build_model, run_training
+from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.trainer import Trainer
+from cached_transformers.yaml_tree import apply_override
+
+CPU = World(torch.device("cpu"))
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """A folder of three files of made-up words."""
+    generator, folder = random.Random(0), tmp_path / "text"
+    folder.mkdir()
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 5))) for _ in range(30)]
+    for name, size in {"train": 700, "valid": 90, "test": 120}.items():
+        lines = [" ".join(generator.choices(words, k=6)) for _ in range(size // 6)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def recipe(text: Path, *overrides: str) -> dict:
+    tree = {
+        "name": "language",
+        "data": {"name": "text", "path": str(text), "tokenizer": "byte"},
+        "model": {
+            "name": "language_model",
+            **{"width": 16, "depth": 2, "heads": 2, "feed_forward": 16, "dropout": 0.1},
+            "memory": {"name": "transformer_xl", "length": 6},
+        },
+        "training": {
+            **{"steps": STEPS, "batch_size": 4, "segment_length": 8, "segments": 2, "metric": "bits_per_byte"},
+            **{"evaluate_every": 4, "log_every": 3, "tensorboard": False, "device": "cpu"},
+        },
+        "optimizer": {"learning_rate": 0.01},
+        "schedule": {"name": "constant"},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def make(folder: Path, text: Path, *overrides: str) -> Trainer:
+    config = config_from_dict(recipe(text, *overrides))
+    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+    config = fill_from_data(config, train.describe())
+    folder.mkdir(parents=True, exist_ok=True)
+    return Trainer(config, build_model(config), train, validation, folder, CPU, Reporter("test", 1, None))
+
+
+def fitted(folder: Path, text: Path, *overrides: str) -> Trainer:
+    trainer = make(folder, text, *overrides)
+    trainer.resume("auto")
+    trainer.fit()
+    return trainer
+
+
+def final(folder: Path) -> Checkpoint:
+    checkpoint, problems = Checkpoints(folder / "checkpoints").newest_valid()
+    assert checkpoint is not None and problems == []
+    return checkpoint
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    """Weights, optimiser, carried state, random states and metrics are equal to the bit."""
+    a, b = final(left), final(right)
+    assert a.step == b.step and a.training["carried"]
+    for one, other in ((a.weights, b.weights), (timeless(a.training), timeless(b.training))):
+        one, other = dict(leaves(one)), dict(leaves(other))
+        assert one.keys() == other.keys()
+        for name in one:
+            same = torch.equal if isinstance(one[name], torch.Tensor) else lambda x, y: x == y
+            assert same(one[name], other[name]), name
+    lines = [[{**line, "seconds": 0} for line in read_metrics(folder / "metrics.jsonl")] for folder in (left, right)]
+    assert lines[0] == lines[1]
+
+
+def timeless(tree: dict) -> dict:
+    return {key: value for key, value in tree.items() if "seconds" not in key}
+
+
+def leaves(tree: object, path: str = ""):
+    if isinstance(tree, (dict, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("memory", ["transformer_xl", "null"])
+def test_it_learns(tmp_path, text, memory):
+    trainer = fitted(
+        tmp_path / "run",
+        text,
+        "training.steps=200",
+        "training.evaluate_every=200",
+        "model.dropout=0.0",
+        "model.width=32",
+        f"model.memory={memory}",
+    )
+    unigram = trainer.validation_data.baselines(trainer.validation_data)["unigram"]["bits_per_byte"]
+    assert trainer.best["bits_per_byte"] < 0.8 * unigram
+
+
+@pytest.mark.parametrize("options", [(), ("data.reset=document", "data.shuffle=true", "data.holdout=file")])
+def test_what_a_step_computes_is_what_a_plain_loop_computes(tmp_path, text, options):
+    """Twin: streams cut by hand, the model called segment by segment with the state of the step before."""
+    trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.steps=3", "training.log_every=1", *options)
+    twin = build_model(trainer.config)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01, weight_decay=0.05)
+    decay = [p for p in twin.parameters() if sum(n > 1 for n in p.shape) >= 2]
+    keep = [p for p in twin.parameters() if sum(n > 1 for n in p.shape) < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay}, {"params": keep, "weight_decay": 0.0}], lr=0.01, weight_decay=0.05
+    )
+    tokens = [10, *trainer.task.data.tokens.tolist()]
+    size = len(tokens) - 1
+    bounds = [row * size // 4 for row in range(4)]
+    if options:  # one document: rows are cut at whole steps of 16 tokens
+        bounds = [row * -(-size // 16) // 4 * 16 for row in range(4)]
+    state, losses = None, []
+    for step in range(3):
+        total = 0.0
+        for segment in range(2):
+            begin = [bound + 16 * step + 8 * segment for bound in bounds]
+            inputs, targets = (torch.tensor([tokens[b + o : b + o + 8] for b in begin]) for o in (0, 1))
+            logits, state, _ = twin(inputs, state)
+            total = total + torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            state = map_detached(state)
+        (total / 64).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()) / 64)
+    trainer.fit()
+    logged = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["split"] == "train"]
+    assert logged == pytest.approx(losses, rel=1e-5)
+    for (name, tensor), (_, other) in zip(named_tensors(trainer.task._states[0]), named_tensors(state), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def map_detached(state):
+    from cached_transformers.state import detach
+
+    return detach(state)
+
+
+def test_accumulation_does_not_change_what_is_learned(tmp_path, text):
+    # 12 steps are more than an epoch, so that the last step with its padding is among them.
+    # SGD: the bias of the keys has no gradient but rounding, which Adam would blow up.
+    options = ("model.dropout=0.0", "training.segments=32", "training.bptt=2", "optimizer.name=sgd")
+    whole = fitted(tmp_path / "a", text, *options)
+    assert (
+        whole.task.streams.steps < STEPS and whole.task.streams.batch(whole.task.streams.steps - 1).padding is not None
+    )
+    pieces = fitted(tmp_path / "b", text, *options, "training.accumulate=2")
+    for name, weight in whole.model.state_dict().items():
+        torch.testing.assert_close(weight, pieces.model.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+    carried = whole.task.state_dict(), pieces.task.state_dict()
+    assert carried[0].keys() == carried[1].keys() and all(len(t) == 4 for t in carried[1].values())
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["training.activation_checkpointing=true", "training.precision=bfloat16"],
+)
+def test_other_ways_to_compute_follow_the_same_curve(tmp_path, text, option):
+    plain, other = (
+        fitted(tmp_path / name, text, "model.dropout=0.0", *more) for name, more in (("a", ()), ("b", (option,)))
+    )
+    assert other.latest["loss"] == pytest.approx(plain.latest["loss"], abs=1e-5 if "activation" in option else 0.05)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_follows_the_same_curve_and_saves_the_same_names(tmp_path, text):
+    plain, other = (
+        fitted(tmp_path / name, text, "model.dropout=0.0", *more)
+        for name, more in (("a", ()), ("b", ("training.compile=true",)))
+    )
+    assert other.latest["loss"] == pytest.approx(plain.latest["loss"], abs=1e-4)
+    assert final(tmp_path / "a").weights.keys() == final(tmp_path / "b").weights.keys()
+
+
+def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monkeypatch):
+    trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.accumulate=2")
+    original, calls, kept = SegmentLoop.forward, [], []
+
+    def poisoned(self, *arguments):
+        loss, state = original(self, *arguments)
+        calls.append(0)
+        if len(calls) == 8:  # the second piece of the fourth step
+            kept.extend(trainer.task._states)
+            return loss * math.nan, type(state)(*(map_nan(part) for part in state))
+        if len(calls) == 9:
+            assert arguments[2] is kept[0]
+        return loss, state
+
+    monkeypatch.setattr(SegmentLoop, "forward", poisoned)
+    trainer.fit()
+    assert trainer.skipped == 1 and trainer.step == STEPS
+    assert all(torch.isfinite(t).all() for t in trainer.task.state_dict().values() if t.is_floating_point())
+    assert math.isfinite(trainer.latest["loss"])
+
+
+def map_nan(state):
+    from cached_transformers.state import map_state
+
+    return map_state(lambda t: torch.full_like(t, math.nan) if t.is_floating_point() else t, state)
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("options", [(), ("training.accumulate=2", "data.reset=document", "data.shuffle=true")])
+def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
+    options = (*options, "training.evaluate_every=3")
+    for steps in (3, 9, 12):
+        fitted(tmp_path / "parts", text, *options, f"training.steps={steps}")
+    fitted(tmp_path / "whole", text, *options)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def start(folder: Path, recipe_file: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "cached_transformers.cli.main", "train", str(recipe_file), "--out", str(folder)]
+    return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text):
+    file = tmp_path / "language.yaml"
+    tree = recipe(text, "training.steps=150", "training.evaluate_every=10", "training.test=none")
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    process = start(tmp_path / "run", file)
+    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 12:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 150
+    for folder in ("run", "whole"):
+        process = start(tmp_path / folder, file)
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_state_of_another_memory_is_refused(tmp_path, text):
+    trainer = fitted(tmp_path / "run", text)
+    other = make(tmp_path / "other", text, "model.memory.length=5")
+    with pytest.raises(ValueError, match=r"the checkpoint: .* this model expects"):
+        other.task.load_state_dict(trainer.task.state_dict())
+
+
+def test_two_processes_follow_the_curve_of_one(tmp_path, text):
+    file = tmp_path / "language.yaml"
+    tree = recipe(text, "model.dropout=0.0", "training.accumulate=2", "training.evaluation_batch_size=3")
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    curves, carried = [], []
+    for processes in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if processes == 2 else []
+        command = [sys.executable, *launcher, "-m", "cached_transformers.cli.main", "train", str(file)]
+        out = tmp_path / str(processes)
+        done = subprocess.run(
+            [*command, "--out", str(out)],
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        curves.append([line["loss"] for line in read_metrics(out / "metrics.jsonl")])
+        carried.append(final(out).training["carried"])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
+    for name in carried[0]:
+        torch.testing.assert_close(carried[0][name], carried[1][name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluation(trainer: Trainer, **options) -> tuple[dict, list]:
+    training = {k: v for k, v in options.items() if k in ("evaluation_batch_size", "segments", "passes")}
+    section = {k: v for k, v in options.items() if k not in training}
+    config = dataclasses.replace(
+        trainer.config,
+        training=dataclasses.replace(trainer.config.training, **training),
+        evaluation=dataclasses.replace(trainer.config.evaluation, **section),
+    )
+    return evaluate_language(trainer.model, trainer.validation_data, CPU, config)
+
+
+def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, text):
+    trainer = fitted(tmp_path / "run", text)
+    tokens = [10, *trainer.validation_data.tokens.tolist()]
+    before = torch.get_rng_state()
+    values, places = evaluation(trainer, evaluation_batch_size=1)
+    assert torch.equal(torch.get_rng_state(), before) and trainer.model.training
+    state, losses = None, []
+    model = trainer.model.eval()
+    with torch.no_grad():
+        for begin in range(0, len(tokens) - 1, 8):
+            end = min(begin + 8, len(tokens) - 1)
+            logits, state, _ = model(torch.tensor([tokens[begin:end]]), state)
+            targets = torch.tensor(tokens[begin + 1 : end + 1])
+            losses += torch.nn.functional.cross_entropy(logits[0], targets, reduction="none").tolist()
+    assert len(losses) == len(trainer.validation_data)
+    mean = sum(losses) / len(losses)
+    assert values["loss"] == pytest.approx(mean, rel=1e-5)
+    assert values["bits_per_byte"] == pytest.approx(mean / math.log(2), rel=1e-5)
+    assert values["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+    for place in places:
+        part = losses[place["from"] : place["to"] + 1]
+        assert place["tokens"] == len(part) and place["loss"] == pytest.approx(sum(part) / len(part), rel=1e-4)
+
+
+def test_without_a_memory_rows_and_modes_change_nothing(tmp_path, text):
+    trainer = make(tmp_path / "run", text, "model.memory=null")
+    data = trainer.validation_data
+    data.tokens = data.tokens[: 8 * 4 * 9]  # rows end where segments end
+    losses = {
+        (rows, mode): evaluation(trainer, evaluation_batch_size=rows, memory=mode)[0]["loss"]
+        for rows, mode in ((1, "carry"), (2, "carry"), (4, "carry"), (4, "reset"), (4, "shuffle"))
+    }
+    assert list(losses.values()) == pytest.approx([losses[1, "carry"]] * 5, rel=1e-6)
+
+
+def test_memory_kept_emptied_and_exchanged(tmp_path, text):
+    trainer = fitted(tmp_path / "run", text, "training.steps=40", "training.evaluate_every=40")
+    carry, reset, shuffle = (evaluation(trainer, memory=mode)[0]["loss"] for mode in ("carry", "reset", "shuffle"))
+    assert len({carry, reset, shuffle}) == 3
+    # Emptied before each segment is the same as segments without a past.
+    tokens = [10, *trainer.validation_data.tokens.tolist()]
+    bounds = [row * (len(tokens) - 1) // 4 for row in range(5)]
+    total, model = 0.0, trainer.model.eval()
+    for begin, end in pairwise(bounds):
+        for at in range(begin, end, 8):
+            stop = min(at + 8, end)
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens[at:stop]])).outputs[0]
+            total += float(
+                torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum")
+            )
+    assert reset == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
+    with pytest.raises(ValueError, match=r"shuffle needs two rows or more; raise training\.evaluation_batch_size"):
+        evaluation(trainer, memory="shuffle", evaluation_batch_size=1)
+
+
+def test_a_longer_segment_gives_more_to_see(tmp_path, text):
+    trainer = fitted(tmp_path / "run", text)
+    losses = [evaluation(trainer, segment_length=n, memory="reset")[0]["loss"] for n in (1, 8)]
+    assert losses[0] != pytest.approx(losses[1], abs=1e-4)
+    assert evaluation(trainer, segments=3, passes=2)[0]["loss"] > 0
+
+
+# ------------------------------------------------------------------------------------------------------- whole commands
+
+
+def test_train_evaluate_and_report(tmp_path, text, capsys):
+    file = tmp_path / "language.yaml"
+    file.write_text(yaml.safe_dump(recipe(text)), encoding="utf-8")
+    run = tmp_path / "run"
+    assert main(["train", str(file), "--out", str(run)]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["flops"] > 0 and summary["baselines"]["unigram"] > 2
+    assert "Loss by place in the document" in (run / "report.html").read_text(encoding="utf-8")
+    assert "bits_per_byte" in (run / "report.html").read_text(encoding="utf-8")
+    assert main(["evaluate", str(run), "--memory", "carry,reset,shuffle", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["memory"] for row in result["scores"]] == ["carry", "reset", "shuffle"]
+    assert result["scores"][0]["loss"] == summary["test"]["loss"]
+    stored = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert stored["scores"] == result["scores"] and stored["scores"][1]["places"][0]["tokens"] == 1
+    assert main(["evaluate", str(run), "--segment-length", "4"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsys):
+    file = tmp_path / "language.yaml"
+    tree = recipe(text, "data.tokenizer=word", "training.metric=perplexity", "training.steps=2")
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    out = tmp_path / "out"
+    arguments = ["--with", "plain,transformer_xl", "--control", "flops", "--seeds", "2", "--out", str(out)]
+    assert main(["compare", str(file), *arguments]) == 0
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    assert result["metric"] == "perplexity" and result["baselines"]["unigram"] > 10
+    for variant in result["variants"]:
+        for folder, value in zip(variant["runs"], variant["values"], strict=True):
+            assert json.loads((out / folder / "summary.json").read_text())["test"]["perplexity"] == value
+    assert "better to the left" in (out / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.metric=accuracy", "training.metric='accuracy' does not suit text with tokenizer 'byte'; take loss"),
+        ("data.tokenizer=word", "training.metric='bits_per_byte' does not suit text with tokenizer 'word'"),
+        ("model.vocabulary=200", "model.vocabulary=200 is below the 256 token ids of the data"),
+        (
+            "model={name: sequence_classifier, classes: 2, max_length: 9}",
+            "for which model 'sequence_classifier' is none; take language_model",
+        ),
+        (
+            "training.batch_size=4000",
+            "training.batch_size=4000 rows of training.segments=2 x training.segment_length=8",
+        ),
+        ("training.evaluation_batch_size=9999", "a batch of 9999 rows exceeds the"),
+        ("training.accumulate=3", "training.batch_size=4 must be a multiple of training.accumulate=3"),
+        ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
+        ("training.segment_length=0", "training.segment_length=0 must be at least 1"),
+        ("training.label_smoothing=0.1", "training.label_smoothing=0.1 is not for text"),
+        ("evaluation.segment_length=0", "evaluation.segment_length=0 must be at least 1"),
+        ("evaluation.memory=keep", "evaluation.memory='keep' must be one of 'carry', 'reset', 'shuffle'"),
+        ("data.tokenizer=bites", "unknown tokenizer 'bites'"),
+        ("data.path=nowhere", "nowhere does not exist"),
+        ("data={name: digits}", "training.metric='bits_per_byte' is of text; take accuracy or loss"),
+    ],
+)
+def test_bad_input_ends_with_status_2(tmp_path, text, capsys, override, message):
+    file = tmp_path / "language.yaml"
+    tree = recipe(text, override)
+    if "digits" in override:
+        tree["model"] = {"name": "vision_transformer", "patch_size": 2, "width": 16, "depth": 1, "heads": 2}
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
+    (text / "valid.txt").write_text("", encoding="utf-8")
+    file = tmp_path / "language.yaml"
+    file.write_text(yaml.safe_dump(recipe(text)), encoding="utf-8")
+    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
+    assert "valid.txt is empty; remove it" in capsys.readouterr().err
+
+
+def test_a_run_of_a_text_recipe(tmp_path, text):
+    from cached_transformers.config import load_config
+
+    options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
+    for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):
+        summary = run_training(load_config(name, [*options, f"data.path={path}"]), tmp_path / name)
+        assert summary["steps"] == 2 and summary["test"]["perplexity"] > 1
