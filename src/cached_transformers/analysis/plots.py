@@ -231,7 +231,7 @@ def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figu
     """
     if not any(lines.values()):
         raise ValueError("loss_by_place needs the losses of at least one place")
-    figure, axes = _figure(6.6, 3.6, 1, 1)
+    figure, axes = blank_figure(6.6, 3.6, 1, 1)
     ax, line_looks = axes[0][0], looks(lines)
     with style():
         curves = {}
