@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
@@ -168,6 +169,8 @@ def _train(trial: Trial, settings: dict[str, Any], out: Path) -> dict[str, Any]:
         options = chosen.within if trial.arm == "within reach" else chosen.beyond
         assert options is not None
         spec, passes = {"name": trial.memory, **options(task, distance, sizes)}, chosen.passes
+        if chosen.learning_rate is not None:
+            sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
     farther = range(task.shortest, _farthest(trial.task, distance) + 1)
     outcome = probe(task, spec, distance, seed=trial.seed, sizes=sizes, passes=passes, distances=farther)
     result = {"settings": settings, "chance": task.chance, "memory": spec, **as_dict(outcome)}

@@ -34,6 +34,7 @@ class Tokenizer(Protocol):
         lossless: whether `decode` gives back the very text.
         sentence_ends: ids of the tokens that end a sentence.
         line_ends: ids of the tokens that end a line.
+        ends_document: whether `encode` puts an id behind the text.
     """
 
     vocabulary: int
@@ -41,6 +42,7 @@ class Tokenizer(Protocol):
     lossless: bool
     sentence_ends: tuple[int, ...]
     line_ends: tuple[int, ...]
+    ends_document: bool
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -54,7 +56,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes; there is nothing to train, and a line feed stands before the first token."""
 
-    vocabulary, start, lossless = 256, ord("\n"), True
+    vocabulary, start, lossless, ends_document = 256, ord("\n"), True, False
     sentence_ends: tuple[int, ...] = tuple(map(ord, SENTENCE_MARKS))
     line_ends: tuple[int, ...] = (ord("\n"),)
 
@@ -76,7 +78,7 @@ class WordTokenizer:
         punctuation: separate punctuation from words, for text that was not tokenised before.
     """
 
-    start, lossless = 1, False
+    start, lossless, ends_document = 1, False, False
 
     def __init__(self, words: list[str], punctuation: bool) -> None:
         self.words, self.punctuation, self.vocabulary = words, punctuation, len(words)
@@ -118,7 +120,7 @@ class BytePairTokenizer:
         model: the trained tokenizer of the `tokenizers` library, as JSON.
     """
 
-    start, lossless = 0, True
+    start, lossless, ends_document = 0, True, True
 
     def __init__(self, model: str) -> None:
         self._json = model

@@ -29,12 +29,14 @@ class Setting:
         within: options with which the cue is in reach.
         beyond: options with which it is not; None where the theory knows no bound.
         passes: readings of each episode.
+        learning_rate: in place of that of the sizes.
         why: why there is no bound, or what else to know.
     """
 
     within: Options = lambda task, distance, sizes: {}
     beyond: Options | None = None
     passes: int = 1
+    learning_rate: float | None = None
     why: str = ""
 
 
@@ -79,11 +81,13 @@ def _one_region(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def _store(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
-    return {"length": (distance + 1) * task.segment, "k": 2 * task.segment}
+    """All of the episode is in the store of the first layer, and nearly all of it is found."""
+    length = (distance + 1) * task.segment
+    return {"length": length, "k": length, "layer": 1}
 
 
 def _short_store(task: ProbeTask, distance: int, sizes: Sizes) -> dict[str, Any]:
-    return _one_segment(task, distance, sizes) | {"k": task.segment}
+    return _one_segment(task, distance, sizes) | {"k": task.segment, "layer": 1}
 
 
 SETTINGS: dict[str, Setting] = {
@@ -93,7 +97,7 @@ SETTINGS: dict[str, Setting] = {
     "feedback": Setting(_whole),
     "grc_stream": Setting(lambda task, distance, sizes: {"length": 2 * task.segment, "ratio": 1.0}),
     "infinity_former": Setting(_signal),
-    "memformer": Setting(_fixed(length=4)),
+    "memformer": Setting(_fixed(length=2, temperature=0.5), learning_rate=1e-3),
     "memorizing": Setting(_store, _short_store),
     "memory_transformer": Setting(why="carries nothing: it has to fail"),
     "read_twice": Setting(_fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),

@@ -24,10 +24,12 @@ from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.distributed import World, world
 from cached_transformers.training.metrics import jsonable, untouched
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.tasks import baselines, example_inputs
+from cached_transformers.training.tasks import baselines, example_inputs, task_name
 from cached_transformers.training.trainer import Trainer
 from cached_transformers.yaml_tree import parse_yaml
 
+TOKENIZER = "tokenizer.json"
+"""File in a run folder with the tokenizer of a language model."""
 MAPPED_IMAGES = 8
 """Images whose feature maps a run keeps."""
 
@@ -62,6 +64,8 @@ def run_training(
         if processes.main:
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(folder / "config.yaml", config_to_yaml(config).encode())
+            if task_name(train) == "language":
+                write_durably(folder / TOKENIZER, train.tokenizer.dump())
         processes.barrier()
         if trainer.step == config.training.steps:
             reporter.message(f"training is complete already ({trainer.step} steps)")

@@ -1,0 +1,153 @@
+"""`cached stream`: what it reads is the text's tokens, and going on gives the numbers of an uninterrupted reading."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cached_transformers.cli.main import main
+from cached_transformers.data import text_pieces
+from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
+from cached_transformers.state import named_tensors
+
+TEXT = "It was the best of times, it was the worst of times.\nIt was spring.\n\n  And winter, naïve — too.\n" * 60
+
+
+@pytest.fixture(params=["byte", "word", "bpe"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    size = {"byte": None, "word": 20, "bpe": 300}[request.param]
+    return train_tokenizer(request.param, [TEXT], size, False)
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
+def test_pieces_are_the_tokens_of_the_text_from_any_piece_on(
+    tmp_path: Path, tokenizer: Tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pieces, "BLOCK", 97)
+    raw = TEXT.encode()
+    path = tmp_path / f"text.txt{suffix}"
+    path.write_bytes({"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix](raw))
+    pieces = list(text_pieces.text_pieces(path, tokenizer))
+    want = [tokenizer.start, *tokenizer.encode(TEXT).tolist()]
+    assert [i for piece in pieces for i in piece.ids] == want
+    assert pieces[0].begin == 0 and pieces[-1].end == len(raw) and len(pieces) > 5
+    assert all(a.end == b.begin for a, b in itertools.pairwise(pieces))
+    for index in (1, 3, len(pieces) - 1):
+        rest = list(text_pieces.text_pieces(path, tokenizer, pieces[index].begin))
+        assert [i for p in rest for i in p.ids] == [i for p in pieces[index:] for i in p.ids]
+
+
+def test_what_cannot_be_read_in_pieces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_pieces, "LONGEST", 1000)
+    monkeypatch.setattr(text_pieces, "BLOCK", 100)
+    words = train_tokenizer("word", [TEXT], None, False)
+    path = tmp_path / "one_line.txt"
+    path.write_text("word " * 1000)
+    with pytest.raises(ValueError, match=r"no line end in 1,000 bytes from byte 0 on.*data\.tokenizer=byte"):
+        list(text_pieces.text_pieces(path, words))
+    with pytest.raises(ValueError, match="shorter than what was read of it before"):
+        list(text_pieces.text_pieces(path, words, 10_000))
+    broken = tmp_path / "broken.txt.xz"
+    broken.write_bytes(lzma.compress(TEXT.encode())[:-20])
+    with pytest.raises(ValueError, match="cannot be decompressed"):
+        list(text_pieces.text_pieces(broken, words))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model of bytes, hardly trained."""
+    folder = tmp_path_factory.mktemp("stream")
+    (folder / "input.txt").write_text(TEXT)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{name: enwik8, path: {folder / 'input.txt'}}}\n"
+        "model: {name: language_model, width: 16, depth: 1, heads: 2, feed_forward: 16, "
+        "memory: {name: grc_stream, length: 4}}\n"
+        "training: {steps: 2, batch_size: 2, segment_length: 8, metric: bits_per_byte}\n"
+        "optimizer: {name: adamw, learning_rate: 1e-3}\n"
+    )
+    assert main(["train", str(recipe), "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_going_on_gives_the_numbers_of_an_uninterrupted_reading(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book, whole, parts = tmp_path / "book.txt", tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    book.write_text(TEXT[:3000])
+    size = len(TEXT[:3000].encode())
+    words = ["stream", str(run), str(book), "--every", "500"]
+    assert main([*words, "--state", str(whole)]) == 0
+    last = capsys.readouterr().out.splitlines()
+    assert last[-2].startswith(f"{size:,} tokens: loss") and "bits per byte" in last[-2] and len(last) > 6
+    for tokens in ("7", "900", "601"):
+        assert main([*words, "--state", str(parts), "--tokens", tokens]) == 0
+    assert main([*words, "--state", str(parts)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == last[-2], "the same loss to the last digit"
+    a, b = stored(whole), stored(parts)
+    # The sum of a double depends on nothing but its order, which is the same.
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert main([*words, "--state", str(parts)]) == 0
+    assert "nothing new to read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--every", "0"], "--every 0 must be at least 1"),
+        (["--tokens", "-1"], "--tokens -1 must be at least 1"),
+        (["--checkpoint", "best", "--segment-length", "0"], "--segment-length 0 must be at least 1"),
+    ],
+)
+def test_bad_words_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(TEXT)
+    assert main(["stream", str(run), str(book), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book, other, state = tmp_path / "book.txt", tmp_path / "other.txt", tmp_path / "state.safetensors"
+    book.write_text(TEXT)
+    other.write_text(TEXT[5:])
+    assert main(["stream", str(run), str(book), "--state", str(state), "--tokens", "50"]) == 0
+    assert main(["stream", str(run), str(other), "--state", str(state)]) == 2
+    assert "belongs to another run, checkpoint, file or segment length" in capsys.readouterr().err
+    assert main(["stream", str(run), str(book), "--state", str(state), "--segment-length", "5"]) == 2
+    state.write_bytes(state.read_bytes()[:100])
+    assert main(["stream", str(run), str(book), "--state", str(state)]) == 2
+    assert "is no whole state file" in capsys.readouterr().err
+    assert main(["stream", str(run), str(tmp_path / "none.txt")]) == 2
+    assert "is not a file; give the text" in capsys.readouterr().err
+    (run / "tokenizer.json").rename(run / "hidden.json")
+    try:
+        assert main(["stream", str(run), str(book)]) == 2
+        assert "it is not a run of a language model on text" in capsys.readouterr().err
+    finally:
+        (run / "hidden.json").rename(run / "tokenizer.json")
+
+
+def test_the_state_is_one_row_of_the_model(run: Path, tmp_path: Path) -> None:
+    from cached_transformers.training.run import load_run
+
+    book, state = tmp_path / "book.txt", tmp_path / "state.safetensors"
+    book.write_text(TEXT)
+    assert main(["stream", str(run), str(book), "--state", str(state), "--tokens", "50"]) == 0
+    _, model, _ = load_run(run)
+    names = {f"state.{name}" for name, _ in named_tensors(model.init_state(1))}  # type: ignore[operator]
+    assert names <= set(stored(state)) and np.isfinite(stored(state)["nats"].item())
