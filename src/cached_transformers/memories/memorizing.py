@@ -134,7 +134,7 @@ class Memorizing(LayerMemory):
             choice. ImportError: faiss is asked for and not installed.
     """
 
-    insertion = "head"  # "none" in the layers that have no store
+    insertion: Literal["kv", "head", "none"] = "head"  # "none" in the layers that have no store
 
     def __init__(
         self,
