@@ -34,7 +34,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
     status, out, _ = call(capsys)
     assert status == 0
-    for command in ("list", "explain", "train", "evaluate", "compare", "plot", "benchmark"):
+    for command in ("list", "explain", "train", "evaluate", "compare", "plot", "probe", "stream", "benchmark"):
         assert f"  cached {command} " in out
 
 
@@ -53,6 +53,7 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     assert all(row["summary"] for kind in rows.values() for row in kind)
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
+    assert "insertion: input" in out and "reach: layers x M tokens" in out and "cost: multiply-adds per row" in out
 
 
 def test_explain_shows_facts_and_options_with_defaults(capsys):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry
@@ -41,13 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in kinds:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
         table.add_column("name", no_wrap=True)
-        table.add_column("what it is", overflow="fold")
+        table.add_column("what it is")
         table.add_column("paper", no_wrap=True)
         facts = FACTS.get(kind, ())
-        for fact in facts:
-            table.add_column(fact, overflow="fold")
         for row in rows[kind]:
-            table.add_row(row["name"], row["summary"], row["paper"] or "", *(row[fact] or "" for fact in facts))
+            # Below the summary: as columns they would leave a few letters to each on a narrow terminal.
+            lines = [
+                escape(row["summary"]),
+                *(f"[dim]{fact}:[/dim] {escape(row[fact])}" for fact in facts if row[fact]),
+            ]
+            table.add_row(row["name"], "\n".join(lines), row["paper"] or "")
         console.print(table)
         console.print()
     return 0
