@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .data import create_dataset
 from .integrations.adapters import add_memory, register_adapter, remove_memory
 from .layers.grc_attention import GRCAttention
-from .memories import create_memory
+from .memories import LayerMemory, ModelMemory, create_memory
 from .memories.cached_attention import fold, unfold
 from .memories.gated_recurrent_cache import GatedRecurrentCache
 from .memories.shared_cache import (
@@ -15,7 +16,12 @@ from .memories.shared_cache import (
     shuffle_caches,
 )
 from .models import create_model
+from .models.generation import generate
 from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
+from .training.curriculum import Curriculum
+from .training.replay import ReplayLoop
+from .training.segments import SegmentLoop
+from .training.streaming import read_stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,15 +29,23 @@ __all__ = [
     "DATASETS",
     "MEMORIES",
     "MODELS",
+    "Curriculum",
     "GRCAttention",
     "GatedRecurrentCache",
+    "LayerMemory",
+    "ModelMemory",
+    "ReplayLoop",
+    "SegmentLoop",
     "__version__",
     "add_memory",
     "commit_caches",
+    "create_dataset",
     "create_memory",
     "create_model",
     "fold",
+    "generate",
     "hold_caches",
+    "read_stream",
     "register_adapter",
     "remove_memory",
     "reset_caches",

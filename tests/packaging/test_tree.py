@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import cached_transformers
+from cached_transformers import memories
+from cached_transformers.registry import MEMORIES
 
 PROJECT = Path(__file__).resolve().parents[2]
 # A path from the root of somebody's machine; a URL's path has a host in front of its slash.
@@ -67,6 +69,16 @@ def test_public_names_exist() -> None:
     assert missing == []
     repeated = [m.__name__ for m in modules if len(set(getattr(m, "__all__", ()))) != len(getattr(m, "__all__", ()))]
     assert repeated == []
+
+
+def test_every_memory_is_exported_and_says_what_it_is() -> None:
+    ours = [e for e in MEMORIES if e.factory.__module__.startswith("cached_transformers.")]
+    assert len(ours) > 1
+    hidden = [e.name for e in ours if getattr(memories, e.factory.__name__, None) is not e.factory]
+    assert hidden == []
+    assert [e.name for e in ours if e.factory.__name__ not in memories.__all__] == []
+    facts = {"equations", "state", "cost", "reach", "gradient"}
+    assert {e.name: facts - set(e.info) for e in ours if e.paper is None or facts - set(e.info)} == {}
 
 
 def test_package_is_marked_as_typed() -> None:

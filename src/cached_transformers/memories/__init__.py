@@ -7,28 +7,48 @@ import pkgutil
 from typing import Any, TypeAlias
 
 from ..registry import MEMORIES
+from .attention_cache import AttentionCache
 from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
 from .compressive import Compressive
 from .convolution import ConvolutionControl
+from .crtn import CRTN
+from .ernie_doc import ErnieDoc
 from .feedback import Feedback
 from .gated_recurrent_cache import GatedRecurrentCache
 from .grc import GRC, StreamGRC
+from .infinity_former import InfinityFormer
+from .memformer import Memformer
+from .memorizing import Memorizing
+from .memory_transformer import MemoryTransformer
+from .read_twice import ReadTwice
+from .recurrent_memory import RecurrentMemory
+from .segatron import Segatron
 from .transformer_xl import TransformerXL
 
 __all__ = [
+    "CRTN",
     "GRC",
+    "AttentionCache",
     "Compressive",
     "Context",
     "ConvolutionControl",
     "Entry",
+    "ErnieDoc",
     "Feedback",
     "GatedRecurrentCache",
+    "InfinityFormer",
     "LayerMemory",
+    "Memformer",
+    "Memorizing",
     "MemorySpec",
+    "MemoryTransformer",
     "ModelMemory",
     "Query",
+    "ReadTwice",
     "Reading",
     "Recalled",
+    "RecurrentMemory",
+    "Segatron",
     "StreamGRC",
     "Trace",
     "TransformerXL",

@@ -23,6 +23,7 @@ from .memory_branch import PositionalConvolution
     equations="y + conv3x3(x), D channels in ratio * D groups, class tokens excluded",
     state="none",
     cost="9 N D / ratio multiply-adds per row and layer",
+    reach="nothing is carried",
     gradient="everywhere",
 )
 class ConvolutionControl(LayerMemory):

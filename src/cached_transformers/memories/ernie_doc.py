@@ -4,7 +4,7 @@ Each layer attends the outputs that it gave itself in earlier segments, detached
 
     Mem(n, t) = SG[last M of O^n before segment t],  keys and values of [Mem(n, t), O^{n-1}_t]
 
-Reach: unlimited with a single layer, since an output that is stored has itself read the memory.
+Reach: unbounded with a single layer, since an output that is stored has itself read the memory.
 
 Legend: B rows, N tokens, M slots, K = M + N, T longest segment, H heads, E head width, D = H * E, P position channels,
 Z distances that have a vector.
@@ -93,7 +93,7 @@ class ErnieDocPositions(Positions):
     equations="keys and values of [SG(last M outputs of the same layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
-    reach="unlimited, through M slots a layer",
+    reach="unbounded, through M slots a layer",
     gradient="none into the memory; its keys and values train the projections",
 )
 class ErnieDoc(LayerMemory):

@@ -9,7 +9,7 @@ the highest abstraction of the past, at the price that tokens are read one after
 
 There is no exact way to read several tokens at once: layer 1 of token i + 1 needs m_i, hence all layers of token i.
 
-Reach: unlimited, in a single layer already.
+Reach: unbounded, in a single layer already.
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width, P position channels, S sets of keys and values
 (one, or one a layer), W = 2 S D channels of them, L layers.
@@ -76,7 +76,7 @@ class Opened(NamedTuple):
     equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
     cost="per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) multiply-adds; tokens in sequence",
-    reach="unlimited",
+    reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",
 )

@@ -63,7 +63,7 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
     "memformer",
     paper="arXiv:2010.06891",
     equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
-    state="4 M D + 8 bytes",
+    state="per row: 4 M D + 8 bytes",
     cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",
     reach="unbounded; what fits into M slots",
     gradient="through the slots, over `bptt` segments",

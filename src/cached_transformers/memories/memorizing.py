@@ -134,6 +134,8 @@ class Memorizing(LayerMemory):
             choice. ImportError: faiss is asked for and not installed.
     """
 
+    insertion: Literal["kv", "head", "none"] = "head"  # "none" in the layers that have no store
+
     def __init__(
         self,
         width: int,

@@ -30,7 +30,7 @@ from .memory_tokens import check_tokens, surround, visible_round
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
     state="none",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
-    reach="the segment",
+    reach="the segment; nothing is carried",
     gradient="within the segment",
 )
 class MemoryTransformer(ModelMemory):

@@ -55,7 +55,7 @@ class CacheBeforeTokens(TransformerXL):
     "rmt",
     paper="arXiv:2207.06881",
     equations="[., Y, memory'] = transformer([memory; segment; memory])",
-    state="4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
+    state="per row: 4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
