@@ -284,7 +284,12 @@ def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) ->
         for m, arm, x in (("none", "no memory", 0.25), ("rmt", "within reach", 1.0))
     ]
     probe = {"command": "cached probe rmt", "date": "2026-01-01", "environment": {}, "distance": 3}
-    probe |= {"memories": ["rmt"], "tasks": ["latch"], "results": [{**t, "chance": 0.25} for t in trainings]}
+    probe |= {
+        "memories": ["rmt"],
+        "tasks": ["latch"],
+        "notes": {"rmt": "a note"},
+        "results": [{**t, "chance": 0.25} for t in trainings],
+    }
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "probe.json").write_text(json.dumps(probe))
     report = read(write_compare_report(tmp_path))

@@ -27,11 +27,21 @@ from .interleaved import Ratio, compare
 from .peers import PEERS, Peer, Sizes, detached, random_tokens, scratch_folder
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
-    "transformer_xl": lambda s: {"length": s.memory, "relative": False},
+    "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
+    "crtn": lambda s: {"segment": s.segment, "regions": 4, "topk": 1},
+    "ernie_doc": lambda s: {"length": s.memory, "relative": False},
+    "feedback": lambda s: {"length": s.memory},
     "grc_stream": lambda s: {"length": s.segment},
+    "infinity_former": lambda s: {"length": s.memory, "chunk": s.segment, "relative": False},
+    "memformer": lambda s: {"length": s.tokens},
+    "memorizing": lambda s: {"length": s.store, "k": s.neighbours},
+    "memory_transformer": lambda s: {"length": s.tokens},
+    "rmt": lambda s: {"length": s.tokens},
+    "segatron": lambda s: {"length": s.memory},
+    "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
-ACROSS = frozenset({"rmt", "memformer", "grc_stream"})
+ACROSS = frozenset({"grc_stream", "memformer", "read_twice", "rmt"})
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 
 

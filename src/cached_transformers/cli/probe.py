@@ -189,6 +189,7 @@ def _finished(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def _collect(trials: list[Trial], memories: list[str], tasks: list[str], arguments: argparse.Namespace) -> Any:
+    from cached_transformers.probes.settings import setting
     from cached_transformers.training.run import environment
 
     results = []
@@ -202,6 +203,7 @@ def _collect(trials: list[Trial], memories: list[str], tasks: list[str], argumen
         "distance": arguments.distance,
         "memories": memories,
         "tasks": tasks,
+        "notes": {memory: setting(memory).why for memory in memories if setting(memory).why},
         "results": results,
     }
 
@@ -234,3 +236,5 @@ def _print(result: dict[str, Any], console: Console) -> None:
     for row in table_rows(result):
         table.add_row(row.name, *map(accuracy_text, row.trainings))
     console.print(table)
+    for memory, note in result["notes"].items():
+        console.print(f"{memory}: {note}", markup=False)

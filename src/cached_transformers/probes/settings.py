@@ -99,7 +99,7 @@ SETTINGS: dict[str, Setting] = {
     "infinity_former": Setting(_signal),
     "memformer": Setting(_fixed(length=2, temperature=0.5), learning_rate=1e-3),
     "memorizing": Setting(_store, _short_store),
-    "memory_transformer": Setting(why="carries nothing: it has to fail"),
+    "memory_transformer": Setting(why="carries nothing from segment to segment, so it has to fail"),
     "read_twice": Setting(_fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
     "rmt": Setting(_fixed(length=4)),
     "segatron": Setting(_whole, _one_segment),
