@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cached_transformers import state as states
 from cached_transformers.models import create_model
 from cached_transformers.registry import MEMORIES
-from cached_transformers.training.streaming import Reading, read_stream
+from cached_transformers.training.streaming import Progress, read_stream
 
 VOCABULARY, SEGMENT = 17, 8
 MEMORY = {"name": "grc_stream", "length": 4}
@@ -98,7 +98,7 @@ def test_a_million_tokens_take_constant_memory_and_constant_time_each(memory: di
     model = model_with(memory)
     resident, seconds, size = [], [], set()
     began = time.process_time()
-    last: Reading | None = None
+    last: Progress | None = None
     for index, last in enumerate(read_stream(model, million(), 512)):
         if index % 195 == 194:  # about every 100,000 tokens
             now = time.process_time()

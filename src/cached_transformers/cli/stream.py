@@ -19,7 +19,7 @@ from cached_transformers.data.text_pieces import Piece, text_pieces
 from cached_transformers.data.tokenizers import Tokenizer, load_tokenizer
 from cached_transformers.training.checkpoint import Checkpoints
 from cached_transformers.training.run import TOKENIZER, load_run
-from cached_transformers.training.streaming import Reading, read_stream
+from cached_transformers.training.streaming import Progress, read_stream
 
 
 class Bookmark(NamedTuple):
@@ -111,7 +111,7 @@ def _read(
     start, begin, skip = None, 0, 0
     if before is not None:
         begin, skip = int(before.begin), int(before.skip)
-        start = Reading(int(before.tokens), float(before.nats), 0, 0.0, 0, before.state)
+        start = Progress(int(before.tokens), float(before.nats), 0, 0.0, 0, before.state)
         print(f"going on behind token {start.tokens:,} ({path})")
     places = Places(text_pieces(arguments.file, tokenizer, begin), skip)
     first = 0 if start is None else start.tokens
@@ -134,8 +134,8 @@ def _read(
     return 0
 
 
-def _line(now: Reading, nats: float, tokens: int, tokenizer: Tokenizer, rate: float) -> str:
-    recent = Reading(tokens, nats, 0, 0.0, 0, None)
+def _line(now: Progress, nats: float, tokens: int, tokenizer: Tokenizer, rate: float) -> str:
+    recent = Progress(tokens, nats, 0, 0.0, 0, None)
     exact = tokenizer.vocabulary == 256 and tokenizer.lossless
     kind = "bits per byte" if exact else "perplexity"
     values = [r.bits_per_byte(r.tokens) if exact else r.perplexity for r in (now, recent)]
@@ -149,7 +149,7 @@ def _bookmark(state: states.State, begin: int, skip: int, tokens: int, nats: flo
     return Bookmark(state, place_1, skip_1, tokens_1, torch.tensor([nats], dtype=torch.float64), what)
 
 
-def _save(path: Path, now: Reading, places: Places, what: Tensor) -> None:
+def _save(path: Path, now: Progress, places: Places, what: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     states.save(_bookmark(now.state, *places.place(now.consumed), now.tokens, now.nats, what), path)
 

@@ -1,4 +1,4 @@
-"""Reading a text of any length in constant memory: segment after segment, with the state carried and nothing kept.
+"""Progress a text of any length in constant memory: segment after segment, with the state carried and nothing kept.
 
 Legend: N tokens of a segment.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .segments import token_losses
 
 
-class Reading(NamedTuple):
+class Progress(NamedTuple):
     """What reading one more segment gave.
 
     Attributes:
@@ -48,8 +48,8 @@ def read_stream(
     pieces: Iterable[list[int]],
     segment_length: int,
     *,
-    start: Reading | None = None,
-) -> Iterator[Reading]:
+    start: Progress | None = None,
+) -> Iterator[Progress]:
     """Read tokens and yield after every segment.
 
     Memory does not grow with the text: what is held is one segment, one piece and the state. The last segment is as
@@ -58,7 +58,7 @@ def read_stream(
     Args:
         model: a language model; it is put into evaluation mode. pieces: token ids in order, cut anywhere.
         segment_length: N.
-        start: the last `Reading` of an earlier call, to go on behind it; `pieces` then begin after its `consumed`.
+        start: the last `Progress` of an earlier call, to go on behind it; `pieces` then begin after its `consumed`.
 
     Raises:
         ValueError: the segment is shorter than one token.
@@ -67,7 +67,7 @@ def read_stream(
         raise ValueError(f"segment_length={segment_length} must be at least 1 token")
     model.eval()
     device = next(model.parameters()).device
-    now = start if start is not None else Reading(0, 0.0, 0, 0.0, 0, None)
+    now = start if start is not None else Progress(0, 0.0, 0, 0.0, 0, None)
     buffer: list[int] = []
     for piece in pieces:
         buffer += piece
@@ -80,8 +80,8 @@ def read_stream(
 
 
 @torch.no_grad()
-def _segment(model: nn.Module, tokens: list[int], before: Reading, device: torch.device) -> Reading:
+def _segment(model: nn.Module, tokens: list[int], before: Progress, device: torch.device) -> Progress:
     ids_1N: Tensor = torch.tensor(tokens, device=device)[None]
     losses, state, _ = token_losses(model, ids_1N[:, :-1], ids_1N[:, 1:], before.state)
     nats, count = losses.double().sum().item(), len(tokens) - 1
-    return Reading(before.tokens + count, before.nats + nats, count, nats, before.consumed + count, state)
+    return Progress(before.tokens + count, before.nats + nats, count, nats, before.consumed + count, state)
