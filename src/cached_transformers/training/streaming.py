@@ -1,4 +1,4 @@
-"""Progress a text of any length in constant memory: segment after segment, with the state carried and nothing kept.
+"""Reading a text of any length in constant memory: segment after segment, with the state carried and nothing kept.
 
 Legend: N tokens of a segment.
 """
