@@ -168,6 +168,7 @@ CONTRACTS: dict[str, Contract] = {
         options={"length": 3, "cache": 4},
         bytes_per_row=lambda d: DEPTH * (4 * (4 * d + 8) + 8),
         model={"positions": "relative"},
+        detached=True,
         exempt={"empty": LEARNED},
     ),
     "memory_transformer/encoder": Contract(
