@@ -164,6 +164,13 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 0,
         exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
     ),
+    "memory_transformer/cache": Contract(
+        options={"length": 3, "cache": 4},
+        bytes_per_row=lambda d: DEPTH * (4 * (4 * d + 8) + 8),
+        model={"positions": "relative"},
+        detached=True,
+        exempt={"empty": LEARNED},
+    ),
     "memory_transformer/encoder": Contract(
         options={"length": 3},
         models=("sequence_classifier", "vision_transformer"),

@@ -184,6 +184,40 @@ def test_an_image_classifier_with_registers(place: str) -> None:
     ), "the number of patches is not the number of memory tokens"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("positions", ["relative", "rotary"])
+def test_with_a_cache_it_is_rmt_that_never_writes(mask: str, positions: str) -> None:
+    """What RMT writes behind a causal segment is forgotten before the next one: values and gradients are the same."""
+    ours = build(cache=4, mask=mask, positions=positions)
+    spec = {"name": "rmt", "length": M, "cache": 4, "mask": mask}
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
+    theirs = create_model("language_model", **sizes, positions=positions, memory=spec).double().eval()
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected and all(".norm" in name and "model_memory" in name for name in missing)
+    state = other = None
+    total = torch.zeros(2, dtype=torch.float64)
+    for seed in range(3):
+        ids = tokens(seed)
+        logits, state, _ = ours(ids, state)
+        expected, other, _ = theirs(ids, other)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+        other = other._replace(model=theirs.init_state(ROWS).model)
+        total = total + torch.stack([logits.square().sum(), expected.square().sum()])
+    names = dict(theirs.named_parameters())
+    pairs = [(p, names[name]) for name, p in ours.named_parameters()]
+    mine = torch.autograd.grad(total[0], [p for p, _ in pairs], retain_graph=True)
+    for gradient, twin_gradient in zip(mine, torch.autograd.grad(total[1], [q for _, q in pairs]), strict=True):
+        torch.testing.assert_close(gradient, twin_gradient, rtol=0, atol=1e-9)
+
+
+def test_the_cache_alone_reaches_back() -> None:
+    """With a cache the second segment depends on the first; without, it does not."""
+    for cache, same in ((4, False), (0, True)):
+        model = build(cache=cache)
+        after = [model(tokens(9), model(tokens(seed), None).state).outputs for seed in (0, 1)]
+        assert torch.equal(*after) == same
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -191,6 +225,7 @@ def test_an_image_classifier_with_registers(place: str) -> None:
         ({"place": "middle"}, "place='middle' must be 'front' or 'back'"),
         ({"place": "back"}, "place='back' in a causal model .* take place='front', or memory='rmt'"),
         ({"mask": "half"}, "mask='half' must be 'full' or 'causal'"),
+        ({"cache": -1}, "cache=-1 must be a number of tokens, or 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -146,6 +146,8 @@ def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
     header = ["variant", f"{split} {metric.name}", f"difference to {comparison.reference}", "p"]
     header += ["p (Holm)"] if several else []
     header += ["parameters", "operations", "time per step"]
+    protocols = any(variant.get("protocol") for variant in variants)
+    header += ["protocol"] if protocols else []
     rows = []
     for variant, row in zip(variants, comparison.statistics, strict=True):
         difference = row["difference"] or {"mean": None, "low": None, "high": None}
@@ -158,6 +160,7 @@ def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
         cells += [short_p(row["p_adjusted"])] if several else []
         for key, write in (("parameters", short_count), ("flops", short_count), ("seconds_per_step", short_seconds)):
             cells.append(Cell(write(variant.get(key)), _relative(variant.get(key), base.get(key))))
+        cells += [str(variant.get("protocol", MISSING))] if protocols else []
         rows.append(cells)
     for name, value in (comparison.data.get("baselines") or {}).items():
         rows.append([Cell(f"baseline: {name}"), metric.value(value), *[MISSING] * (len(header) - 2)])

@@ -51,8 +51,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, then write compare.json and the report."""
-    from cached_transformers.analysis.report import write_compare_report
-
     if any(override.startswith("training.seed=") for override in arguments.overrides):
         raise ValueError("training.seed is set by --seeds in a comparison; drop the override")
     if arguments.jobs < 1:
@@ -61,13 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
     variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control)
-    comparison = Comparison(recipe, variants, seeds, folder, baselines)
-    console = Console()
-    comparison.train_missing(arguments.jobs, console)
+    return carry_out(Comparison(recipe, variants, seeds, folder, baselines), arguments.jobs, Console())
+
+
+def carry_out(comparison: Comparison, jobs: int, console: Console) -> int:
+    """Train what is missing, then write compare.json and the report; returns the exit status."""
+    from cached_transformers.analysis.report import write_compare_report
+
+    comparison.train_missing(jobs, console)
     path = comparison.write(shlex.join(["cached", *sys.argv[1:]]))
     comparison.print_table(console)
     try:
-        path = write_compare_report(folder)
+        path = write_compare_report(comparison.folder)
     except ImportError as error:
         console.print(f"no report: {error}", markup=False, highlight=False)
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
@@ -205,7 +208,9 @@ class Comparison:
         """Print the table so far, of the variants with a finished run; nothing before the reference has one."""
         values = {name: scores for name, scores in self.values().items() if scores}
         if self.reference in values:
-            print_statistics(summarise(values, self.reference), self.metric, self.split, self.reference, console)
+            protocols = {v.name: v.facts["protocol"] for v in self.variants if "protocol" in v.facts}
+            statistics = summarise(values, self.reference)
+            print_statistics(statistics, self.metric, self.split, self.reference, console, protocols)
 
     def _row(self, variant: Variant) -> dict[str, Any]:
         summaries = self.finished(variant)

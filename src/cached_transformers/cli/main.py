@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from cached_transformers import __version__
-from cached_transformers.cli import benchmark, compare, evaluate, explain, plot, probe, stream, train
+from cached_transformers.cli import benchmark, compare, evaluate, explain, plot, probe, reproduce, stream, train
 from cached_transformers.cli import list as list_command
 from cached_transformers.training.trainer import Interrupted
 
@@ -25,6 +25,7 @@ examples:
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached compare digits_vit_plain --with plain,grc --seeds 3
+  cached reproduce table5 --data wikitext-2                a table of the paper, small
   cached plot curves runs/digits_vit_grc                   a figure from what a run recorded
   cached probe grc_stream,transformer_xl --tasks latch     what memories hold
   cached stream runs/demo_text book.txt                    read a text of any length in constant memory
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (list_command, explain, train, evaluate, compare, plot, probe, stream, benchmark):
+    for module in (list_command, explain, train, evaluate, compare, reproduce, plot, probe, stream, benchmark):
         module.add_parser(subparsers)
     return parser
 

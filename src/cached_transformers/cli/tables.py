@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,19 +12,29 @@ from cached_transformers.analysis.wording import Metric, short_p
 
 
 def print_statistics(
-    statistics: Sequence[dict[str, Any]], metric_name: str, split: str, reference: str, console: Console
+    statistics: Sequence[dict[str, Any]],
+    metric_name: str,
+    split: str,
+    reference: str,
+    console: Console,
+    protocols: Mapping[str, str] | None = None,
 ) -> None:
     """Print mean, interval, difference to the reference and p-value of each variant.
 
     Args:
         statistics: rows of `analysis.statistics.summarise`.
+        protocols: how each variant was scored, where that is worth a column.
     """
     metric = Metric(metric_name)
     title = f"{split} {metric.axis_label.replace('[', '(').replace(']', ')')}, reference {reference}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    table.add_column("variant")
+    # Protocols are long, and fold; names must not give way to them.
+    longest = max((len(row["name"]) for row in statistics), default=0) if protocols else None
+    table.add_column("variant", min_width=longest)
     for column in ("seeds", "mean", "95 % interval", "difference", "95 % interval", "p"):
         table.add_column(column, justify="right")
+    if protocols:
+        table.add_column("protocol")
     for row in statistics:
         cells = [row["name"], str(row["seeds"]), metric.value(row["mean"], unit=False)]
         cells.append(metric.interval(row["low"], row["high"]))
@@ -32,5 +42,7 @@ def print_statistics(
             mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
             cells += [metric.difference(mean, unit=False), metric.interval(low, high, signed=True)]
             cells.append(short_p(row["p_value"]))
+        if protocols:
+            cells += [""] * (len(table.columns) - 1 - len(cells)) + [protocols.get(row["name"], "")]
         table.add_row(*cells)
     console.print(table)

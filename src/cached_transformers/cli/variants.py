@@ -8,12 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cached_transformers.analysis.flops import count_flops
+import torch
+
+from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data
 from cached_transformers.registry import MODELS
 from cached_transformers.training.run import build_dataset, build_model, with_memory
 from cached_transformers.training.tasks import baselines, example_inputs
 from cached_transformers.yaml_tree import parse_yaml
+
+TOLERANCE = 0.005
+"""Share by which sizes may differ that count as equal."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,45 @@ def flops_control(variants: list[Variant], dataset: Any) -> Variant:
     width = nearest_width(lambda w: cost(widened(w)), target)
     ratio = cost(widened(width)) / target
     return Variant("control-flops", widened(width), {"feed_forward": width, "flops_ratio": ratio})
+
+
+def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
+    """The variants with feed-forward layers as wide as it takes to have equally many parameters.
+
+    Args:
+        deciding: the largest of so many first variants keeps its size; what is larger among the others gets narrower.
+
+    Returns:
+        them, with the facts `feed_forward` and `matched_parameters`.
+
+    Raises:
+        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
+    """
+
+    def widened(config: RunConfig, width: int) -> RunConfig:
+        return dataclasses.replace(config, model={**config.model, "feed_forward": width})
+
+    def count(config: RunConfig) -> int:
+        with torch.device("meta"):
+            return count_parameters(MODELS.create(**config.model))
+
+    model = MODELS.entry(variants[0].config.model["name"])
+    if "feed_forward" not in model.options:
+        raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
+    target = max(count(variant.config) for variant in variants[:deciding])
+    equal = []
+    for variant in variants:
+        config = variant.config
+        width = nearest_width(lambda w, config=config: count(widened(config, w)), target)  # type: ignore[misc]
+        config = widened(config, width)
+        found = count(config)
+        if abs(found - target) > TOLERANCE * target:
+            raise ValueError(
+                f"{variant.name} has {found} parameters with feed_forward={width}, not {target} as the others; take "
+                "options with fewer parameters, or a larger model"
+            )
+        equal.append(Variant(variant.name, config, {"feed_forward": width, "matched_parameters": found}))
+    return equal
 
 
 def nearest_width(cost: Callable[[int], int], target: int) -> int:

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .base import ProjectKV, Query, Reading
+from .rows import Rows
+from .transformer_xl import TransformerXL
+
 
 def check_tokens(length: int, mask: str) -> None:
     """Refuse a number of memory tokens below 1 and an unknown mask (ValueError)."""
@@ -16,6 +20,25 @@ def check_tokens(length: int, mask: str) -> None:
         raise ValueError(f"length={length} must be at least 1 memory token; a model without memory takes memory=None")
     if mask not in ("full", "causal"):
         raise ValueError(f"mask={mask!r} must be 'full' or 'causal'")
+
+
+def check_cache(cache: int) -> None:
+    """Refuse a number of cached tokens below 0 (ValueError)."""
+    if cache < 0:
+        raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
+
+
+class CacheBeforeTokens(TransformerXL):
+    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment."""
+
+    def __init__(self, width: int, heads: int, length: int, gap: int) -> None:
+        super().__init__(width, heads, length, relative=False)
+        self.gap = gap
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        context = super().read(state, query, project_kv).context
+        assert context is not None
+        return Reading(context._replace(positions_BMP=context.positions_BMP - self.gap, consecutive=False))
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:

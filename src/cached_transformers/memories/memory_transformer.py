@@ -5,10 +5,12 @@ Learned vectors stand beside the segment, and ordinary attention uses them as ro
     X = [memory; segment],  every layer as usual,  the outputs of the memory are dropped
     MemCtrl: tokens of the memory have projections and a feed-forward of their own in every layer
 
-Nothing crosses from one segment to the next. In a causal model the memory is in front, where its tokens see one another
-and nothing else: there they are a learned prefix, and gather nothing from the segment as they do in an encoder.
+Nothing of the memory crosses from one segment to the next; a Transformer-XL cache of the segment's tokens may stand
+beside it, which the memory's tokens neither enter nor see. In a causal model the memory is in front, where its tokens
+see one another and nothing else: there they are a learned prefix, and gather nothing from the segment as they do in an
+encoder.
 
-Legend: B rows, N tokens, M memory tokens, D model width, F width of the feed-forward.
+Legend: B rows, N tokens, M memory tokens, C cached tokens, D model width, F width of the feed-forward.
 """
 
 from __future__ import annotations
@@ -20,24 +22,25 @@ from torch import Tensor, nn
 
 from ..registry import MEMORIES
 from ..state import State
-from .base import Entry, ModelMemory, Trace
-from .memory_tokens import check_tokens, surround, visible_round
+from .base import Entry, LayerMemory, ModelMemory, Trace
+from .memory_tokens import CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
 
 
 @MEMORIES.register(
     "memory_transformer",
     paper="arXiv:2006.11527",
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
-    state="none",
+    state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
-    reach="the segment; nothing is carried",
+    reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
 )
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
 
-    A control for recurrent memories: as many tokens, no recurrence. The state is empty, 0 bytes. A token costs
-    M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds more in each layer.
+    A control for recurrent memories: as many tokens, no recurrence. The state is empty, 0 bytes, but for a cache: then
+    C (4 D + 8) + 8 bytes per layer and row. A token costs M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds more
+    in each layer.
 
     Args:
         width: D. heads: H.
@@ -46,10 +49,12 @@ class MemoryTransformer(ModelMemory):
         control: MemCtrl, own norms, projections and feed-forward for the memory's tokens; the weights are a copy's, see
             `MemoryWeights.copy_from` for a model that was trained without.
         mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
+        cache: C, tokens of a Transformer-XL memory in every layer, M places further back; 0 for none.
         causal: whether the model is causal (models say it themselves).
 
     Raises:
-        ValueError: a length below 1, an unknown place or mask, a memory behind the tokens of a causal model.
+        ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory behind the tokens of a causal
+            model.
     """
 
     insertion = "input"
@@ -63,10 +68,12 @@ class MemoryTransformer(ModelMemory):
         place: str = "front",
         control: bool = False,
         mask: str = "full",
+        cache: int = 0,
         causal: bool = True,
     ) -> None:
         super().__init__()
         check_tokens(length, mask)
+        check_cache(cache)
         if place not in ("front", "back"):
             raise ValueError(f"place={place!r} must be 'front' or 'back'")
         if causal and place == "back":
@@ -75,7 +82,8 @@ class MemoryTransformer(ModelMemory):
                 "memory='rmt', which carries what is written behind the segment into the next one"
             )
         self.length, self.place, self.own_weights = length, place, control
-        self.masks = causal and mask == "full"
+        self.width, self.heads, self.cache = width, heads, cache
+        self.causal_model, self.full = causal, mask == "full"
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def enter(
@@ -83,9 +91,27 @@ class MemoryTransformer(ModelMemory):
     ) -> Entry:
         memory_BMD = self.initial_MD.expand(x_BND.shape[0], -1, -1)
         front_BMD, back_BMD = (memory_BMD, None) if self.place == "front" else (None, memory_BMD)
+        n, device = x_BND.shape[1], x_BND.device
         around = surround(x_BND, positions_BNP, padding_BN, front_BMD, back_BMD)
-        visible_NN = visible_round(self.length, x_BND.shape[1], 0, x_BND.device) if self.masks else None
-        return Entry(*around, own=(self._start, x_BND.shape[1]), visible_NN=visible_NN)
+        visible_NN, sees_context_N = self._visible(n, device)
+        return Entry(*around, own=(self._start, n), visible_NN=visible_NN, sees_context_N=sees_context_N)
+
+    def _visible(self, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """What each token sees of the segment, and which tokens see the cache."""
+        visible_LL = visible_round(self.length, n, 0, device) if self.causal_model and self.full else None
+        if not self.cache:
+            return visible_LL, None
+        place_L = torch.arange(self.length + n, device=device)
+        if visible_LL is None:
+            visible_LL = (
+                place_L[:, None] >= place_L if self.causal_model else torch.ones_like(place_L[:, None] >= place_L)
+            )
+        return visible_LL, (place_L >= self._start) & (place_L < self._start + n)
+
+    def layer_memory(self, index: int) -> LayerMemory:
+        if not self.cache:
+            return LayerMemory()
+        return CacheBeforeTokens(self.width, self.heads, self.cache, gap=self._start)
 
     @property
     def _start(self) -> int:

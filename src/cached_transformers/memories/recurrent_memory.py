@@ -25,10 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import MEMORIES
-from .base import Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Trace
-from .memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .rows import Rows
-from .transformer_xl import TransformerXL
+from .base import Entry, LayerMemory, ModelMemory, Trace
+from .memory_tokens import CacheBeforeTokens, carried_norm, check_cache, check_tokens, surround, visible_round
 
 
 class MemoryTokens(NamedTuple):
@@ -36,19 +34,6 @@ class MemoryTokens(NamedTuple):
 
     tokens_BMD: Tensor
     segments_B: Tensor
-
-
-class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment."""
-
-    def __init__(self, width: int, heads: int, length: int, gap: int) -> None:
-        super().__init__(width, heads, length, relative=False)
-        self.gap = gap
-
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
-        context = super().read(state, query, project_kv).context
-        assert context is not None
-        return Reading(context._replace(positions_BMP=context.positions_BMP - self.gap, consecutive=False))
 
 
 @MEMORIES.register(
@@ -103,8 +88,7 @@ class RecurrentMemory(ModelMemory):
     ) -> None:
         super().__init__()
         check_tokens(length, mask)
-        if cache < 0:
-            raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
+        check_cache(cache)
         if read_cache and not cache:
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache

@@ -1,0 +1,173 @@
+"""`cached reproduce`: rows of equal size, from the same tokens and seeds; a small table from end to end; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cached_transformers.cli.main import main
+from cached_transformers.cli.reproduce import arms
+from cached_transformers.cli.variants import Variant, equal_parameters
+from cached_transformers.config import config_to_dict, load_config
+from cached_transformers.probes.settings import stream_memories
+from cached_transformers.reproductions import REPRODUCTIONS
+from cached_transformers.training.run import build_model, with_memory
+from cached_transformers.yaml_tree import flatten
+
+TABLE5 = REPRODUCTIONS["table5"]
+SMALL = {"vocabulary": 4000, "sentence_ends": (4, 365), "paragraph_ends": (1,)}
+LARGE = {"vocabulary": 267_735, "sentence_ends": (4, 365), "paragraph_ends": (1,)}
+TINY = [
+    "model.width=32",
+    "model.depth=2",
+    "model.heads=2",
+    "model.feed_forward=64",
+    "model.memory.length=8",
+    "training.steps=3",
+    "training.batch_size=2",
+    "training.segment_length=8",
+    "training.evaluate_every=3",
+    "training.evaluation_batch_size=2",
+    "training.tensorboard=false",
+    "schedule.warmup_steps=1",
+]
+
+
+@pytest.fixture
+def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A few hundred words in the layout of WikiText-2."""
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    folder, draw = tmp_path / "wikitext-2", random.Random(0)
+    folder.mkdir()
+    known = ["the", "of", "and", "a", "river", "flows", "north", ".", "it", "was", "<unk>"]
+    for split, words in {"train": 600, "valid": 100, "test": 100}.items():
+        text = " ".join(draw.choice(known) for _ in range(words))
+        (folder / f"wiki.{split}.tokens").write_text(f" \n = River = \n \n {text} \n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("scale", "data", "every"), [("small", SMALL, True), ("paper", LARGE, False)], ids=["small", "paper"]
+)
+def test_rows_are_of_equal_size_and_differ_in_their_memory_alone(scale: str, data: dict[str, Any], every: bool) -> None:
+    recipe = load_config(TABLE5.recipes[scale])
+    variants = arms(TABLE5, recipe, data, every)
+    names = [variant.name for variant in variants]
+    assert names[:4] == ["transformer_xl", "memory_transformer", "rmt", "grc_stream"]
+    assert not every or set(names) == set(stream_memories())
+    counts = []
+    for variant in variants:
+        with torch.device("meta"):
+            model = build_model(variant.config)
+        counts.append(sum(p.numel() for p in model.parameters()))
+        assert variant.facts["matched_parameters"] == counts[-1]
+        assert variant.config.model["feed_forward"] == variant.facts["feed_forward"]
+    assert max(counts) / min(counts) < 1.005
+    base = flatten(config_to_dict(variants[0].seeded(3)))
+    for variant in variants[1:]:
+        other = flatten(config_to_dict(variant.seeded(3)))
+        differing = {key for key in {**base, **other} if base.get(key) != other.get(key)}
+        assert {key for key in differing if not key.startswith("model.memory.")} <= {
+            "model.feed_forward",
+            "model.positions",
+        }
+
+
+def test_the_largest_row_of_the_paper_keeps_its_width_whatever_is_added() -> None:
+    recipe = load_config("table5_small")
+    paper, every = (arms(TABLE5, recipe, SMALL, added) for added in (False, True))
+    assert every[: len(paper)] == paper
+    widths = {variant.name: variant.facts["feed_forward"] for variant in every}
+    assert min(widths[variant.name] for variant in paper) == recipe.model["feed_forward"] == widths["grc_stream"]
+    assert widths["memformer"] < recipe.model["feed_forward"]
+
+
+def test_rows_are_set_as_the_table_says() -> None:
+    rows = {v.name: v for v in arms(TABLE5, load_config("table5_small", ["model.memory.length=48"]), SMALL, True)}
+    assert rows["transformer_xl"].config.model["memory"] == {"name": "transformer_xl", "length": 48}
+    assert rows["rmt"].config.model["memory"] == {"name": "rmt", "length": 10, "cache": 48}
+    assert rows["grc_stream"].config.model["memory"] == {"name": "grc_stream", "length": 48, "ratio": 0.5}
+    assert rows["segatron"].config.model["memory"]["sentence_ends"] == [4, 365]
+    assert rows["rmt"].facts["protocol"] == "segment 64, state carried, length=10 cache=48"
+    assert rows["segatron"].facts["protocol"] == "segment 64, state carried, length=48"
+    assert (
+        rows["grc_stream"].config.model["positions"] == "relative" and "positions" not in rows["segatron"].config.model
+    )
+    recipe = load_config("table5_small")
+    with pytest.raises(ValueError, match=r"model\.memory=None must say how long memories are"):
+        TABLE5.config(with_memory(recipe, None), "rmt")
+
+
+def test_a_row_that_cannot_have_the_size_of_the_others_is_refused() -> None:
+    recipe = load_config("table5_small")
+    recipe = dataclasses.replace(recipe, model={**recipe.model, "vocabulary": 100})
+    big = {"name": "crtn", "segment": 64, "regions": 1, "topk": 1}
+    variants = [Variant(name, with_memory(recipe, memory)) for name, memory in (("plain", None), ("big", big))]
+    with pytest.raises(ValueError, match=r"big has \d+ parameters with feed_forward=1, not \d+ as the others"):
+        equal_parameters(variants, deciding=1)
+
+
+def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["reproduce", "table5", "--data", str(wikitext), "--out", str(out), *TINY]
+    assert main([*arguments, "--seeds", "2"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in result["variants"]] == list(TABLE5.paper)
+    assert [result[key] for key in ("reference", "metric", "split")] == ["transformer_xl", "perplexity", "test"]
+    assert all(row["parameters"] == row["matched_parameters"] for row in result["variants"])
+    counts = [row["parameters"] for row in result["variants"]]
+    assert max(counts) / min(counts) < 1.005
+    for row in result["variants"]:
+        for folder, value in zip(row["runs"], row["values"], strict=True):
+            summary = json.loads((out / folder / "summary.json").read_text(encoding="utf-8"))
+            assert summary["test"]["perplexity"] == value and summary["steps"] == 3
+    report = (out / "report.html").read_text(encoding="utf-8")
+    assert "<th" in report and "protocol" in report and "segment 8, state carried, length=10 cache=8" in report
+    assert f"{counts[0]:,}" in printed and "protocol" in printed and "memory_transformer" in printed
+
+    assert main([*arguments, "--seeds", "2"]) == 0
+    assert "8 finished runs kept, 0 to train" in capsys.readouterr().out
+
+
+def test_it_lists_what_can_be_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    printed = capsys.readouterr().out
+    assert all(name in printed and entry.summary in printed for name, entry in REPRODUCTIONS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tabel5", "--data", "{data}"], "unknown reproduction 'tabel5'; did you mean 'table5'"),
+        (["table5"], "table5 at scale small reads WikiText-2; give --data FOLDER"),
+        (["table5", "--scale", "paper"], "table5 at scale paper reads WikiText-103; give --data FOLDER"),
+        (["table5", "--data", "{data}/nowhere"], "nowhere does not exist"),
+        (["table5", "--data", "{empty}"], "holds no text"),
+        (["table5", "--data", "{test_only}", "--scale", "paper"], "holds no text for split 'train'"),
+        (["table5", "--data", "{data}", "--jobs", "0"], "--jobs 0 must be at least 1"),
+        (["table5", "--data", "{data}", "--seeds", "a"], "--seeds 'a' must be a number of seeds"),
+        (["table5", "--data", "{data}", "training.seed=1"], "training.seed is set by --seeds"),
+        (["table5", "--data", "{data}", "data.path=x"], "data.path is set by --data"),
+        (["table5", "--data", "{data}", "model.memory=rmt"], "change model.memory.length only"),
+        (["table5", "--data", "{data}", "model.widht=8"], "did you mean 'width'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(
+    wikitext: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    folders = {"data": wikitext, "empty": tmp_path / "empty", "test_only": tmp_path / "test_only"}
+    folders["empty"].mkdir()
+    folders["test_only"].mkdir()
+    (folders["test_only"] / "wiki.test.tokens").write_text(" = A = \n b c \n", encoding="utf-8")
+    given = [argument.format(**folders) for argument in arguments]
+    assert main(["reproduce", *given, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
