@@ -40,10 +40,12 @@ class Row:
     Attributes:
         options: of the memory; None gives it the recipe's length if it has that option.
         positions: position scheme of the model; None takes the memory's own.
+        model: other options of the model that the memory cannot do without.
     """
 
     options: Callable[[Setup], dict[str, Any]] | None = None
     positions: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Reproduction:
         else:
             options = {"length": setup.length} if "length" in MEMORIES.entry(name).options else {}
         positions = {} if row.positions is None else {"positions": row.positions}
-        return dataclasses.replace(recipe, model={**recipe.model, **positions, "memory": {"name": name, **options}})
+        return dataclasses.replace(
+            recipe, model={**recipe.model, **positions, **row.model, "memory": {"name": name, **options}}
+        )
 
 
 def protocol(config: RunConfig) -> str:
@@ -144,6 +148,7 @@ def _tokens(setup: Setup) -> dict[str, Any]:
 LANGUAGE_ROWS = {
     "compressive": Row(_compressive),
     "crtn": Row(_crtn),
+    "feedback": Row(model={"shared_biases": False}),  # its positions have no biases
     "grc_stream": Row(_grc, "relative"),
     "infinity_former": Row(_signal),
     "memformer": Row(lambda setup: {"length": 32}, "relative"),

@@ -23,18 +23,15 @@ def print_statistics(
 
     Args:
         statistics: rows of `analysis.statistics.summarise`.
-        protocols: how each variant was scored, where that is worth a column.
+        protocols: how each variant was scored, where that is worth lines of its own below the table.
     """
     metric = Metric(metric_name)
     title = f"{split} {metric.axis_label.replace('[', '(').replace(']', ')')}, reference {reference}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    # Protocols are long, and fold; names must not give way to them.
-    longest = max((len(row["name"]) for row in statistics), default=0) if protocols else None
-    table.add_column("variant", min_width=longest)
+    longest = max((len(row["name"]) for row in statistics), default=0)
+    table.add_column("variant")
     for column in ("seeds", "mean", "95 % interval", "difference", "95 % interval", "p"):
         table.add_column(column, justify="right")
-    if protocols:
-        table.add_column("protocol")
     for row in statistics:
         cells = [row["name"], str(row["seeds"]), metric.value(row["mean"], unit=False)]
         cells.append(metric.interval(row["low"], row["high"]))
@@ -42,7 +39,10 @@ def print_statistics(
             mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
             cells += [metric.difference(mean, unit=False), metric.interval(low, high, signed=True)]
             cells.append(short_p(row["p_value"]))
-        if protocols:
-            cells += [""] * (len(table.columns) - 1 - len(cells)) + [protocols.get(row["name"], "")]
         table.add_row(*cells)
     console.print(table)
+    if protocols:  # too long for a column of a narrow terminal
+        console.print(" [bold]protocol[/bold]")
+        for row in statistics:
+            line = f" {row['name']:<{longest}}  {protocols.get(row['name'], '')}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
