@@ -212,6 +212,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained(LATCH, {"name": "memformer", "length": 2}, 300)
+    model = trained(LATCH, {"name": "memformer", "length": 2}, 400, learning_rate=1e-3)
     assert accuracy(model, LATCH) > 0.95
     assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

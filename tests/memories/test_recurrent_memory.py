@@ -456,4 +456,4 @@ def test_it_learns_on_a_growing_number_of_segments() -> None:
         ReplayLoop(model, LATCH.segment, segments)(*LATCH.draw(64, segments - 1, generator))[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert [accuracy(model, LATCH, n - 1) > 0.95 for n in (2, 3, 4, 6)] == [True] * 4
+    assert [accuracy(model, LATCH, n - 1) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4
