@@ -14,43 +14,38 @@ from typing import Any
 
 import pytest
 import torch
+from memories.learning import trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.models import create_model
-from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.probes.tasks import IGNORED, Episode, ProbeTask
 
 VOCABULARY, SEGMENT, STEPS = 8, 8, 800
 CHANCE = math.log(VOCABULARY)
 
 
-def streams(rows: int, generator: torch.Generator) -> Tensor:
-    """(rows, 2 SEGMENT): a random segment and its repetition."""
-    segment = torch.randint(0, VOCABULARY, (rows, SEGMENT), generator=generator)
-    return torch.cat([segment, segment], 1)
+class Echo(ProbeTask):
+    """A random segment and its repetition; asked is every token but the first of each."""
+
+    segment, vocabulary, chance = SEGMENT, VOCABULARY, 1 / VOCABULARY
+
+    def draw(self, rows: int, distance: int, generator: torch.Generator) -> Episode:
+        segment_BN = torch.randint(0, VOCABULARY, (rows, SEGMENT), generator=generator)
+        inputs_BN = segment_BN.repeat(1, self.segments(distance))
+        targets_BN = inputs_BN.roll(-1, 1)
+        targets_BN[:, SEGMENT - 1 :: SEGMENT] = IGNORED
+        return Episode(inputs_BN, targets_BN)
 
 
-def trained(memory: dict[str, Any] | None) -> nn.Module:
-    torch.manual_seed(0)
-    model = create_model(
-        "language_model", vocabulary=VOCABULARY, width=48, depth=2, heads=2, feed_forward=96, memory=memory, tied=False
-    )
-    loop, optimizer = SegmentLoop(model, SEGMENT, bptt=2), torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        tokens = streams(32, generator)
-        targets = tokens.roll(-1, 1)
-        targets[:, [SEGMENT - 1, -1]] = -100  # what follows the last token of a segment is not asked
-        optimizer.zero_grad()
-        loop(tokens, targets)[0].backward()
-        optimizer.step()
-    return model.eval()
+def remembers(memory: dict[str, Any] | None) -> nn.Module:
+    sizes = {"width": 48, "depth": 2, "heads": 2, "feed_forward": 96, "batch_size": 32, "model": {"tied": False}}
+    return trained(Echo(), memory, STEPS, distance=1, check_every=STEPS, **sizes)
 
 
 @torch.no_grad()
 def losses(model: nn.Module, forget: bool = False) -> tuple[float, float]:
     """Loss on first segments and on repetitions of new streams; with `forget` the state is dropped between them."""
-    first, second = streams(512, torch.Generator().manual_seed(2)).split(SEGMENT, 1)
+    first, second = Echo().draw(512, 1, torch.Generator().manual_seed(2)).inputs_BN.split(SEGMENT, 1)
     before = model(first)
     after = model(second, None if forget else before.state)
 
@@ -62,7 +57,7 @@ def losses(model: nn.Module, forget: bool = False) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def remembering() -> nn.Module:
-    return trained({"name": "grc_stream", "length": SEGMENT, "ratio": 1.0})
+    return remembers({"name": "grc_stream", "length": SEGMENT, "ratio": 1.0})
 
 
 def test_with_the_cache_repetitions_are_recalled_and_first_segments_are_not_foreseen(remembering: nn.Module) -> None:
@@ -77,6 +72,6 @@ def test_it_is_the_state_that_remembers(remembering: nn.Module) -> None:
 
 
 def test_without_a_memory_nothing_is_recalled() -> None:
-    first, repeated = losses(trained(None))
+    first, repeated = losses(remembers(None))
     assert min(first, repeated) > CHANCE - 0.02
     assert max(first, repeated) < CHANCE + 0.2  # it has learnt the little there is: all tokens are equally likely

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import example_memories  # noqa: F401  (registers the examples)
+import contract.example_memories  # noqa: F401  (registers the examples)
 import pytest
 import torch
 from torch import Tensor, nn

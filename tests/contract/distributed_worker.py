@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from contract_cases import CASES, SEGMENT, STREAMS, Case
+from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 
 from cached_transformers.memories.grc import caches, commit_caches
 from cached_transformers.training.segments import SegmentLoop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
+from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
 
 from cached_transformers.models import create_model
 

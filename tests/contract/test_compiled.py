@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import ROWS, Case, cases, stream
+from contract.contract_cases import ROWS, Case, cases, stream
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import HEADS, ROWS, SEGMENT, WIDTH
-from example_memories import ExampleSlots, ExampleTokens, ExampleWindow
+from contract.contract_cases import HEADS, ROWS, SEGMENT, WIDTH
+from contract.example_memories import ExampleSlots, ExampleTokens, ExampleWindow
 from torch import Tensor, nn
 
 from cached_transformers import state as states

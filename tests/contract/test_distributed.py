@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import STREAMS, Case, cases
-from distributed_worker import SHARED, SYNCS, stream_gradients
+from contract.contract_cases import STREAMS, Case, cases
+from contract.distributed_worker import SHARED, SYNCS, stream_gradients
 
 Seen = list[dict[str, Any]]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
+from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
 
 from cached_transformers import state as states
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import ROWS, SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
+from contract.contract_cases import ROWS, SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
 from torch import nn
 from torch.nn import functional as F
 

@@ -6,7 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract_cases import CASES, CONTRACTS, DEPTH, ROWS, RULES, SEGMENT, STREAMS, TEXT, WIDTH, Case, cases, stream
+from contract.contract_cases import (
+    CASES,
+    CONTRACTS,
+    DEPTH,
+    ROWS,
+    RULES,
+    SEGMENT,
+    STREAMS,
+    TEXT,
+    WIDTH,
+    Case,
+    cases,
+    stream,
+)
 from torch import Tensor
 
 from cached_transformers import state as states

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import CASES, ROWS, SEGMENT, STREAMS, WIDTH, Case, cases, stream
+from contract.contract_cases import CASES, ROWS, SEGMENT, STREAMS, WIDTH, Case, cases, stream
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from crtn_twin import Row, Twin
+from memories.crtn_twin import Row, Twin
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention

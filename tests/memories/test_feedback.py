@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +26,6 @@ from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models import create_model
 from cached_transformers.models.parts import make_stack
-from cached_transformers.training.segments import SegmentLoop
 
 D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
 
@@ -422,57 +422,15 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
         SelfAttention(D, H, keys=False)
 
 
-SEGMENT, CLASSES = 4, 4
-
-
-def latch(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise with one symbol in the first of three segments; the last token asks which."""
-    tokens = torch.randint(CLASSES, 2 * CLASSES, (rows, 3 * SEGMENT), generator=generator)
-    answer = torch.randint(0, CLASSES, (rows,), generator=generator)
-    tokens[torch.arange(rows), torch.randint(0, SEGMENT, (rows,), generator=generator)] = answer
-    tokens[:, -1] = 2 * CLASSES
-    targets = torch.full_like(tokens, -100)
-    targets[:, -1] = answer
-    return tokens, targets
-
-
-def accuracy(memory: Any, steps: int = 250) -> tuple[float, float]:
-    """Share of new streams answered after training: with the state carried, and dropped before the last segment."""
-    torch.manual_seed(0)
-    model = create_model(
-        "language_model",
-        vocabulary=2 * CLASSES + 1,
-        width=32,
-        depth=1,
-        heads=2,
-        feed_forward=64,
-        memory=memory,
-        tied=False,
-    )
-    loop, optimizer = SegmentLoop(model, SEGMENT, bptt=3), torch.optim.AdamW(model.parameters(), 3e-3)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loop(*latch(64, generator))[0].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    tokens, targets = latch(512, torch.Generator().manual_seed(2))
-    model.eval()
-    with torch.no_grad():
-        state = None
-        for segment in tokens.split(SEGMENT, 1):
-            last, dropped = model(segment, state), model(segment)
-            state = last.state
-    hits = [(out.outputs[:, -1].argmax(-1) == targets[:, -1]).float().mean().item() for out in (last, dropped)]
-    return hits[0], hits[1]
+SIZES: dict[str, Any] = {"heads": 2, "model": {"tied": False}}
 
 
 def test_two_slots_and_one_layer_carry_a_symbol_over_many_tokens() -> None:
     """It was seen 8 to 11 tokens ago, so that it must have been read and mixed again several times."""
-    carried, dropped = accuracy({"name": "feedback", "length": 2})
-    assert carried > 0.95 and dropped < 0.4
+    model = trained(LATCH, {"name": "feedback", "length": 2}, 250, distance=2, **SIZES)
+    assert accuracy(model, LATCH, 2) > 0.95 and accuracy(model, LATCH, 2, forget=True) < 0.4
 
 
 @pytest.mark.parametrize("memory", [None, {"name": "transformer_xl", "length": 2}])
 def test_without_feedback_it_guesses(memory: Any) -> None:
-    assert accuracy(memory)[0] < 0.4
+    assert accuracy(trained(LATCH, memory, 250, distance=2, **SIZES), LATCH, 2) < 0.4

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import hidden_symbol
+from memories.learning import LATCH, accuracy, trained
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -432,9 +432,9 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_it_learns_to_recall_what_the_short_memory_lost() -> None:
-    memory = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
-    assert hidden_symbol.accuracy(hidden_symbol.model("infinity_former", **memory), 150) > 0.95
+    options = {"length": 3, "chunk": 2, "basis": 16, "widths": (0.05, 0.15), "kl_weight": 0.0}
+    assert accuracy(trained(LATCH, {"name": "infinity_former", **options}, 150), LATCH) > 0.95
 
 
 def test_the_short_memory_alone_stays_at_chance() -> None:
-    assert hidden_symbol.accuracy(hidden_symbol.model("transformer_xl", length=4), 150) < 0.35
+    assert accuracy(trained(LATCH, {"name": "transformer_xl", "length": 4}, 150), LATCH) < 0.35

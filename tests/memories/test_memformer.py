@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from latch import accuracy, trained
+from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers.memories.memformer import Memformer, forget, write_slots
@@ -212,6 +212,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 
 def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained({"name": "memformer", "length": 2}, 300)
-    assert accuracy(model) > 0.95
-    assert accuracy(model, forget=True) < 0.4 and accuracy(model, shuffle=True) < 0.4
+    model = trained(LATCH, {"name": "memformer", "length": 2}, 400, learning_rate=1e-3)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

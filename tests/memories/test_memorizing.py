@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memories import hidden_symbol
+from memories.learning import LATCH, accuracy, trained, untrained
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -311,8 +311,8 @@ def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest
 def test_faiss_gives_what_exact_search_gives() -> None:
     """Whatever state is read: growing, at capacity, of another stream, reset, or by a copy of the model."""
     pytest.importorskip("faiss")
-    exact = hidden_symbol.model("memorizing", length=20, k=4, initial_scale=5.0)
-    indexed = hidden_symbol.model("memorizing", length=20, k=4, initial_scale=5.0, store="faiss")
+    spec = {"name": "memorizing", "length": 20, "k": 4, "initial_scale": 5.0}
+    exact, indexed = untrained(LATCH, spec), untrained(LATCH, {**spec, "store": "faiss"})
     indexed.load_state_dict(exact.state_dict())
     twins = [copy.deepcopy(indexed), pickle.loads(pickle.dumps(indexed)), indexed]
     streams = torch.randint(0, 11, (2, 3, 48)).split(6, -1)  # two streams of three rows
@@ -331,7 +331,7 @@ def test_faiss_gives_what_exact_search_gives() -> None:
 
 def test_compiled_code_breaks_at_the_search_of_faiss_and_goes_on() -> None:
     pytest.importorskip("faiss")
-    model = hidden_symbol.model("memorizing", length=20, k=4, store="faiss").eval()
+    model = untrained(LATCH, {"name": "memorizing", "length": 20, "k": 4, "store": "faiss"}).eval()
     run = torch.compile(model, backend="eager", dynamic=False)
     state = model.init_state(2)
     with torch.no_grad():
@@ -367,8 +367,9 @@ def test_log_sum_exp_of_rotated_keys_reaches_the_memory() -> None:
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_it_learns_to_recall_what_the_segment_does_not_show(joint: bool) -> None:
-    assert hidden_symbol.accuracy(hidden_symbol.model("memorizing", length=16, k=4, joint=joint), 150) > 0.95
+    model = trained(LATCH, {"name": "memorizing", "length": 16, "k": 4, "joint": joint}, 150)
+    assert accuracy(model, LATCH) > 0.95
 
 
 def test_without_memory_it_stays_at_chance() -> None:
-    assert hidden_symbol.accuracy(hidden_symbol.model(None), 150) < 0.35
+    assert accuracy(trained(LATCH, None, 150), LATCH) < 0.35

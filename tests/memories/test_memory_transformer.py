@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from latch import accuracy, trained
+from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -247,8 +247,8 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
 
 def test_it_cannot_carry_a_symbol_over_segments() -> None:
     """The control of the recurrent memories: as many tokens, trained as long, and no better than chance."""
-    model = trained({"name": "memory_transformer", "length": 2}, 150)
-    assert accuracy(model) < 0.4
+    model = trained(LATCH, {"name": "memory_transformer", "length": 2}, 150)
+    assert accuracy(model, LATCH) < 0.4
 
 
 def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -> None:

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from latch import SEGMENT as LATCH_SEGMENT
-from latch import VOCABULARY as LATCH_VOCABULARY
-from latch import accuracy, latch, trained
 from live_bytes import LiveBytes
+from memories.learning import LATCH, accuracy, trained, untrained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -443,21 +441,19 @@ def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
 
 
 def test_it_learns_to_carry_a_symbol_over_four_segments() -> None:
-    model = trained({"name": "rmt", "length": 2}, 200)
-    assert accuracy(model) > 0.95
-    assert accuracy(model, forget=True) < 0.4 and accuracy(model, shuffle=True) < 0.4
-    assert accuracy(trained(None, 100)) < 0.4
+    model = trained(LATCH, {"name": "rmt", "length": 2}, 200)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
+    assert accuracy(trained(LATCH, None, 100), LATCH) < 0.4
 
 
 def test_it_learns_on_a_growing_number_of_segments() -> None:
     """Few segments first, drawn evenly, and replayed: shorter texts remain solved."""
-    torch.manual_seed(0)
-    sizes = {"vocabulary": LATCH_VOCABULARY, "width": 32, "depth": 1, "heads": 4, "feed_forward": 64}
-    model = create_model("language_model", **sizes, memory={"name": "rmt", "length": 2})
+    model = untrained(LATCH, {"name": "rmt", "length": 2})
     optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
     for segments in Curriculum([2, 3, 4, 6], steps_each=60):
         optimizer.zero_grad()
-        ReplayLoop(model, LATCH_SEGMENT, segments)(*latch(64, generator, segments))[0].backward()
+        ReplayLoop(model, LATCH.segment, segments)(*LATCH.draw(64, segments - 1, generator))[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert [accuracy(model.eval(), segments=n) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4
+    assert [accuracy(model, LATCH, n - 1) > 0.95 for n in (1, 2, 4, 6)] == [True] * 4

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from memories.learning import accuracy, trained
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cached_transformers.layers.block import Block, ModelOutput
 from cached_transformers.models.decoder import LanguageModel
-from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.probes.tasks import Copy
 
 Place = tuple[int, ...]
 """Where a token stands: one number, or token, sentence and paragraph."""
@@ -125,30 +125,8 @@ def assert_equal_values_and_gradients(model: nn.Module, ours: Tensor, wanted: Te
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def copying(memory: Any, steps: int, *, symbols: int = 6, length: int = 4, depth: int = 2, **loop: Any) -> float:
-    """Accuracy on the second of two equal random segments, after `steps` of training; chance is 1 / symbols."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"width": 32, "heads": 4, "feed_forward": 64, "positions": None if memory else "relative"}
-    model = LanguageModel(symbols, depth=depth, memory=memory, **sizes)
-    train, optimizer = SegmentLoop(model, length, **loop), torch.optim.AdamW(model.parameters(), 3e-3)
-    generator = torch.Generator().manual_seed(1)
-
-    def batch(rows: int) -> tuple[Tensor, Tensor]:
-        once = torch.randint(0, symbols, (rows, length), generator=generator)
-        tokens = torch.cat([once, once], 1)
-        targets = F.pad(tokens[:, 1:], (0, 1), value=-100)
-        targets[
-            :, :length
-        ] = -100  # the first token of the copy is asked by nobody: it is not yet known that one begins
-        return tokens, targets
-
-    for _ in range(steps):
-        optimizer.zero_grad()
-        train(*batch(64))[0].backward()
-        optimizer.step()
-    tokens, targets = batch(512)
-    with torch.no_grad():
-        model.eval()
-        guess = joined(run(model, tokens, length)).argmax(-1)
-    asked = targets != -100
-    return (guess == targets)[asked].double().mean().item()
+def copying(memory: Any, steps: int, *, symbols: int = 6) -> float:
+    """Accuracy on a segment that is the one before it again, after training whose gradient crosses no segment."""
+    task = Copy(symbols=symbols)
+    model = trained(task, memory, steps, distance=1, bptt=1, depth=2, model={} if memory else {"positions": "relative"})
+    return accuracy(model, task, 1)

@@ -171,7 +171,7 @@ def _train(trial: Trial, settings: dict[str, Any], out: Path) -> dict[str, Any]:
         spec, passes = {"name": trial.memory, **options(task, distance, sizes)}, chosen.passes
         if chosen.learning_rate is not None:
             sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
-    farther = range(task.shortest, _farthest(trial.task, distance) + 1)
+    farther = range(max(task.shortest, 1), _farthest(trial.task, distance) + 1)
     outcome = probe(task, spec, distance, seed=trial.seed, sizes=sizes, passes=passes, distances=farther)
     result = {"settings": settings, "chance": task.chance, "memory": spec, **as_dict(outcome)}
     path = out / trial.path

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..memories import MemorySpec
 from ..models import create_model
+from ..state import State, reorder
 from ..training.segments import SegmentLoop
 from .tasks import IGNORED, Episode, ProbeTask
 
@@ -86,7 +87,33 @@ def probe(
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    loop = SegmentLoop(model, task.segment, bptt=distance + 1, passes=passes)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, progress=progress)
+    by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
+    parameters = sum(p.numel() for p in model.parameters())
+    return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance)
+
+
+def train(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    sizes: Sizes,
+    *,
+    seed: int = 0,
+    passes: int = 1,
+    bptt: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[float, int]:
+    """Train a model on a task, until its accuracy is enough or the steps are over.
+
+    Args:
+        seed: of the episodes.
+        bptt: segments that a gradient may cross; None for all.
+
+    Returns:
+        The accuracy at the trained distance, and the steps done.
+    """
+    loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     accuracy, step = 0.0, 0
@@ -102,9 +129,7 @@ def probe(
                 progress(step, accuracy)
             if accuracy >= sizes.enough:
                 break
-    by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
-    parameters = sum(p.numel() for p in model.parameters())
-    return Outcome(accuracy, step, time.perf_counter() - started, parameters, by_distance)
+    return accuracy, step
 
 
 def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
@@ -122,22 +147,49 @@ def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, task: ProbeTask, distance: int, rows: int, passes: int = 1, seed: int = 10**6) -> float:
-    """Share of right answers on `rows` episodes that no training draws."""
+def measure(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    rows: int,
+    passes: int = 1,
+    seed: int = 10**6,
+    *,
+    forget: bool = False,
+    shuffle: bool = False,
+) -> float:
+    """Share of right answers on `rows` episodes that no training draws.
+
+    Two ways to ask whether it is the state that answers; where it is, either leaves a guess.
+
+    Args:
+        forget: the last segment begins with no state.
+        shuffle: each row begins the last segment with the state of the row before it.
+    """
     training = model.training
     model.eval()
     episode = task.draw(rows, distance, torch.Generator().manual_seed(seed + distance))
-    guesses, answers = _answers(model, task, episode, passes)
+
+    def before_last(state: State) -> State | None:
+        if forget:
+            return None
+        return reorder(state, torch.arange(rows).roll(1)) if shuffle else state
+
+    guesses, answers = _answers(model, task, episode, passes, before_last)
     model.train(training)
     return (guesses == answers).double().mean().item()
 
 
-def _answers(model: nn.Module, task: ProbeTask, episode: Episode, passes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best guess and truth at every place that is asked."""
+def _answers(
+    model: nn.Module, task: ProbeTask, episode: Episode, passes: int, before_last: Callable[[State], State | None]
+) -> tuple[Tensor, Tensor]:
+    """Best guess and truth at every place that is asked; `before_last` gives the state of the last segment."""
     segments = episode.inputs_BN.split(task.segment, 1)
     state, _ = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
     guesses = []
-    for segment in segments:
+    for index, segment in enumerate(segments):
+        if index and index == len(segments) - 1:
+            state = before_last(state)
         logits_BNV, state, _ = model(segment, state)
         guesses.append(logits_BNV.argmax(-1))
     asked = episode.targets_BN != IGNORED

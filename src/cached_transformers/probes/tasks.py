@@ -63,8 +63,11 @@ class ProbeTask:
 class Latch(ProbeTask):
     """One of `classes` symbols hides in the first segment; the last token of the last one asks which.
 
+    At distance 0 both stand in one segment, which attention alone solves: the begin of a curriculum.
     Ids: classes, decoys (as many, in the segments between), noise, question.
     """
+
+    shortest = 0
 
     def __init__(self, segment: int = 4, classes: int = 4, decoys: bool = False) -> None:
         self.segment, self.classes, self.decoys = segment, classes, decoys
@@ -75,7 +78,8 @@ class Latch(ProbeTask):
         inputs_BN, targets_BN = self._noise(rows, n, 2 * self.classes, generator)
         symbol_B = torch.randint(0, self.classes, (rows,), generator=generator)
         everywhere = torch.arange(rows)
-        inputs_BN[everywhere, torch.randint(0, self.segment, (rows,), generator=generator)] = symbol_B
+        places = self.segment if distance else self.segment - 1  # the last token is the question
+        inputs_BN[everywhere, torch.randint(0, places, (rows,), generator=generator)] = symbol_B
         if self.decoys:
             for begin in range(self.segment, n - self.segment, self.segment):
                 decoy_B = torch.randint(self.classes, 2 * self.classes, (rows,), generator=generator)

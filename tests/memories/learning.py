@@ -1,0 +1,61 @@
+"""What proofs that a memory learns share: a model of one layer, trained on a task of `cached_transformers.probes`.
+
+One layer passes nothing on from layer to layer, so that only a memory reaches an earlier segment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cached_transformers.probes import ProbeTask
+from cached_transformers.probes.protocol import Sizes, build_model, measure, train
+from cached_transformers.probes.tasks import Latch
+
+LATCH = Latch()
+"""One of four symbols in the first segment of four tokens, asked for at the end of the last."""
+DISTANCE = 3
+"""Segments from the symbol to the question."""
+ROWS = 1000
+
+
+def untrained(task: ProbeTask, memory: Any, **sizes: Any) -> nn.Module:
+    """The model before its training; `sizes` are those of `probes.protocol.Sizes`."""
+    torch.manual_seed(0)
+    return build_model(task, memory, _sizes(**sizes))
+
+
+def trained(
+    task: ProbeTask,
+    memory: Any,
+    steps: int,
+    *,
+    distance: int = DISTANCE,
+    passes: int = 1,
+    bptt: int | None = None,
+    **sizes: Any,
+) -> nn.Module:
+    """The model after at most so many steps; it stops when nearly every answer is right."""
+    model = untrained(task, memory, **sizes)
+    train(model, task, distance, _sizes(steps=steps, **sizes), seed=1, passes=passes, bptt=bptt)
+    return model.eval()
+
+
+def accuracy(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int = DISTANCE,
+    *,
+    passes: int = 1,
+    forget: bool = False,
+    shuffle: bool = False,
+) -> float:
+    """Share of right answers on new episodes; `forget` drops the state before the last segment, `shuffle` hands it to
+    the next row."""
+    return measure(model, task, distance, ROWS, passes, forget=forget, shuffle=shuffle)
+
+
+def _sizes(**sizes: Any) -> Sizes:
+    return Sizes(**{"depth": 1, "check_every": 50, **sizes})
