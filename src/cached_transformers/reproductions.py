@@ -58,7 +58,7 @@ class Reproduction:
         files: what the data folder must hold, by scale.
         paper: memories of the paper's table; the first is what the others are compared with.
         others: names of the memories that may be added.
-        rows: how memories are set; one that is not named gets `Row()`.
+        rows: how memories are set; one that is not named gets `Row(positions="relative")`.
     """
 
     summary: str
@@ -87,7 +87,7 @@ class Reproduction:
             )
         head_width = recipe.model["width"] // recipe.model["heads"]
         setup = Setup(recipe.training.segment_length, memory["length"], head_width, data or {})
-        row = self.rows.get(name, Row())
+        row = self.rows.get(name, Row(positions="relative"))
         if row.options is not None:
             options = row.options(setup)
         else:
@@ -148,6 +148,7 @@ def _tokens(setup: Setup) -> dict[str, Any]:
 LANGUAGE_ROWS = {
     "compressive": Row(_compressive),
     "crtn": Row(_crtn),
+    "ernie_doc": Row(),
     "feedback": Row(model={"shared_biases": False}),  # its positions have no biases
     "grc_stream": Row(_grc, "relative"),
     "infinity_former": Row(_signal),
@@ -159,6 +160,7 @@ LANGUAGE_ROWS = {
     ),
     "rmt": Row(_tokens, "relative"),
     "segatron": Row(_ends),
+    "transformer_xl": Row(),
 }
 """Language models: as many slots as the recipe's memory where a slot is a token, relative positions for all that have
 none of their own. Memory tokens are 10, beside a Transformer-XL cache of the recipe's length, as arXiv:2207.06881 has
