@@ -173,3 +173,14 @@ def test_inline_svg_is_themed_unique_and_escaped() -> None:
 def test_png_data_uri() -> None:
     uri = png_data_uri(plots.differences([plots.Difference("grc", 0.01)], "plain"))
     assert uri.startswith("data:image/png;base64,iVBOR")
+
+
+def test_loss_by_place_has_a_line_for_each_way_of_treating_the_memory():
+    lines = {"carry": [(0, 0, 3.0), (1, 2, 2.5), (3, 6, 2.0)], "reset": [(0, 0, 3.0), (1, 2, 2.8), (3, 6, 2.8)]}
+    (axes,) = plots.loss_by_place(lines).axes
+    drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines]
+    assert [y for _, y in drawn] == [[3.0, 2.5, 2.0], [3.0, 2.8, 2.8]]
+    assert drawn[0][0] == pytest.approx([1, 6**0.5, 28**0.5]) and axes.get_xscale() == "log"
+    assert {text.get_text() for text in axes.texts} == {"carry", "reset"}
+    with pytest.raises(ValueError, match="at least one place"):
+        plots.loss_by_place({"carry": []})

@@ -251,7 +251,8 @@ def _places(run: Run, identifier: str) -> str:
         return ""
     lines = {row["memory"]: [(p["from"], p["to"], p["loss"]) for p in row["places"]] for row in scores}
     svg = inline_svg(plots.loss_by_place(lines), identifier, "Loss by place in the document")
-    text = "Loss of the tokens at these places of their documents, counted from the first, by what rows keep of memory."
+    split = (run.evaluation or {}).get("split")
+    text = f"Loss of the {split} tokens at these places of their documents, by what rows keep of memory."
     return _heading(3, "Loss by place in the document") + figure(svg, text)
 
 

@@ -71,7 +71,8 @@ class WikiText(SplitFiles):
     def _cut(self, text: str) -> Iterator[str]:
         # A title stands between blank lines; one in the middle of a paragraph is text.
         blank = [m.start() for m in _TITLE.finditer(text) if _blank_around(text, m.start(), m.end())]
-        bounds = [0, *(start for start in blank if text[:start].strip()), len(text)]
+        first = len(text) - len(text.lstrip())  # blank lines before the first title belong to its article
+        bounds = [0, *(start for start in blank if start > first), len(text)]
         for start, end in pairwise(bounds):
             yield text[start:end]
 
