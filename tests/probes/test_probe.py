@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -92,6 +93,19 @@ def test_the_command_writes_a_table_and_keeps_what_is_finished(
     assert main(COMMAND) == 0
     assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
     assert (folder / "latch/no_memory/no_memory_0.json").stat().st_mtime_ns == stamp
+
+
+def test_a_changed_setting_makes_its_trainings_anew(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*COMMAND[:-1], "1"]
+    assert main(words) == 0
+    longer = dataclasses.replace(SETTINGS["transformer_xl"], within=lambda task, distance, sizes: {"length": 20})
+    monkeypatch.setitem(SETTINGS, "transformer_xl", longer)
+    assert main(words) == 0
+    assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
+    stored = json.loads((folder / "latch/transformer_xl/within_reach_0.json").read_text())
+    assert stored["memory"] == {"name": "transformer_xl", "length": 20}
 
 
 @pytest.mark.parametrize(

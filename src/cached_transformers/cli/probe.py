@@ -146,11 +146,23 @@ def _trials(memories: list[str], tasks: list[str], seeds: int) -> list[Trial]:
 
 
 def _settings(trial: Trial, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What determines the result of a trial; kept beside it."""
-    settings = {"distance": arguments.distance, "steps": arguments.steps}
-    if trial.task == NEEDS_FILES:
-        settings |= {"babi": str(arguments.babi), "books": str(arguments.books)}
-    return settings
+    """Everything that determines the result of a trial; kept beside it, so that a change makes it be trained anew."""
+    from cached_transformers.probes.protocol import Sizes
+    from cached_transformers.probes.settings import setting
+
+    files = {name: str(getattr(arguments, name)) for name in ("babi", "books")} if trial.task == NEEDS_FILES else {}
+    task, sizes = PROBES.create(trial.task, **files), Sizes(steps=arguments.steps)
+    spec, passes = None, 1
+    if trial.arm != "no memory":
+        chosen = setting(trial.memory)
+        options = chosen.within if trial.arm == "within reach" else chosen.beyond
+        assert options is not None
+        spec, passes = {"name": trial.memory, **options(task, arguments.distance, sizes)}, chosen.passes
+        if chosen.learning_rate is not None:
+            sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+    settings = {"files": files, "distance": arguments.distance, "memory": spec, "passes": passes}
+    whole = {**settings, "sizes": dataclasses.asdict(sizes)}
+    return json.loads(json.dumps(whole))  # as it will be read back
 
 
 def _train(trial: Trial, settings: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -158,22 +170,20 @@ def _train(trial: Trial, settings: dict[str, Any], out: Path) -> dict[str, Any]:
     import torch
 
     from cached_transformers.probes.protocol import Sizes, as_dict, probe
-    from cached_transformers.probes.settings import setting
 
     torch.set_num_threads(1)
-    files = {name: settings[name] for name in ("babi", "books") if name in settings}
-    task, sizes, distance = PROBES.create(trial.task, **files), Sizes(steps=settings["steps"]), settings["distance"]
-    spec, passes = None, 1
-    if trial.arm != "no memory":
-        chosen = setting(trial.memory)
-        options = chosen.within if trial.arm == "within reach" else chosen.beyond
-        assert options is not None
-        spec, passes = {"name": trial.memory, **options(task, distance, sizes)}, chosen.passes
-        if chosen.learning_rate is not None:
-            sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+    task, distance = PROBES.create(trial.task, **settings["files"]), settings["distance"]
     farther = range(max(task.shortest, 1), _farthest(trial.task, distance) + 1)
-    outcome = probe(task, spec, distance, seed=trial.seed, sizes=sizes, passes=passes, distances=farther)
-    result = {"settings": settings, "chance": task.chance, "memory": spec, **as_dict(outcome)}
+    outcome = probe(
+        task,
+        settings["memory"],
+        distance,
+        seed=trial.seed,
+        sizes=Sizes(**settings["sizes"]),
+        passes=settings["passes"],
+        distances=farther,
+    )
+    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **as_dict(outcome)}
     path = out / trial.path
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, result)
