@@ -1,6 +1,6 @@
 """One of two processes of `test_distributed`: trains every case on its half of the rows and stores what it saw.
 
-Called as: distributed_worker.py RANK PORT RESULT.
+Called by torchrun as: distributed_worker.py FOLDER, for FOLDER/0.pt and FOLDER/1.pt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 
 from cached_transformers.memories.grc import caches, commit_caches
+from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
@@ -60,19 +60,20 @@ def shared_caches(case: Case, sync: str, rank: int, size: int, steps: int, evalu
     return [cache.cache_MC.clone() for cache in caches(model)]
 
 
-def main(rank: int, port: int, result: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    seen: dict[Any, Any] = {case: stream_gradients(case, rank, 2) for case in STREAMS}
+def train_all(processes: World) -> dict[str, Any]:
+    """What this process saw, by case and setting."""
+    rank, size = processes.rank, processes.size
+    seen: dict[Any, Any] = {case: stream_gradients(case, rank, size) for case in STREAMS}
     for case in SHARED:
         for sync in SYNCS:
             for steps in (1, 3):
-                seen[case, sync, steps] = shared_caches(case, sync, rank, 2, steps)
-            seen[case, sync, "evaluated"] = shared_caches(case, sync, rank, 2, 3, evaluate=True)
-    torch.save({str(key): value for key, value in seen.items()}, result)
-    dist.barrier()
-    dist.destroy_process_group()
+                seen[case, sync, steps] = shared_caches(case, sync, rank, size, steps)
+            seen[case, sync, "evaluated"] = shared_caches(case, sync, rank, size, 3, evaluate=True)
+    processes.barrier()
+    return {"rank": rank, **{str(key): value for key, value in seen.items()}}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    torch.set_num_threads(1)
+    seen = in_world("cpu", train_all)
+    torch.save(seen, Path(sys.argv[1]) / f"{seen['rank']}.pt")

@@ -48,6 +48,44 @@ def test_two_processes_follow_the_curve_of_one_and_write_once(tmp_path):
     assert summaries[0]["test"]["loss"] == pytest.approx(summaries[1]["test"]["loss"], abs=1e-5)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_no_thread_of_the_process_group_outlives_it(tmp_path):
+    # One that did, and let go of a tensor while the interpreter shut down, would abort the process now and then.
+    script = tmp_path / "trains.py"
+    script.write_text(
+        """
+import os, torch
+from cached_transformers.training.distributed import in_world, wrap
+
+def threads():
+    return sum("gloo" in open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task"))
+
+def train(world):
+    wrapped = wrap(torch.nn.Linear(2, 2), world)
+    wrapped.holds = [wrapped]  # a cycle, as models have them
+    for _ in range(3):
+        wrapped(torch.ones(1, 2)).sum().backward()
+        world.sum(torch.ones(3))
+        world.gather(world.rank)
+    world.barrier()
+    return threads()
+
+assert in_world("cpu", train) > 0
+assert threads() == 0, threads()
+""",
+        encoding="utf-8",
+    )
+    source = os.pathsep.join([str(Path(standin.__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_world_of_one_needs_no_process_group():
     alone = World(torch.device("cpu"))
     assert alone.main and alone.gather("x") == ["x"]

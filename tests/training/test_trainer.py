@@ -16,7 +16,7 @@ from torch import nn
 from cached_transformers.config import config_from_dict, fill_from_data, load_config
 from cached_transformers.training import checkpoint as checkpoint_module
 from cached_transformers.training.checkpoint import read_checkpoint
-from cached_transformers.training.distributed import World, world
+from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.metrics import MetricsFile, evaluate, read_metrics
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import build_dataset, build_model, load_run, run_training
@@ -184,8 +184,8 @@ def test_what_the_machine_or_model_cannot_do_is_refused(tmp_path):
         make(tmp_path, "training.precision=float16")
     with pytest.raises(ValueError, match="StandinMLP does not offer it"):
         make(tmp_path, "training.activation_checkpointing=true")
-    with pytest.raises(ValueError, match="is no device"), world("gpu"):
-        pass
+    with pytest.raises(ValueError, match="is no device"):
+        in_world("gpu", lambda processes: None)
 
 
 def test_the_best_by_loss_ignores_a_loss_that_is_not_a_number(tmp_path):

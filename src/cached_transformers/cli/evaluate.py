@@ -20,7 +20,7 @@ from torch import nn
 
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
-from cached_transformers.training.distributed import world
+from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import evaluate, jsonable
 from cached_transformers.training.progress import Reporter
@@ -85,8 +85,9 @@ def score(
     folder: Path, config: RunConfig, checkpoint: str, split: str, modes: list[str], device: str
 ) -> tuple[list[dict[str, Any]], int]:
     """Scores of a run's checkpoint for each memory mode, for text with the loss by place; and the step."""
-    rows = []
-    with world(device) as processes:
+
+    def scores(processes: World) -> tuple[list[dict[str, Any]], int]:
+        rows = []
         dataset = build_dataset(config, split)
         text = task_name(dataset) == "language"
         if config.evaluation.segment_length and not text:
@@ -106,7 +107,9 @@ def score(
                 model, dataset, processes, dataclasses.replace(config, evaluation=section)
             )
             rows.append({"memory": mode, **values, "places": places})
-    return rows, step
+        return rows, step
+
+    return in_world(device, scores)
 
 
 def has_caches(model: nn.Module) -> bool:

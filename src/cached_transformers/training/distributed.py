@@ -5,16 +5,19 @@ A process that torchrun did not start is a world of one, in which every function
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,16 @@ class World:
             dist.barrier()
 
 
-@contextmanager
-def world(device: str = "auto") -> Iterator[World]:
-    """The world that torchrun describes in the environment; its process group lives as long as the `with` block.
+def in_world(device: str, work: Callable[[World], T]) -> T:
+    """What `work` returns, called with the world that torchrun describes in the environment.
+
+    The process group ends with the call, and its threads with it: a thread of Gloo that lets go of a tensor while the
+    interpreter shuts down aborts the process. `destroy_process_group` only forgets the group; the threads end when
+    nothing refers to it any more, which is why `work` is a function, whose local variables are gone when it returns.
 
     Args:
         device: auto, cpu, cuda or cuda:N. Under torchrun `cuda` means the card of the local rank.
+        work: must not return anything that communicates.
 
     Raises:
         ValueError: the device does not exist.
@@ -65,15 +72,20 @@ def world(device: str = "auto") -> Iterator[World]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else None
     chosen = pick_device(device, local_rank)
     if size == 1:
-        yield World(chosen)
-        return
+        return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    # The functions of this module keep the group that exists at their import as a default argument, for ever;
+    # imported now, before there is one, they keep none.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    group = dist.group.WORLD
     try:
-        yield World(chosen, dist.get_rank(), dist.get_world_size())
+        return work(World(chosen, dist.get_rank(), dist.get_world_size()))
     finally:
         dist.destroy_process_group()
+        gc.collect()  # wrapped models are cycles
+        del group  # last of all: the one reference whose end waits for the threads without holding up the interpreter
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:

@@ -21,7 +21,7 @@ from torch import nn
 from cached_transformers.config import RunConfig, config_from_dict, config_to_yaml, fill_from_data
 from cached_transformers.registry import DATASETS, MODELS
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
-from cached_transformers.training.distributed import World, world
+from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.metrics import jsonable, untouched
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.tasks import baselines, example_inputs, task_name
@@ -51,34 +51,10 @@ def run_training(
         Interrupted: asked to stop; a checkpoint was saved.
         RuntimeError, OSError: training failed or a file could not be written.
     """
-    with world(config.training.device) as processes:
-        label = config.name if variant is None else f"{variant}, seed {config.training.seed}"
-        reporter = Reporter(label, config.training.steps, console if processes.main else None)
-        with main_first(processes):
-            train, validation = (build_dataset(config, split) for split in ("train", "validation"))
-            test = None if config.training.test == "none" else build_dataset(config, "test")
-        config = fill_from_data(config, train.describe())
-        model = build_model(config)
-        trainer = Trainer(config, model, train, validation, folder, processes, reporter)
-        trainer.resume(resume)
-        if processes.main:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_durably(folder / "config.yaml", config_to_yaml(config).encode())
-            if task_name(train) == "language":
-                write_durably(folder / TOKENIZER, train.tokenizer.dump())
-        processes.barrier()
-        if trainer.step == config.training.steps:
-            reporter.message(f"training is complete already ({trainer.step} steps)")
-        trainer.fit()
-        tested = _test(trainer, test, processes)
-        summary: dict[str, Any] = {}
-        if processes.main:
-            summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
-            _write_json(folder / "summary.json", summary)
-            write_figures(model, validation, folder, processes)
-            write_report(folder, reporter)
-        processes.barrier()
-    return summary
+    return in_world(
+        config.training.device,
+        lambda processes: _train_test_report(config, folder, resume, console, variant, processes),
+    )
 
 
 @contextlib.contextmanager
@@ -152,6 +128,38 @@ def _commit() -> str | None:
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None
+
+
+def _train_test_report(
+    config: RunConfig, folder: Path, resume: str, console: Console | None, variant: str | None, processes: World
+) -> dict[str, Any]:
+    label = config.name if variant is None else f"{variant}, seed {config.training.seed}"
+    reporter = Reporter(label, config.training.steps, console if processes.main else None)
+    with main_first(processes):
+        train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+        test = None if config.training.test == "none" else build_dataset(config, "test")
+    config = fill_from_data(config, train.describe())
+    model = build_model(config)
+    trainer = Trainer(config, model, train, validation, folder, processes, reporter)
+    trainer.resume(resume)
+    if processes.main:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / "config.yaml", config_to_yaml(config).encode())
+        if task_name(train) == "language":
+            write_durably(folder / TOKENIZER, train.tokenizer.dump())
+    processes.barrier()
+    if trainer.step == config.training.steps:
+        reporter.message(f"training is complete already ({trainer.step} steps)")
+    trainer.fit()
+    tested = _test(trainer, test, processes)
+    summary: dict[str, Any] = {}
+    if processes.main:
+        summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
+        _write_json(folder / "summary.json", summary)
+        write_figures(model, validation, folder, processes)
+        write_report(folder, reporter)
+    processes.barrier()
+    return summary
 
 
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
