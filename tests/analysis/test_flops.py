@@ -56,6 +56,14 @@ def test_block_by_hand(mode: str) -> None:
     assert count_flops(Block(), torch.randn(B, N, D), mode=mode) == BLOCK
 
 
+def test_products_in_place_count() -> None:
+    class Sums(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return torch.zeros(2, 4).addmm_(a, b) + torch.zeros(1, 2, 4).baddbmm_(a[None], b[None])
+
+    assert count_flops(Sums(), torch.randn(2, 3), torch.randn(3, 4)) == 2 * (2 * 2 * 3 * 4)
+
+
 def test_cost_grows_with_the_batch_and_keywords_arrive() -> None:
     class Keyword(nn.Module):
         def forward(self, x: Tensor, *, twice: bool = False) -> Tensor:

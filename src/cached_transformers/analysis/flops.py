@@ -21,6 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = "Global"  # the flop counter's own name for the whole
 
 
+def _product_flops(total: torch.Size, a: torch.Size, b: torch.Size, *, out_shape: torch.Size, **_: Any) -> int:
+    return 2 * out_shape.numel() * a[-1]
+
+
+IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
+"""Products into a sum, which the counter knows only in the forms that are not in place."""
+
+
 class ModuleFlops(NamedTuple):
     """One row of `flops_by_module`: a submodule with what its forward pass and its parameters amount to."""
 
@@ -126,7 +134,7 @@ def _count(model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[st
         raise ValueError(f'mode={mode!r} must be "eval" or "train"')
     model = _unwrap(model)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with torch.random.fork_rng(devices=devices), _countable_kernels():
         if mode == "train":
             with torch.enable_grad(), counter:

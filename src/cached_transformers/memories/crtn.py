@@ -43,8 +43,9 @@ from .crtn_summaries import make_summary
     paper="github.com/xyz961014/longterm",
     equations="top-k regions by softmax(summary(X) Keys^T); values times alpha; keys summary(top layer)",
     state="per row: R (4 V L D + 4 K + 8 L + 8) + 4 L D bytes, R = regions + short_memory",
-    cost="per token and layer: 2 D^2 M / N + 3 M D multiply-adds, M = (topk + short_memory) L; compute_first: twice "
-    "the model; scope='token': M = R L, and the product with the values regions + 1 times",
+    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) L, and for relative "
+    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R L, one after the "
+    "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
 )

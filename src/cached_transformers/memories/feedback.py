@@ -75,7 +75,8 @@ class Opened(NamedTuple):
     paper="arXiv:2002.09402",
     equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
-    cost="per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) multiply-adds; tokens in sequence",
+    cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
+    "multiply-adds; tokens in sequence",
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",

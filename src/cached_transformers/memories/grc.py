@@ -98,7 +98,7 @@ class GRCOptions(NamedTuple):
     paper="arXiv:2312.12742",
     equations="C_t = mean_B[(1 - u) C + u c~];  o = sigmoid(lambda) o_mem + (1 - sigmoid(lambda)) o_self",
     state="one cache (M, ratio * D) for all rows and steps, a buffer of the layer",
-    cost="multiply-adds per row and layer, N = M: 5 N C^2 + 2 N^2 C in training, N C^2 + 2 N^2 C folded",
+    cost="multiply-adds per row and layer, N = M: (5 + 4 / B) N C^2 + 2 N^2 C in training, N C^2 + 2 N^2 C folded",
     reach="all earlier training steps, through the gates; the same for all rows",
     gradient="through C_t within the step, into gates and tokens; C_{t-1} is a constant",
 )

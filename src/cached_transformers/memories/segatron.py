@@ -131,7 +131,7 @@ class SegatronLayer(TransformerXL):
     paper="arXiv:2004.14996",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D multiply-adds",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
