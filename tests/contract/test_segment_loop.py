@@ -88,6 +88,30 @@ def test_the_state_goes_in_and_marked_rows_begin_anew() -> None:
     assert got == want != carried
 
 
+def test_rows_begin_anew_in_the_middle_of_a_batch() -> None:
+    model = STREAM.build().eval()
+    inputs, targets = batch(STREAM, 3 * SEGMENT)
+    before = SegmentLoop(model, SEGMENT)(inputs, targets)[1]
+    rows_BS = torch.tensor([[False, True], [True, True], [False, False]])
+    got, _ = SegmentLoop(model, SEGMENT)(inputs, targets, before, rows_BS)
+    state, want = before, 0.0
+    for index, (part, wanted) in enumerate(zip(inputs.split(SEGMENT, 1), targets.split(SEGMENT, 1), strict=True)):
+        if index < 2:
+            state = states.reset(state, model.init_state(ROWS), rows_BS[:, index])
+        loss, state = SegmentLoop(model, SEGMENT)(part, wanted, state)
+        want = want + loss / 3
+    torch.testing.assert_close(got, want)
+    assert got != SegmentLoop(model, SEGMENT)(inputs, targets, before, rows_BS[:, 0])[0]
+
+
+def test_resets_that_no_segment_begins_with_are_refused() -> None:
+    inputs, targets = batch(PLAIN, 2 * SEGMENT)
+    with pytest.raises(ValueError, match="resets at 3 segments of a batch of 12 tokens"):
+        SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets, reset=torch.zeros(ROWS, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"passes=2 .* can have 1"):
+        SegmentLoop(Counter(), SEGMENT, passes=2)(inputs, targets, reset=torch.zeros(ROWS, 2, dtype=torch.bool))
+
+
 class Counter(nn.Module):
     """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
 

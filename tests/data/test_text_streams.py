@@ -39,15 +39,16 @@ def flat(rows: list[list[int]]) -> list[int]:
     st.lists(st.integers(1, 40), min_size=1, max_size=6),
     st.integers(1, 5),
     st.integers(1, 9),
-    st.booleans(),
+    st.integers(0, 3),
     st.sampled_from([None, 3]),
 )
-def test_every_token_is_read_once_an_epoch(lengths, rows, length, align, seed):
+def test_every_token_is_read_once_an_epoch(lengths, rows, align, segments, seed):
     tokens, starts = corpus(*lengths)
+    length, align = align * max(segments, 1), align if segments else 0
     try:
         streams = Streams(tokens, starts, START, rows, length, align=align, seed=seed)
     except ValueError:
-        assert rows > len(tokens) or (align and rows > sum(-(-n // length) for n in lengths))
+        assert rows > len(tokens) or (align and rows > sum(-(-n // align) for n in lengths))
         return
     for number in (0, 2):
         batches = epoch(streams, number)
@@ -55,6 +56,7 @@ def test_every_token_is_read_once_an_epoch(lengths, rows, length, align, seed):
         for batch in batches:
             assert batch.tokens == int((batch.targets != -100).sum())
             padded = batch.targets == -100
+            assert batch.reset.shape == (rows, -(-batch.inputs.shape[1] // align) if align else 1)
             assert torch.equal(batch.padding, padded) if batch.padding is not None else not padded.any()
 
 
@@ -67,13 +69,13 @@ def test_rows_laid_end_to_end_are_the_corpus():
     # What a row is given is what it had to predict before; the first of all follows `start`.
     assert flat(rows_of(batches, "inputs")) == [START, *tokens[:-1].tolist()]
     assert flat(rows_of(batches, "positions")) == [*range(10), *range(3), *range(12)]
-    assert [batch.reset.tolist() for batch in batches] == [[True] * 3, [False] * 3, [False] * 3]
+    assert [batch.reset.tolist() for batch in batches] == [[[True]] * 3, [[False]] * 3, [[False]] * 3]
     assert batches[0].padding is None and batches[2].inputs.shape == (3, 1)
 
 
-def test_aligned_documents_begin_a_step_with_a_reset_and_without_the_past():
+def test_aligned_documents_begin_with_a_reset_and_without_the_past():
     tokens, starts = corpus(5, 3, 8)
-    streams = Streams(tokens, starts, START, 1, 4, align=True)
+    streams = Streams(tokens, starts, START, 1, 4, align=4)
     batches = epoch(streams)
     assert [batch.inputs[0].tolist() for batch in batches] == [
         [START, 100, 101, 102],
@@ -86,6 +88,21 @@ def test_aligned_documents_begin_a_step_with_a_reset_and_without_the_past():
     assert [int(batch.padding.sum()) for batch in batches] == [0, 3, 1, 0, 0]
     # The next epoch begins anew.
     assert streams.batch(5).reset.all() and torch.equal(streams.batch(5).inputs, batches[0].inputs)
+
+
+def test_a_document_begins_at_the_next_segment_of_a_step():
+    tokens, starts = corpus(5, 3, 8)
+    batches = epoch(Streams(tokens, starts, START, 1, 8, align=2))
+    assert [batch.inputs[0].tolist() for batch in batches] == [
+        [START, 100, 101, 102, 103, START, START, 105],
+        [106, START, START, 108, 109, 110, 111, 112],
+        [113, 114],
+    ]
+    assert [batch.reset[0].tolist() for batch in batches] == [
+        [True, False, False, True],
+        [False, True, False, False],
+        [False],
+    ]
 
 
 def test_documents_are_shuffled_by_seed_and_epoch():
@@ -124,5 +141,7 @@ def test_more_rows_than_there_is_text_are_refused():
     tokens, starts = corpus(5, 5)
     with pytest.raises(ValueError, match="a batch of 11 rows exceeds the 10 tokens of the text"):
         Streams(tokens, starts, START, 11, 2)
-    with pytest.raises(ValueError, match="3 rows exceeds the 2 steps of 8 tokens that the documents fill"):
-        Streams(tokens, starts, START, 3, 8, align=True)
+    with pytest.raises(ValueError, match="3 rows exceeds the 2 segments of 8 tokens that the documents fill"):
+        Streams(tokens, starts, START, 3, 8, align=8)
+    with pytest.raises(ValueError, match="align=3 must divide length=8"):
+        Streams(tokens, starts, START, 2, 8, align=3)

@@ -153,8 +153,8 @@ def test_what_a_step_computes_is_what_a_plain_loop_computes(tmp_path, text, opti
     tokens = [10, *trainer.task.data.tokens.tolist()]
     size = len(tokens) - 1
     bounds = [row * size // 4 for row in range(4)]
-    if options:  # one document: rows are cut at whole steps of 16 tokens
-        bounds = [row * -(-size // 16) // 4 * 16 for row in range(4)]
+    if options:  # one document: rows are cut at whole segments of 8 tokens
+        bounds = [row * -(-size // 8) // 4 * 8 for row in range(4)]
     state, losses = None, []
     for step in range(3):
         total = 0.0

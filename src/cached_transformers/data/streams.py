@@ -7,7 +7,7 @@ exactly once an epoch: rows that are through wait for the others as padding.
 With `align` each document begins at a multiple of so many tokens of its row, which is where a memory can be reset; the
 places up to there are padding.
 
-Legend: B rows, N tokens of a step.
+Legend: B rows, N tokens of a step, S segments of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class StreamBatch(NamedTuple):
 
     Attributes:
         inputs, targets: token ids (B, N); targets are -100 at padding.
-        reset: bool (B,), rows that begin anew.
+        reset: bool (B, S), rows that begin anew at the first token of each segment of `align` tokens; (B, 1), at the
+            first token of the step, where documents are not aligned.
         padding: bool (B, N), True = padding; None where there is none.
         positions: places of the targets in their documents, long (B, N), from 0.
         tokens: number of targets, over all rows of the step and not only those asked for.
@@ -48,11 +49,11 @@ class Streams:
         start: id that stands before the first token.
         rows: B. length: N, tokens of a row in one step.
         unit: steps at the end of an epoch are cut to the shortest multiple of it that holds what is left.
-        align: whether documents begin at the beginning of a step, with a reset; otherwise rows run on.
+        align: documents begin at multiples of so many tokens of their row, with a reset; 0 lets rows run on.
         seed: for an order of documents drawn anew each epoch; None keeps theirs.
 
     Raises:
-        ValueError: more rows than tokens, or than steps of documents.
+        ValueError: more rows than tokens, or than segments of documents; or `align` does not divide `length`.
     """
 
     def __init__(
@@ -64,20 +65,22 @@ class Streams:
         length: int,
         *,
         unit: int = 1,
-        align: bool = False,
+        align: int = 0,
         seed: int | None = None,
     ) -> None:
+        if align and length % align:
+            raise ValueError(f"align={align} must divide length={length}, so that documents begin with a segment")
         if rows > len(tokens):
             raise ValueError(f"a batch of {rows} rows exceeds the {len(tokens)} tokens of the text; take fewer rows")
         self.tokens, self.starts, self.start = tokens, starts, start
         self.rows, self.length, self.unit, self.align, self.seed = rows, length, unit, align, seed
         self.lengths = np.diff(np.append(starts, len(tokens)))
-        self._grain = length if align else 1
+        self._grain = align or 1
         total = int(self._room(self.lengths).sum()) // self._grain
         if rows > total:
             raise ValueError(
-                f"a batch of {rows} rows exceeds the {total} steps of {length} tokens that the documents fill; "
-                "take fewer rows or shorter steps"
+                f"a batch of {rows} rows exceeds the {total} segments of {align} tokens that the documents fill; "
+                "take fewer rows or shorter segments"
             )
         self.bounds = np.arange(rows + 1) * total // rows * self._grain
         self.steps = -(-int(np.diff(self.bounds).max()) // length)
@@ -122,15 +125,16 @@ class Streams:
         # Before the first token of a document stands the last of the document before it, or, after a reset, nothing.
         before_BN = self._order[np.maximum(document_BN - 1, 0)]
         last_BN = self.tokens[self.starts[before_BN] + self.lengths[before_BN] - 1].astype(np.int64)
-        last_BN = np.where((document_BN == 0) | self.align, self.start, last_BN)
+        last_BN = np.where((document_BN == 0) | bool(self.align), self.start, last_BN)
         inputs_BN = np.where(offset_BN > 0, self.tokens[np.maximum(index_BN - 1, 0)].astype(np.int64), last_BN)
         inputs_BN = np.where(valid_BN, inputs_BN, self.start)
-        fresh_B = offset_BN[:, 0] == 0 if self.align else np.zeros(len(offset_BN), dtype=bool)
+        fresh_BS = ((offset_BN == 0) & valid_BN & bool(self.align))[:, :: self.align or width]
+        fresh_BS[:, 0] |= turn == 0
         padded = self.align or not valid_BN.all()
         return StreamBatch(
             inputs=torch.from_numpy(inputs_BN),
             targets=torch.from_numpy(targets_BN),
-            reset=torch.from_numpy(fresh_B | (turn == 0)),
+            reset=torch.from_numpy(fresh_BS),
             padding=torch.from_numpy(~valid_BN) if padded else None,
             positions=torch.from_numpy(offset_BN),
             tokens=count,

@@ -22,6 +22,7 @@ from cached_transformers.training.segments import SegmentLoop, token_losses
 
 if TYPE_CHECKING:
     from cached_transformers.config import RunConfig
+    from cached_transformers.training.settings import TrainingConfig
 
 BUCKETS = 48  # the last one begins at place 2^47 - 1
 
@@ -63,7 +64,7 @@ class LanguageModelling:
             settings.batch_size,
             length,
             unit=settings.segment_length,
-            align=train.reset == "document",
+            align=_grain(train, settings.segment_length, settings),
             seed=settings.seed if train.shuffle else None,
         )
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
@@ -165,6 +166,13 @@ def moved(batch: StreamBatch, device: torch.device) -> tuple[Tensor, Tensor, Ten
     return inputs, targets, reset, None if batch.padding is None else batch.padding.to(device, non_blocking=True)
 
 
+def _grain(data: TextDataset, segment: int, settings: TrainingConfig) -> int:
+    """Multiples of how many tokens documents begin at: of a segment, or of all that several passes read."""
+    if data.reset != "document":
+        return 0
+    return segment * settings.segments if settings.passes > 1 else segment
+
+
 def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
     """A split from beginning to end, in as many rows as an evaluation batch has."""
     settings = config.training
@@ -177,7 +185,7 @@ def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
         settings.evaluation_batch_size or settings.batch_size,
         length * window,
         unit=length,
-        align=dataset.reset == "document",
+        align=_grain(dataset, length, settings),
     )
 
 
@@ -232,9 +240,10 @@ def _losses(
 ) -> tuple[Tensor, State]:
     """Losses (B, N) of the tokens of one batch, read as a `SegmentLoop` reads it, and the state after it."""
     inputs_BN, targets_BN, reset, padding_BN = moved(batch, device)
-    start: Tensor | None = reset
     for remaining in reversed(range(passes)):
         losses, states = [], []
+        # An evaluation step is one segment, or, read in several passes, one document at most: one reset in front.
+        start: Tensor | None = reset[:, 0] if remaining == passes - 1 else None
         for begin in range(0, inputs_BN.shape[1], length):
             inputs, targets = (t[:, begin : begin + length] for t in (inputs_BN, targets_BN))
             padding = None if padding_BN is None else padding_BN[:, begin : begin + length]

@@ -69,7 +69,8 @@ class SegmentLoop(nn.Module):
             inputs_BN: token ids.
             targets_BN: token ids to predict; -100 takes no part.
             state: state after the last batch; None for the start of streams.
-            reset: (B,) bool, rows that begin a new document at the first token of this batch.
+            reset: bool, rows that begin a new document at the first token of this batch, (B,), or at the first token
+                of each of its first S segments, (B, S).
             padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
 
         Returns:
@@ -77,9 +78,11 @@ class SegmentLoop(nn.Module):
             the auxiliary losses; and the state. One backward gives the gradient of every window of `bptt` segments.
 
         Raises:
-            ValueError: there is no token, or the shapes of inputs, targets and padding differ.
+            ValueError: there is no token, the shapes of inputs, targets and padding differ, or there are more resets
+                than segments, or several although there are several passes.
         """
         _check_shapes(inputs_BN, targets_BN, padding)
+        self._check_reset(reset, inputs_BN.shape[1])
         if padding is not None:
             targets_BN = targets_BN.masked_fill(padding, IGNORED)
         state, reset = self.earlier_passes(inputs_BN, targets_BN, state, reset, padding)
@@ -106,7 +109,7 @@ class SegmentLoop(nn.Module):
         memory: ModelMemory = self.model.stack.model_memory  # type: ignore[union-attr, assignment]
         if memory.rewinds:
             fresh = self.model.init_state(inputs_BN.shape[0])  # type: ignore[operator]
-            state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset)
+            state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset.flatten())
             reset = None
         _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
         after = memory.next_pass(states)
@@ -121,17 +124,27 @@ class SegmentLoop(nn.Module):
         segments = [t.split(self.segment_length, 1) for t in (inputs_BN, targets_BN)]
         paddings = [None] * len(segments[0]) if padding is None else padding.split(self.segment_length, 1)
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
+        resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         states: list[State] = []
         for index, (inputs, targets, padded) in enumerate(zip(*segments, paddings, strict=True)):
             if index and index % self.bptt == 0:
                 state = detach(state)
-            losses, state, extra = self._segment(inputs, targets, state, reset, padded)
-            reset = None
+            start = resets[index] if index < len(resets) else None
+            losses, state, extra = self._segment(inputs, targets, state, start, padded)
             total = total + losses.sum()
             auxiliary = auxiliary + extra
             states.append(state)
         count = (targets_BN != IGNORED).sum().clamp(min=1)
         return total / count + auxiliary / len(states), states
+
+    def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
+        count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
+        most = 1 if self.passes > 1 else -(-tokens // self.segment_length)
+        if count > most:
+            raise ValueError(
+                f"resets at {count} segments of a batch of {tokens} tokens; passes={self.passes} over segments of "
+                f"{self.segment_length} tokens can have {most}"
+            )
 
     def _segment(
         self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
