@@ -30,6 +30,8 @@ D = TypeVar("D")
 
 LEARNED_FROM_DATA = ("image_size", "channels", "classes", "vocabulary", "max_length")
 """Options of a model that are filled in from `dataset.describe()` when a recipe leaves them out."""
+MEMORY_LEARNS_FROM_DATA = ("sentence_ends", "paragraph_ends")
+"""The same for options of a memory."""
 
 MAY_DIFFER = (
     "name",
@@ -259,7 +261,7 @@ def _hints(factory: Any) -> dict[str, Any]:
 
 
 def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConfig:
-    """The configuration with the model's data-dependent options taken from `dataset.describe()` where absent."""
+    """The configuration with what model and memory need of `dataset.describe()`, where it is absent."""
     entry = MODELS.entry(config.model["name"])
     wanted = [k for k in LEARNED_FROM_DATA if k in entry.options and k not in config.model and k in description]
     learned = {key: description[key] for key in wanted}
@@ -269,4 +271,12 @@ def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConf
             f"model {entry.name!r} needs {', '.join(missing)}, which data {config.data['name']!r} does not tell; "
             f"set model.{missing[0]}=... or choose data of another kind"
         )
-    return dataclasses.replace(config, model={**config.model, **learned})
+    model = {**config.model, **learned}
+    memory = model.get("memory")
+    if memory is not None:
+        section = {"name": memory} if isinstance(memory, str) else memory
+        options = MEMORIES.entry(section["name"]).options
+        told = {key: list(description[key]) for key in MEMORY_LEARNS_FROM_DATA if key in options and key in description}
+        if told:
+            model["memory"] = {**told, **section}
+    return dataclasses.replace(config, model=model)

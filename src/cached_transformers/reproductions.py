@@ -24,13 +24,11 @@ class Setup:
         segment: tokens of a segment.
         length: slots of the recipe's memory, in each layer.
         head_width: channels of a head.
-        data: what the data set says of itself.
     """
 
     segment: int
     length: int
     head_width: int
-    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Reproduction:
         more = [name for name in self.others() if name not in self.paper] if every else []
         return [*self.paper, *more]
 
-    def config(self, recipe: RunConfig, name: str, data: Mapping[str, Any] | None = None) -> RunConfig:
+    def config(self, recipe: RunConfig, name: str) -> RunConfig:
         """The recipe with the memory of one row.
 
         Raises:
@@ -86,7 +84,7 @@ class Reproduction:
                 "model.memory.length only"
             )
         head_width = recipe.model["width"] // recipe.model["heads"]
-        setup = Setup(recipe.training.segment_length, memory["length"], head_width, data or {})
+        setup = Setup(recipe.training.segment_length, memory["length"], head_width)
         row = self.rows.get(name, Row(positions="relative"))
         if row.options is not None:
             options = row.options(setup)
@@ -136,11 +134,6 @@ def _store(setup: Setup) -> dict[str, Any]:
     return {"length": 8 * setup.length, "k": min(32, 8 * setup.length)}
 
 
-def _ends(setup: Setup) -> dict[str, Any]:
-    ends = {key: list(setup.data.get(key, ())) for key in ("sentence_ends", "paragraph_ends")}
-    return {"length": setup.length, **ends}
-
-
 def _tokens(setup: Setup) -> dict[str, Any]:
     return {"length": 10, "cache": setup.length}
 
@@ -159,7 +152,7 @@ LANGUAGE_ROWS = {
         lambda setup: {"slots": setup.length, "first_read": "running", "scope": "earlier"}, positions="relative"
     ),
     "rmt": Row(_tokens, "relative"),
-    "segatron": Row(_ends),
+    "segatron": Row(),
     "transformer_xl": Row(),
 }
 """Language models: as many slots as the recipe's memory where a slot is a token, relative positions for all that have

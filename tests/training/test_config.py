@@ -99,6 +99,19 @@ def test_the_model_learns_from_the_data_only_what_the_recipe_leaves_out():
         fill_from_data(build(), {})
 
 
+def test_a_memory_learns_from_the_data_where_sentences_end():
+    described = {"vocabulary": 9, "sentence_ends": (1, 2), "paragraph_ends": ()}
+    tree = standin.recipe()
+
+    def memory(spec: object) -> object:
+        config = config_from_dict({**tree, "model": {"name": "language_model", "memory": spec}})
+        return fill_from_data(config, described).model["memory"]
+
+    assert memory("segatron") == {"name": "segatron", "sentence_ends": [1, 2], "paragraph_ends": []}
+    assert memory({"name": "segatron", "sentence_ends": [7]})["sentence_ends"] == [7]
+    assert memory("transformer_xl") == "transformer_xl" and memory(None) is None
+
+
 def test_keys_that_may_differ_between_resumptions_do_not_change_the_hash():
     old, new = build(), build("training.steps=99", "training.log_every=1", "training.keep=5")
     assert config_hash(old) == config_hash(new)

@@ -83,8 +83,7 @@ def arms(table: Reproduction, recipe: RunConfig, data: dict[str, Any], every: bo
         data: what the training data say of themselves.
         every: the memories that the paper's table lacks, too.
     """
-    filled = fill_from_data(recipe, data)
-    variants = [Variant(name, table.config(filled, name, data)) for name in table.names(every)]
+    variants = [Variant(name, fill_from_data(table.config(recipe, name), data)) for name in table.names(every)]
     equal = equal_parameters(variants, deciding=len(table.paper))
     return [dataclasses.replace(v, facts={**v.facts, "protocol": protocol(v.config)}) for v in equal]
 
