@@ -62,6 +62,15 @@ def test_the_last_segment_tells_nothing_about_the_first_answer(name: str) -> Non
             assert chosen.bincount().max() / len(chosen) < task.chance + 4 * (task.chance / len(chosen)) ** 0.5
 
 
+def test_who_misses_the_first_segment_still_recalls_the_other_pairs() -> None:
+    task = PROBES.create("recall")
+    inputs_BN, _ = draw(task, 3, rows=6000)
+    asked = inputs_BN[:, -1] == inputs_BN[:, 0]  # the pair of the first segment, which is then a guess
+    share = (1 - asked.float().mean()) + asked.float().mean() * task.chance
+    assert task.without_first(3) == pytest.approx(share.item(), abs=0.02)
+    assert all(PROBES.create(name).without_first(3) == PROBES.create(name).chance for name in ("latch", "copy"))
+
+
 def test_episodes_are_those_of_the_seed() -> None:
     task = PROBES.create("latch", decoys=True)
     assert torch.equal(draw(task, 4).inputs_BN, draw(task, 4).inputs_BN)

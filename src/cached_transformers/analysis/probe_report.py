@@ -121,7 +121,7 @@ def probe_section(path: Path, level: int, identifier: str) -> str:
             "summary",
         ),
         table(["memory", *table_columns(content)], rows, f"Seeds: {seeds}. Training ends early when solved."),
-        *(paragraph(f"{memory}: {note}.", "note") for memory, note in content["notes"].items()),
+        *(paragraph(f"{name}: {note}.", "note") for name, note in content["notes"].items()),
     ]
     for index, task in enumerate(content["tasks"]):
         description = f"right answers against distance, {task}"

@@ -206,6 +206,12 @@ def _collect(trials: list[Trial], memories: list[str], tasks: list[str], argumen
     for trial in trials:
         stored = json.loads((arguments.out / trial.path).read_text(encoding="utf-8"))
         results.append({**trial._asdict(), **stored, "options": stored["memory"], "memory": trial.memory})
+    notes = {memory: setting(memory).why for memory in memories if setting(memory).why}
+    for name in tasks:
+        task = PROBES.create(name) if name != NEEDS_FILES else None
+        if task is not None and task.without_first(arguments.distance) > task.chance:
+            share = 100 * task.without_first(arguments.distance)
+            notes[name] = f"a memory that falls short of the first segment alone is right in {share:.1f} %"
     return {
         "command": shlex.join(["cached", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
@@ -213,7 +219,7 @@ def _collect(trials: list[Trial], memories: list[str], tasks: list[str], argumen
         "distance": arguments.distance,
         "memories": memories,
         "tasks": tasks,
-        "notes": {memory: setting(memory).why for memory in memories if setting(memory).why},
+        "notes": notes,
         "results": results,
     }
 
@@ -246,5 +252,5 @@ def _print(result: dict[str, Any], console: Console) -> None:
     for row in table_rows(result):
         table.add_row(row.name, *map(accuracy_text, row.trainings))
     console.print(table)
-    for memory, note in result["notes"].items():
-        console.print(f"{memory}: {note}", markup=False)
+    for name, note in result["notes"].items():
+        console.print(f"{name}: {note}", markup=False)

@@ -53,6 +53,10 @@ class ProbeTask:
             raise ValueError(f"distance={distance} must be at least {self.shortest} segments for {type(self).__name__}")
         return distance + 1
 
+    def without_first(self, distance: int) -> float:
+        """Accuracy of a memory that knows everything but the first segment."""
+        return self.chance
+
     def _noise(self, rows: int, tokens: int, first: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """Noise ids `first`... and targets that ask nothing."""
         inputs_BN = first + torch.randint(0, NOISE, (rows, tokens), generator=generator)
@@ -125,12 +129,16 @@ class Reverse(Copy):
 class Recall(ProbeTask):
     """Each segment before the last holds a key and its value; the last asks for the value of one of the keys.
 
-    Values are drawn apart from keys, so that a key tells nothing. Ids: keys, values, noise, question.
+    Values are drawn apart from keys, so that a key tells nothing. A memory that falls short of the first segment alone
+    still knows the other pairs. Ids: keys, values, noise, question.
     """
 
     def __init__(self, segment: int = 4, keys: int = 6, values: int = 6) -> None:
         self.segment, self.keys, self.values = segment, keys, values
         self.vocabulary, self.chance = keys + values + NOISE + 1, 1 / values
+
+    def without_first(self, distance: int) -> float:
+        return (distance - 1 + self.chance) / distance
 
     def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
         n = self.segments(distance) * self.segment
