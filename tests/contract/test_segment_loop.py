@@ -136,10 +136,12 @@ def test_another_pass_begins_where_the_memory_says() -> None:
     model = Counter()
     inputs, targets = batch(PLAIN, 15)
     rows = torch.tensor([True, False, False])
-    loss, state = SegmentLoop(model, SEGMENT, passes=2)(inputs, targets, reset=rows)
+    loop = SegmentLoop(model, SEGMENT, passes=2)
+    loss, state = loop(inputs, targets, reset=rows)
     assert model.model_memory.seen == [1, 2, 3] and state.item() == 103
     uniform = torch.tensor(VOCABULARY).log()
     torch.testing.assert_close(loss, uniform + (100 + 101 + 102) / 3)  # of the last pass, averaged over segments
+    assert loop.auxiliary_loss == 101
     assert [r is not None for r in model.resets] == [True] + [False] * 5
 
 

@@ -218,6 +218,19 @@ def test_a_compiled_model_follows_the_same_curve_and_saves_the_same_names(tmp_pa
     assert final(tmp_path / "a").weights.keys() == final(tmp_path / "b").weights.keys()
 
 
+def test_scores_of_training_are_of_the_text_alone(tmp_path, text):
+    memory = "{name: compressive, length: 4, compressed: 4, rate: 2}"
+    options = (f"model.memory={memory}", "model.dropout=0.0", "training.steps=4", "training.log_every=1")
+    trainer = make(tmp_path / "run", text, *options)
+    trainer.fit()
+    assert trainer.task._loop.auxiliary_loss > 0
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["split"] == "train"]
+    other = make(tmp_path / "task", text, *options, f"model.memory={memory[:-1]}, loss: task}}")
+    other.fit()  # the loss of the compression has a gradient of its own, and the first step none before it
+    twin = [line for line in read_metrics(tmp_path / "task" / "metrics.jsonl") if line["split"] == "train"]
+    assert lines[0]["loss"] == pytest.approx(twin[0]["loss"], abs=1e-6)
+
+
 def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monkeypatch):
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.accumulate=2")
     original, calls, kept = SegmentLoop.forward, [], []

@@ -78,7 +78,7 @@ class LanguageModelling:
         # One graph serves every segment, so the model is compiled and not the loop round it.
         model = torch.compile(self.model) if settings.compile else self.model
         loop = SegmentLoop(model, settings.segment_length, settings.bptt, settings.passes)  # type: ignore[arg-type]
-        wrapped = wrap(loop, self.world)
+        self._loop, wrapped = loop, wrap(loop, self.world)
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
@@ -99,7 +99,7 @@ class LanguageModelling:
         count = int((batch.targets != IGNORED).sum())
         # The loss is the mean of this piece, and gradients are averaged over processes: every token weighs alike.
         scaler.scale(loss * (count * self.world.size / batch.tokens)).backward()
-        nats = loss.detach().double() * count
+        nats = (loss.detach() - self._loop.auxiliary_loss).double() * count
         return torch.stack([nats, nats.new_tensor(count)])
 
     def finish(self, taken: bool) -> None:
@@ -108,7 +108,7 @@ class LanguageModelling:
         self._coming = []
 
     def averages(self, total: Tensor) -> dict[str, float]:
-        """Scores of the training tokens; auxiliary losses of the model are in them."""
+        """Scores of the training tokens, without auxiliary losses of the model."""
         nats, tokens = total.tolist()
         return self.data.scores(nats, tokens)
 

@@ -35,6 +35,9 @@ class SegmentLoop(nn.Module):
             the memory has read all inputs, so that targets must not be among them: no next-token loss, no perplexity.
             The gradient crosses from pass to pass where `bptt` covers all segments of the batch.
 
+    Attributes:
+        auxiliary_loss: what the last loss held beside the cross-entropy, detached.
+
     Raises:
         ValueError: a size below 1, or several passes over a model without a stack.
 
@@ -54,6 +57,7 @@ class SegmentLoop(nn.Module):
                 f"passes={passes} needs a model with a stack, whose memory says how to go on; take passes=1"
             )
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
+        self.auxiliary_loss = torch.zeros(())
 
     def forward(
         self,
@@ -135,7 +139,9 @@ class SegmentLoop(nn.Module):
             auxiliary = auxiliary + extra
             states.append(state)
         count = (targets_BN != IGNORED).sum().clamp(min=1)
-        return total / count + auxiliary / len(states), states
+        auxiliary = auxiliary / len(states)
+        self.auxiliary_loss = auxiliary.detach()
+        return total / count + auxiliary, states
 
     def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
         count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
