@@ -184,7 +184,7 @@ def test_a_reduction_shortens_keys_and_values_only() -> None:
 class Bare(Attention):
     """A core that can do nothing but mix the tokens of a segment."""
 
-    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, **_: Any) -> AttentionOutput:
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Any) -> AttentionOutput:
         return AttentionOutput(v_BHNV.mean(2, keepdim=True).expand_as(v_BHNV))
 
 

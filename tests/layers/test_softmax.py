@@ -56,7 +56,10 @@ def test_values_and_gradients(causal: bool, padded: bool, context: bool, biased:
     if causal and padded:
         assert (got[0, :, 0] == 0).all()
 
-    lse = SoftmaxAttention().log_sum_exp(q, k, causal=causal, key_padding_mask=padding, context=offered, bias_BHNM=bias)
+    seen = {"causal": causal, "key_padding_mask": padding, "context": offered, "bias_BHNM": bias}
+    both = SoftmaxAttention()(q, k, v, **seen, want_lse=True)
+    torch.testing.assert_close(both.out_BHNV, got, rtol=0, atol=1e-12)
+    lse = both.lse_BHN
     logits = q @ keys.mT / math.sqrt(E) + (0 if bias is None else bias)
     logits = logits.masked_fill(~seen_BNL[:, None], -torch.inf)
     some = seen_BNL.any(-1)[:, None].expand(B, H, N)

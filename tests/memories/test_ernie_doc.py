@@ -153,9 +153,9 @@ class Added(Attention):
             shifts.append((recorded.take(f"embeddings.norms.{norm}.bias") @ weight + bias).view(2, 8))
         self.shifts_HE = shifts
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, context: Any, bias_BHNM: Any, **_: Any) -> AttentionOutput:
-        k, v = torch.cat([context.k_BHME, k], 2), torch.cat([context.v_BHME, v], 2)
-        logits = q @ k.mT / math.sqrt(8) + bias_BHNM
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Any) -> AttentionOutput:
+        k, v = torch.cat([call.context.k_BHME, k], 2), torch.cat([call.context.v_BHME, v], 2)
+        logits = q @ k.mT / math.sqrt(8) + call.bias_BHNM
         plain = q - self.scheme.content_bias[:, None]
         for own, shift_HE in zip((self.scheme.position_bias, self.scheme.task_bias), self.shifts_HE, strict=True):
             logits = logits + ((plain + own[:, None]) * shift_HE[:, None]).sum(-1, keepdim=True) / math.sqrt(8)

@@ -153,8 +153,8 @@ def test_recorded_joint_attention(golden: Any) -> None:
         k, v = (t[:, None].expand(-1, 2, -1, -1) for t in F.linear(x, golden("joint/param/to_kv.weight")).chunk(2, -1))
         scaled_q = q * scale_H[:, None, None] * 2  # the core divides by the root of the head width
         reading = memory.read(state, Query(x, q), None)
-        reading = reading._replace(lse_BHN=core.log_sum_exp(scaled_q, unit(k), causal=True))
-        y = memory.combine(core(scaled_q, unit(k), v, causal=True).out_BHNV, Query(x, q), reading)
+        own = core(scaled_q, unit(k), v, causal=True, want_lse=True)
+        y = memory.combine(own.out_BHNV, Query(x, q), reading._replace(lse_BHN=own.lse_BHN))
         y = F.linear(y.transpose(1, 2).flatten(2), golden("joint/param/to_out.weight"))
         close(y, golden(f"joint/seg{segment}/out"))
         state, _ = memory.write(state, Trace(x, k, v, y, Query(x, q), Reading()))
@@ -180,8 +180,9 @@ def test_joint_over_all_is_one_attention_over_store_and_segment() -> None:
     memory = Memorizing(WIDTH, HEADS, length=9, k=9, joint=True, initial_scale=HEAD**-0.5).double()
     state = store(memory.init_state(ROWS, q), old_k, old_v)
     core = SoftmaxAttention()
-    reading = memory.read(state, Query(q, q), None)._replace(lse_BHN=core.log_sum_exp(q, k, causal=True))
-    got = memory.combine(core(q, k, v, causal=True).out_BHNV, Query(q, q), reading)
+    own = core(q, k, v, causal=True, want_lse=True)
+    reading = memory.read(state, Query(q, q), None)._replace(lse_BHN=own.lse_BHN)
+    got = memory.combine(own.out_BHNV, Query(q, q), reading)
     logits = q @ torch.cat([old_k, k], 2).mT / HEAD**0.5
     logits = logits.masked_fill(~torch.ones(5, 11, dtype=torch.bool).tril(6), -torch.inf)
     torch.testing.assert_close(got, logits.softmax(-1) @ torch.cat([old_v, v], 2), rtol=0, atol=1e-10)
@@ -298,8 +299,8 @@ def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
     with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*gives_lse=False"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(NotImplementedError, match="Deaf has no log-sum-exp"):
-        Deaf().log_sum_exp(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    with pytest.raises(ValueError, match="attention Deaf has gives_lse=False"):
+        Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 
 def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

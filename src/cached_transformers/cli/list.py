@@ -15,7 +15,7 @@ from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS,
 from cached_transformers.resources import recipes_folder
 from cached_transformers.yaml_tree import parse_yaml
 
-FACTS = {"memories": ("insertion", "cost", "reach")}
+FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
 KINDS = ("memories", "attentions", "models", "datasets", "recipes")
 

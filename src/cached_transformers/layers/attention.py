@@ -131,6 +131,11 @@ class SelfAttention(nn.Module):
                 f"own_keys=False needs an attention of context alone, which attention {core} is not "
                 "(accepts_context=False or supports_cross=False)"
             )
+        if self.memory.weighs and not isinstance(self.core, SoftmaxAttention):
+            raise ValueError(
+                f"memory {memory} weighs keys by exact attention, which {core} is not; take attention='softmax', or a "
+                "memory that does not weigh keys"
+            )
         if not self.own_keys and self.memory.weighs:
             raise ValueError(f"memory {memory} weighs the keys of the segment, which own_keys=False leaves out")
 
@@ -236,12 +241,12 @@ class SelfAttention(nn.Module):
         seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
         usage_BL = mean_weights(placed_q, placed_k, **seen) if self.memory.weighs else None
         if self.own_keys:
-            result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND)
+            result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND, want_lse=self.memory.wants_lse)
         else:
             result = self._attend_context(placed_q, context, bias, h_BND)
         y_BHNE = result.out_BHNV if choice is None else choice.gather(result.out_BHNV)
         if self.memory.wants_lse:
-            reading = reading._replace(lse_BHN=self.core.log_sum_exp(placed_q, placed_k, **seen))
+            reading = reading._replace(lse_BHN=result.lse_BHN)
         plain = plain_weights(self.output) if output is self.output else None
         y_BND = self.memory.project(y_BHNE, query, reading, output, plain)
         y_BND = self.dropout(self.memory.finish(y_BND, query, reading))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..attentions import AttentionSpec
 from ..checks import insist
 from ..layers.block import Block, ModelOutput, StackState
 from ..layers.positions import make_positions, share_biases
@@ -34,7 +35,7 @@ class LanguageModel(StackModel):
     Args:
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         memory: None, a name, or {"name": ..., option: value}; layer memories and model memories alike.
-        attention: name of the attention core, which must have a causal form.
+        attention: name, or {"name": ..., option: value}, of an attention that has a causal form.
         positions: "rotary", "relative", "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
             None takes the memory's own scheme, or else "rotary".
         norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
@@ -67,7 +68,7 @@ class LanguageModel(StackModel):
         heads: int = 4,
         feed_forward: int = 1024,
         memory: MemorySpec = None,
-        attention: str = "softmax",
+        attention: AttentionSpec = "softmax",
         positions: str | None = None,
         norm: str = "pre",
         activation: str = "gelu",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..attentions import AttentionSpec
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import make_positions
 from ..memories import MemorySpec
@@ -24,7 +25,8 @@ class SequenceClassifier(StackModel):
         vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence.
         width: D. depth: layers. heads: per layer. feed_forward: hidden width, also of the head.
         memory: None, a name, or {"name": ..., option: value}; its cache has max_length + 1 slots by default.
-        attention: name of the attention core. positions: "sinusoidal", "learned", "rotary", "alibi" or "none".
+        attention: name, or {"name": ..., option: value}.
+        positions: "sinusoidal", "learned", "rotary", "alibi" or "none".
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
 
     Raises:
@@ -41,7 +43,7 @@ class SequenceClassifier(StackModel):
         heads: int = 8,
         feed_forward: int = 1024,
         memory: MemorySpec = None,
-        attention: str = "softmax",
+        attention: AttentionSpec = "softmax",
         positions: str = "sinusoidal",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from ..attentions import AttentionSpec, create_attention
 from ..layers.attention import SelfAttention, shows_the_future
 from ..layers.block import Block, MemoryWeights, Stack, StackState
 from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, RelativePositions, make_positions
 from ..memories import MemorySpec, create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
-from ..registry import ATTENTIONS, MEMORIES
+from ..registry import MEMORIES
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 
 
@@ -37,7 +38,7 @@ def make_stack(
     feed_forward: int,
     *,
     memory: MemorySpec,
-    attention: str,
+    attention: AttentionSpec,
     positions: Positions | str | None = None,
     fallback: str = "none",
     dropout: float = 0.0,
@@ -55,10 +56,12 @@ def make_stack(
         memory: None, a name, or {"name": ..., option: value}.
         positions: one scheme for all layers, or the name of a scheme that each layer gets one of; None for the
             memory's own.
+        attention: name, or {"name": ..., option: value}.
         fallback: name of the scheme where the memory has none of its own.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
         bias: whether the projections of attention have biases.
-        known: facts that a memory may ask for (length, size, prefix, sequence), beside depth, index, causal and norm.
+        known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
+            and norm.
 
     Raises:
         ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
@@ -93,7 +96,7 @@ def make_stack(
         layer = SelfAttention(
             width,
             heads,
-            core=ATTENTIONS.create(attention, dropout=attention_dropout),
+            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **known),
             memory=own,  # type: ignore[arg-type]
             positions=scheme,
             norm=nn.LayerNorm(width) if norm == "pre" else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..attentions import AttentionSpec
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import LearnedPositions
 from ..memories import MemorySpec
@@ -23,7 +24,7 @@ class VisionTransformer(StackModel):
         image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         memory: None, a name, or {"name": ..., option: value}; its cache has one slot per token by default.
-        attention: name of the attention core.
+        attention: name, or {"name": ..., option: value}.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         drop_path: stochastic depth of the last layer, growing linearly from 0.
 
@@ -42,7 +43,7 @@ class VisionTransformer(StackModel):
         heads: int = 6,
         feed_forward: int = 1536,
         memory: MemorySpec = None,
-        attention: str = "softmax",
+        attention: AttentionSpec = "softmax",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,

@@ -1,0 +1,246 @@
+"""What holds for every attention mechanism, whatever it does: run over all that are registered."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
+from torch import Tensor
+
+from cached_transformers.attentions import Attention, SoftmaxAttention
+from cached_transformers.attentions.base import ABILITIES
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.grc_attention import GRCAttention
+from cached_transformers.memories.base import Context
+from cached_transformers.registry import ATTENTIONS
+
+NAMES = ATTENTIONS.names()
+LOWEST = torch.finfo(torch.double).min
+
+
+def flagged(*flags: str, rule: str | None = None) -> pytest.MarkDecorator:
+    """Parametrise over the mechanisms that have the flags and are not exempt from the rule."""
+    held = [
+        name
+        for name in NAMES
+        if all(getattr(ATTENTIONS.entry(name).factory, flag) for flag in flags)
+        and rule not in CASES.get(name, Case()).exempt
+    ]
+    return pytest.mark.parametrize("name", held)
+
+
+def inputs(tokens: int, *, seed: int = 1, rows: int = B) -> dict[str, Tensor]:
+    """Queries, keys, values and the layer's input, of float64."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, rows, H, tokens, E, dtype=torch.double, generator=generator)
+    return {"q": q, "k": k, "v": v, "x": torch.randn(rows, tokens, H * E, dtype=torch.double, generator=generator)}
+
+
+def run(core: Attention, given: dict[str, Tensor], **call: Any) -> Any:
+    return core(given["q"], given["k"], given["v"], x_BND=given["x"], **call)
+
+
+def causal_forms(name: str) -> list[bool]:
+    return [False, True] if ATTENTIONS.entry(name).factory.supports_causal else [False]
+
+
+def test_each_mechanism_has_a_case() -> None:
+    assert set(CASES) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_registered_is_told(name: str) -> None:
+    entry = ATTENTIONS.entry(name)
+    assert entry.paper and entry.summary.endswith(".")
+    assert {"order", "cost", "equation"} <= set(entry.info)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_length_gives_finite_results_and_gradients(name: str) -> None:
+    core = build(name).train()
+    for tokens in LENGTHS:
+        for causal in causal_forms(name):
+            given = {key: t.requires_grad_() for key, t in inputs(tokens).items()}
+            out = run(core, given, causal=causal)
+            assert out.out_BHNV.shape == (B, H, tokens, E) and out.out_BHNV.isfinite().all()
+            total = out.out_BHNV.square().sum() + (0 if out.auxiliary_loss is None else out.auxiliary_loss)
+            reached = [given["v"], *core.parameters()]
+            for gradient in torch.autograd.grad(total, [given["q"], given["k"], *reached], allow_unused=True):
+                assert gradient is None or gradient.isfinite().all()
+            core.zero_grad()
+
+
+@flagged("exact_padding", rule="padding")
+def test_a_padded_row_is_the_trimmed_row_whatever_the_padding_holds(name: str) -> None:
+    core = build(name)
+    padding = torch.zeros(B, LONGEST, dtype=torch.bool)
+    padding[0, LONGEST - 2 :] = True
+    given = inputs(LONGEST)
+    for causal in causal_forms(name):
+        got = run(core, given, causal=causal, key_padding_mask=padding).out_BHNV
+        trimmed = {key: t[:1, ..., : LONGEST - 2, :] for key, t in given.items()}
+        want = run(core, trimmed, causal=causal).out_BHNV
+        torch.testing.assert_close(got[:1, :, : LONGEST - 2], want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(got[1:], run(core, {k: t[1:] for k, t in given.items()}, causal=causal).out_BHNV)
+        other = {key: t.clone() for key, t in given.items()}
+        for t in other.values():
+            t[0, ..., LONGEST - 2 :, :] = 3.0
+        again = run(core, other, causal=causal, key_padding_mask=padding).out_BHNV
+        torch.testing.assert_close(again[0, :, : LONGEST - 2], want[0], rtol=0, atol=1e-10)
+
+
+@flagged("exact_padding")
+def test_a_row_of_padding_alone_gives_zeros_and_finite_gradients(name: str) -> None:
+    core = build(name).train()
+    padding = torch.zeros(B, 13, dtype=torch.bool)
+    padding[1] = True
+    for causal in causal_forms(name):
+        given = {key: t.requires_grad_() for key, t in inputs(13).items()}
+        out = run(core, given, causal=causal, key_padding_mask=padding).out_BHNV
+        assert (out[1] == 0).all()
+        wanted = [given["q"], given["k"], given["v"], *core.parameters()]
+        for gradient in torch.autograd.grad(out.square().sum(), wanted, allow_unused=True):
+            assert gradient is None or gradient.isfinite().all()
+
+
+@flagged("supports_causal", rule="causal")
+@pytest.mark.parametrize("tokens", [13, 24])
+def test_no_output_depends_on_a_later_token(name: str, tokens: int) -> None:
+    core = build(name)
+    given, later = inputs(tokens), inputs(tokens, seed=2)
+    want = run(core, given, causal=True).out_BHNV
+    for first in (1, 4, 5, 11, tokens - 1):
+        changed = {key: torch.cat([t[..., :first, :], later[key][..., first:, :]], -2) for key, t in given.items()}
+        got = run(core, changed, causal=True).out_BHNV
+        torch.testing.assert_close(got[:, :, :first], want[:, :, :first], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_mechanism_cannot_do_is_refused(name: str) -> None:
+    core, given = build(name), inputs(8)
+    offered = Context(given["k"], given["v"], torch.zeros(B, 8, 1), torch.ones(B, 8, dtype=torch.bool))
+    calls: dict[str, dict[str, Any]] = {
+        "supports_causal": {"causal": True},
+        "supports_bias": {"bias_BHNM": torch.zeros(1, 1, 8, 8, dtype=torch.double)},
+        "accepts_context": {"context": offered},
+        "gives_lse": {"want_lse": True},
+    }
+    for flag, call in calls.items():
+        if not getattr(core, flag):
+            with pytest.raises(ValueError, match=f"has {flag}=False and cannot serve this call"):
+                run(core, given, **call)
+    if not core.supports_cross:
+        with pytest.raises(ValueError, match="supports_cross=False"):
+            core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"][:, :5])
+    assert {*calls, "supports_cross", "exact_padding"} == set(ABILITIES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CASES.get(name, Case()).exact is not None])
+def test_in_its_limit_it_is_softmax_attention(name: str) -> None:
+    core, softmax = build(name, exact=True), SoftmaxAttention()
+    flags = type(core)
+    padding = torch.zeros(B, 13, dtype=torch.bool)
+    padding[0, 11:] = True
+    context = Context(*torch.randn(2, B, H, 5, E).double(), torch.zeros(B, 5, 1), torch.rand(B, 5) < 0.6)
+    calls: list[dict[str, Any]] = [{"causal": causal} for causal in causal_forms(name)]
+    if "exact_causal" in CASES[name].exempt:
+        calls = [{"causal": False}]
+    if flags.exact_padding:
+        calls += [{**call, "key_padding_mask": padding} for call in calls]
+    if flags.accepts_context:
+        calls += [{**call, "context": context} for call in calls]
+    for call in calls:
+        given = {key: t.requires_grad_() for key, t in inputs(13).items()}
+        want_lse = flags.gives_lse
+        got, want = (run(c, given, **call, want_lse=want_lse) for c in (core, softmax))
+        there = torch.ones(B, 13, dtype=torch.bool)
+        if "key_padding_mask" in call:
+            there = ~padding
+        sources = [given[key] for key in ("q", "k", "v")]
+        weight = torch.randn(B, H, 13, E, dtype=torch.double) * there[:, None, :, None]
+        torch.testing.assert_close(got.out_BHNV * weight, want.out_BHNV * weight, rtol=0, atol=1e-10, msg=str(call))
+        gradients = [torch.autograd.grad((o.out_BHNV * weight).sum(), sources) for o in (got, want)]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        if want_lse:
+            some = there[:, None].expand(B, H, 13) & (want.lse_BHN > -1e300)
+            torch.testing.assert_close(got.lse_BHN[some], want.lse_BHN[some], rtol=0, atol=1e-10)
+
+
+@flagged("gives_lse", rule="lse")
+def test_weights_and_log_sum_exp_are_of_one_softmax(name: str) -> None:
+    """Values of one-hot vectors show the weights: each that is not 0 is exp(logit - lse), and they add up to 1."""
+    core, given = build(name), inputs(13)
+    given["v"] = torch.eye(13, dtype=torch.double).expand(B, H, 13, 13)
+    logits = given["q"] @ given["k"].mT / E**0.5
+    for causal in causal_forms(name):
+        weights, lse, _ = run(core, given, causal=causal, want_lse=True)
+        plain = run(core, given, causal=causal).out_BHNV
+        torch.testing.assert_close(plain, weights, rtol=0, atol=1e-10)
+        seen = weights > 1e-14
+        want = torch.where(seen, (logits - lse[..., None]).exp(), 0)
+        torch.testing.assert_close(weights, want, rtol=0, atol=1e-10)
+        sums = weights.sum(-1)
+        torch.testing.assert_close(sums, torch.where(lse > LOWEST, 1.0, 0.0).double(), rtol=0, atol=1e-10)
+
+
+@flagged("accepts_context")
+def test_an_empty_context_is_none_and_a_full_one_is_read(name: str) -> None:
+    core, given = build(name), inputs(13)
+    slots = torch.randn(2, B, H, 5, E, dtype=torch.double)
+    for causal in causal_forms(name):
+        empty = Context(*slots, torch.zeros(B, 5, 1), torch.zeros(B, 5, dtype=torch.bool))
+        full = empty._replace(valid_BM=torch.ones(B, 5, dtype=torch.bool))
+        alone = run(core, given, causal=causal).out_BHNV
+        torch.testing.assert_close(run(core, given, causal=causal, context=empty).out_BHNV, alone, rtol=0, atol=1e-10)
+        assert (run(core, given, causal=causal, context=full).out_BHNV - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_finite_with_large_logits(name: str, dtype: torch.dtype) -> None:
+    if "half" in CASES[name].exempt:
+        pytest.skip(CASES[name].exempt["half"])
+    core = build(name).to(dtype)
+    given = {key: t.to(dtype) for key, t in inputs(13).items()}
+    given["q"] = given["q"] * (50 * E**0.5 / (given["q"].float() @ given["k"].float().mT).abs().max()).to(dtype)
+    for causal in causal_forms(name):
+        out = run(core, given, causal=causal).out_BHNV
+        assert out.dtype == dtype and out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_repeats_itself_and_is_saved_whole(name: str) -> None:
+    core, given = build(name), inputs(13)
+    want = run(core, given).out_BHNV
+    torch.manual_seed(5)
+    torch.testing.assert_close(run(core, given).out_BHNV, want, rtol=0, atol=0)
+    other = build(name, seed=9)
+    other.load_state_dict(copy.deepcopy(core.state_dict()))
+    torch.testing.assert_close(run(other, given).out_BHNV, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_is_compiled(name: str) -> None:
+    if "compiled" in CASES[name].exempt:
+        pytest.skip(CASES[name].exempt["compiled"])
+    core, given = build(name), inputs(13)
+    compiled = torch.compile(core, fullgraph=True, backend="aot_eager", dynamic=False)
+    for causal in causal_forms(name):
+        want = run(core, given, causal=causal).out_BHNV
+        torch.testing.assert_close(run(compiled, given, causal=causal).out_BHNV, want)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_a_closed_cache_it_is_itself(name: str) -> None:
+    torch.manual_seed(0)
+    layer = GRCAttention(H * E, H, 13, core=build(name), initial_gate=-60.0).double()
+    plain = SelfAttention(H * E, H, core=layer.core).double()
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("memory.")})
+    x = inputs(13)["x"]
+    layer.eval(), plain.eval()
+    torch.testing.assert_close(layer(x).y_BND, plain(x).y_BND, rtol=0, atol=1e-10)
