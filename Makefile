@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt torch
 TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench docs clean
+.PHONY: help demo test test-slow test-peers lint bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: lint docs  ## everything that must hold before a commit: lint, docs, fast 
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few seconds
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
+
+test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with published implementations of the same mechanisms
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m peers
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check
