@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
     # informer
     # linear
     # linformer
-    # longformer
+    "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
     # memory_compressed
     # performer
     # reformer
