@@ -44,7 +44,9 @@ CASES: dict[str, Case] = {
     # clustered
     # delta_net
     # etc
-    # image_transformer
+    "image_transformer": Case(
+        {"block": (2, 3), "memory": (1, 2), "size": (4, 7), "prefix": 1}, exact={"block": 24, "memory": 0}
+    ),
     # improved_clustered
     # informer
     # linear
