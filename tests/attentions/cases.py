@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     # sac
     # set_transformer
     # sinkhorn
-    # sparse_transformer
+    "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
     # star
 }
 
