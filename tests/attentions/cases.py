@@ -38,7 +38,7 @@ class Case:
 CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
     "softmax": Case(exact={}),
-    # axial
+    "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
     # bigbird
     # bp_transformer
     # clustered

@@ -148,7 +148,7 @@ class SparseTransformerAttention(PatternAttention):
         heads, tokens, device = q_BHNE.shape[1], q_BHNE.shape[2], q_BHNE.device
         stride, summary = self.stride, self.summary
         blocks, rest = tokens // stride, tokens % stride
-        # Places ascend, so that those beyond the end come last; the slice nearest the start of a block has fewest there.
+        # Places ascend, so that those beyond the end come last; the slice nearest a block's start has fewest of them.
         first_slice = stride - min(self.slices, heads) * summary
         count = max(1, blocks * summary + min(summary, max(0, rest - first_slice)))
         slice_H1 = torch.arange(heads if self.slices > 1 else 1, device=device)[:, None] % self.slices
