@@ -66,13 +66,14 @@ def test_it_is_the_definition(kind: str, combine: str, index: int, prefix: int) 
 
 
 @pytest.mark.parametrize("combine", ["union", "heads"])
-@pytest.mark.parametrize(("stride", "summary"), [(6, 2), (5, 2), (4, 4)])
+@pytest.mark.parametrize(("stride", "summary", "slices"), [(6, 2, 3), (5, 2, 2), (8, 1, 3)])
 @pytest.mark.parametrize("heads", [2, 5])
-def test_heads_take_summary_tokens_of_their_own(combine: str, stride: int, summary: int, heads: int) -> None:
+def test_heads_take_summary_tokens_of_their_own(
+    combine: str, stride: int, summary: int, slices: int, heads: int
+) -> None:
     core = SparseTransformerAttention(
-        stride=stride, pattern="fixed", summary=summary, distinct=True, combine=combine, heads=heads
+        stride=stride, pattern="fixed", summary=summary, slices=slices, combine=combine, heads=heads
     )
-    slices = stride // summary
     assert_is_pattern(
         core,
         lambda causal: definition(causal, "fixed", stride, summary, combine, slices=slices),
@@ -124,7 +125,7 @@ def test_cost(causal: bool) -> None:
         ({**strided, "combine": "layers", "index": 1}, far_keys),
         ({**strided, "combine": "heads"}, (near_keys + far_keys) / 2),
         (fixed, stride + far_keys * summary),
-        ({**fixed, "distinct": True}, stride + far_keys * summary),
+        ({**fixed, "slices": 4}, stride + far_keys * summary),
     ]
     for options, count in keys:
         core = SparseTransformerAttention(**options)  # type: ignore[arg-type]
@@ -145,9 +146,11 @@ def test_both_parts_of_a_union_are_one_set() -> None:
     [
         ({"stride": 0}, "stride=0 must be at least 1"),
         ({"pattern": "dilated"}, "pattern='dilated' must be"),
-        ({"pattern": "fixed", "stride": 4, "summary": 5}, "summary=5 tokens must be at least 1 and fit"),
+        ({"pattern": "fixed", "stride": 4, "summary": 5}, "slices=1 of summary=5 tokens must be"),
+        ({"pattern": "fixed", "stride": 4, "summary": 2, "slices": 3}, "slices=3 of summary=2 tokens must be"),
         ({"pattern": "fixed", "summary": 0}, "summary=0 tokens must be at least 1"),
-        ({"distinct": True}, "take pattern='fixed' with it"),
+        ({"pattern": "fixed", "slices": 0}, "slices=0 of summary=8 tokens must be"),
+        ({"slices": 2}, "take pattern='fixed' with them"),
         ({"combine": "sum"}, "combine='sum' must be"),
         ({"combine": "heads", "heads": 1}, "needs at least 2 heads"),
         ({"prefix": -1}, "prefix=-1 must be"),

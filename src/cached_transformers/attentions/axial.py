@@ -18,7 +18,8 @@ Cost: N C (E + V) multiply-adds a head for row and N R (E + V) for col, where bo
 both, and causal "sequential" the row twice. Least at C near sqrt(N).
 
 What differs: the sequence need not fill its last row; class tokens (`prefix`) see all and are seen by all, on each
-axis. The paper's shifts of the map, which make a model of images causal, belong to a model; here order is the sequence's.
+axis. The paper's shifts of the map, which make a model of images causal, belong to a model; here order is the
+sequence's.
 
 Legend: B rows of the batch, H heads, N tokens, E key width, V value width, R rows and C columns of the map, X lines of
 an axis, Y places of a line.
@@ -134,9 +135,8 @@ class AxialAttention(PatternAttention):
         wanted = call._replace(want_lse=True)
         above, above_lse, _ = self._lines("col", True, q_BHNE, k_BHNE, v_BHNV, wanted, itself=False)
         assert above_lse is not None
+        # Only a query that is padding itself could see padding here, and its result is nobody's.
         own_lse = (q_BHNE * k_BHNE).sum(-1).to(above_lse.dtype) / math.sqrt(q_BHNE.shape[-1])
-        if call.key_padding_mask is not None:
-            own_lse = own_lse.masked_fill(call.key_padding_mask[:, None], torch.finfo(own_lse.dtype).min)
         return AttentionOutput(*merge(above, above_lse, own_BHNV, own_lse))
 
     def _lines(

@@ -46,7 +46,8 @@ class SparseTransformerAttention(PatternAttention):
         stride: l.
         pattern: "strided" (for what has rows of l: images, some music) or "fixed" (text).
         summary: c, summary tokens at the end of each block of "fixed".
-        distinct: heads take different c tokens of a block as summary tokens, from its end to its start by turns.
+        slices: heads take different summary tokens by turns: the last c of a block, the c before these, and so on up
+            to this many (1: all heads the last c, as in the equation; the paper prefers several).
         combine: "union" (both parts in one softmax), "layers" (near in layers of even index, far in odd ones) or
             "heads" (near in heads of even index, far in odd ones).
         heads: H, to check `combine`. index: of the layer.
@@ -65,7 +66,7 @@ class SparseTransformerAttention(PatternAttention):
         stride: int = 128,
         pattern: str = "strided",
         summary: int = 8,
-        distinct: bool = False,
+        slices: int = 1,
         combine: str = "union",
         heads: int | None = None,
         index: int = 0,
@@ -77,10 +78,12 @@ class SparseTransformerAttention(PatternAttention):
             raise ValueError(f"stride={stride} must be at least 1; about sqrt(tokens) is cheapest")
         if pattern not in ("strided", "fixed"):
             raise ValueError(f"pattern={pattern!r} must be 'strided' or 'fixed'")
-        if pattern == "fixed" and not 1 <= summary <= stride:
-            raise ValueError(f"summary={summary} tokens must be at least 1 and fit a block of stride={stride}")
-        if distinct and pattern != "fixed":
-            raise ValueError("distinct=True tells the summary tokens of heads apart; take pattern='fixed' with it")
+        if pattern == "fixed" and (summary < 1 or slices < 1 or slices * summary > stride):
+            raise ValueError(
+                f"slices={slices} of summary={summary} tokens must be at least 1 each, and fit into stride={stride}"
+            )
+        if slices != 1 and pattern != "fixed":
+            raise ValueError(f"slices={slices} are of summary tokens; take pattern='fixed' with them")
         if combine not in ("union", "layers", "heads"):
             raise ValueError(f"combine={combine!r} must be 'union', 'layers' or 'heads'")
         if combine == "heads" and heads == 1:
@@ -88,8 +91,7 @@ class SparseTransformerAttention(PatternAttention):
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must be a number of class tokens, or 0")
         self.stride, self.kind, self.summary, self.combine = stride, pattern, summary, combine
-        self.slices = stride // summary if distinct else 1
-        self.index, self.prefix = index, prefix
+        self.slices, self.index, self.prefix = slices, index, prefix
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         return beside_class_tokens(self._body, self.prefix, q_BHNE, k_BHNE, v_BHNV, call, dropout=self.drop)
