@@ -38,18 +38,20 @@ class Case:
 CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
     "softmax": Case(exact={}),
-    # axial
+    "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
     # bigbird
     # bp_transformer
     # clustered
     # delta_net
     # etc
-    # image_transformer
+    "image_transformer": Case(
+        {"block": (2, 3), "memory": (1, 2), "size": (4, 7), "prefix": 1}, exact={"block": 24, "memory": 0}
+    ),
     # improved_clustered
     # informer
     # linear
     # linformer
-    # longformer
+    "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
     # memory_compressed
     # performer
     # reformer
@@ -58,7 +60,7 @@ CASES: dict[str, Case] = {
     # sac
     # set_transformer
     # sinkhorn
-    # sparse_transformer
+    "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
     # star
 }
 
