@@ -39,7 +39,7 @@ CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
     "softmax": Case(exact={}),
     # axial
-    # bigbird
+    "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
     # bp_transformer
     # clustered
     # delta_net
