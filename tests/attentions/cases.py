@@ -43,7 +43,11 @@ CASES: dict[str, Case] = {
     # bp_transformer
     # clustered
     # delta_net
-    # etc
+    "etc": Case(
+        {"radius": 3, "segment": 4, "clip": 2},
+        exact={"radius": 24, "segment": None, "clip": None},
+        exempt={"lse": "weights are of labelled keys and of means over segments"},
+    ),
     # image_transformer
     # improved_clustered
     # informer
