@@ -30,11 +30,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import block_places, into_blocks, out_of_blocks, seen_places, with_neighbours
+from .building_blocks import block_places, into_blocks, one_softmax, out_of_blocks, seen_places, with_neighbours
 
 
 class Labels(nn.Module):
@@ -63,16 +62,6 @@ class Labels(nn.Module):
         assert self.segment_H2E is not None
         own, other = (q_BHNE @ self.segment_H2E.mT).split(1, -1)
         return torch.where(own_B1NM, own, other)
-
-
-def one_softmax(logits: Tensor, seen: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Weights (..., N, M) and log-sum-exp (..., N) of logits, float32 or wider."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    lowest = torch.finfo(logits.dtype).min
-    logits = logits.masked_fill(~seen, lowest)
-    lse = logits.logsumexp(-1)
-    weights = torch.where(seen, (logits - lse[..., None]).exp(), 0)
-    return F.dropout(weights, dropout, dropout > 0), torch.where(seen.any(-1), lse, lowest)
 
 
 def tokens_see(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.feed_forward import FeedForward
-from .etc import Labels, check_sizes, one_softmax, tokens_see
+from .building_blocks import one_softmax
+from .etc import Labels, check_sizes, tokens_see
 
 
 def globals_see(
