@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
     # reformer
     # rfa
     # routing
-    # sac
+    "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
     # set_transformer
     # sinkhorn
     # sparse_transformer
