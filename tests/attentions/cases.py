@@ -39,11 +39,15 @@ CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
     "softmax": Case(exact={}),
     "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
-    # bigbird
+    "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
     # bp_transformer
     # clustered
     # delta_net
-    # etc
+    "etc": Case(
+        {"radius": 3, "segment": 4, "clip": 2},
+        exact={"radius": 24, "segment": None, "clip": None},
+        exempt={"lse": "weights are of labelled keys and of means over segments"},
+    ),
     "image_transformer": Case(
         {"block": (2, 3), "memory": (1, 2), "size": (4, 7), "prefix": 1}, exact={"block": 24, "memory": 0}
     ),
@@ -57,7 +61,7 @@ CASES: dict[str, Case] = {
     # reformer
     # rfa
     # routing
-    # sac
+    "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
     # set_transformer
     # sinkhorn
     "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),

@@ -32,6 +32,16 @@ def attend(
     if not want_lse:
         return _fused(q, k, v, mask, dropout), None
     logits = q @ k.mT / math.sqrt(q.shape[-1])
+    weights, lse = one_softmax(logits, mask, dropout)
+    return weights.to(v.dtype) @ v, lse
+
+
+def one_softmax(logits: Tensor, mask: Tensor | None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Weights (..., N, M) and log-sum-exp (..., N) of logits, float32 or wider, for cores that make their own logits.
+
+    Args:
+        mask: bool, broadcastable to the logits. dropout: share of the weights to drop; 0 outside training.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lowest = torch.finfo(logits.dtype).min
     if mask is not None:
@@ -42,7 +52,7 @@ def attend(
         weights = torch.where(mask, weights, 0)
         # The sum of M times the lowest number is no longer the lowest number.
         lse = torch.where(mask.any(-1), lse, lowest)
-    return F.dropout(weights, dropout, dropout > 0).to(v.dtype) @ v, lse
+    return F.dropout(weights, dropout, dropout > 0), lse
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
