@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
     # image_transformer
     # improved_clustered
     # informer
-    # linear
+    "linear": Case({"chunk": 4}),
     # linformer
     # longformer
     # memory_compressed
