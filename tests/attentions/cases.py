@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {
     # linformer
     # longformer
     # memory_compressed
-    # performer
+    "performer": Case({"features": 16, "chunk": 4}),
     # reformer
     # rfa
     # routing

@@ -3,8 +3,8 @@
     out_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j) + epsilon),   phi(x) = elu(x) + 1   (eq. 5 to 7)
     causal: j <= i, by prefix sums (eq. 9 to 12)
 
-Cost, in multiply-adds a head: 2 N E (V + 1); causal, with chunks of C tokens: N (C (E + V + 1) + 2 E (V + 1)); a context
-adds M E (V + 1). State: E (V + 1) numbers a head. No parameters.
+Cost, in multiply-adds a head: 2 N E (V + 1); causal, with chunks of C tokens: N (C (E + V + 1) + 2 E (V + 1)); a
+context adds M E (V + 1). State: E (V + 1) numbers a head. No parameters.
 
 What differs from the original implementation: epsilon is 0 (there 1e-6), since the quotient is defined without it
 wherever a key is seen, and with it outputs shrink where phi is small; elu(x) + 1 is computed as e^x below 0, where the
