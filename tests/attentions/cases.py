@@ -53,7 +53,7 @@ CASES: dict[str, Case] = {
     # memory_compressed
     "performer": Case({"features": 16, "chunk": 4}),
     # reformer
-    # rfa
+    "rfa": Case({"features": 8, "chunk": 4}),
     # routing
     # sac
     # set_transformer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attentions.cases import B, E, H, build
@@ -13,6 +15,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import map_state, named_tensors, reorder
 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]
+FORMS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
+FORMS += [("rfa", {"gate": True}), ("performer", {"chunk": 8, "kernel": "relu"})]
 
 
 def some_context(slots: int = 4) -> Context:
@@ -21,10 +25,10 @@ def some_context(slots: int = 4) -> Context:
     return Context(given["context_k"].detach(), given["context_v"].detach(), torch.zeros(B, slots, 1), valid)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "options"), FORMS)
 @pytest.mark.parametrize("with_context", [False, True])
-def test_steps_are_the_causal_pass(name: str, with_context: bool) -> None:
-    core, given = build(name), leaves(13)
+def test_steps_are_the_causal_pass(name: str, options: dict[str, Any], with_context: bool) -> None:
+    core, given = build(name, **options), leaves(13)
     assert isinstance(core, LinearisedAttention)
     context = some_context() if with_context else None
     q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
@@ -48,9 +52,9 @@ def test_steps_are_the_causal_pass(name: str, with_context: bool) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_leaves_the_state_and_rows_of_it_can_be_moved(name: str) -> None:
-    core, given = build(name), {key: t.detach() for key, t in leaves(7).items()}
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_padding_leaves_the_state_and_rows_of_it_can_be_moved(name: str, options: dict[str, Any]) -> None:
+    core, given = build(name, **options), {key: t.detach() for key, t in leaves(7).items()}
     assert isinstance(core, LinearisedAttention)
     q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
     padding = torch.zeros(B, 7, dtype=torch.bool)
