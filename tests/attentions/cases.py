@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
     # bigbird
     # bp_transformer
     # clustered
-    # delta_net
+    "delta_net": Case({"chunk": 4}),
     # etc
     # image_transformer
     # improved_clustered

@@ -16,7 +16,7 @@ from cached_transformers.state import map_state, named_tensors, reorder
 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]
 FORMS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
-FORMS += [("rfa", {"gate": True}), ("performer", {"chunk": 8, "kernel": "relu"})]
+FORMS += [("rfa", {"gate": True}), ("performer", {"kernel": "relu"}), ("delta_net", {"features": "silu"})]
 
 
 def some_context(slots: int = 4) -> Context:
