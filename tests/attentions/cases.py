@@ -42,7 +42,7 @@ CASES: dict[str, Case] = {
     "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
     # bp_transformer
     # clustered
-    # delta_net
+    "delta_net": Case({"chunk": 4}),
     "etc": Case(
         {"radius": 3, "segment": 4, "clip": 2},
         exact={"radius": 24, "segment": None, "clip": None},
@@ -53,13 +53,13 @@ CASES: dict[str, Case] = {
     ),
     # improved_clustered
     # informer
-    # linear
+    "linear": Case({"chunk": 4}),
     # linformer
     "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
     # memory_compressed
-    # performer
+    "performer": Case({"features": 16, "chunk": 4}),
     # reformer
-    # rfa
+    "rfa": Case({"features": 8, "chunk": 4}),
     # routing
     "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
     # set_transformer
