@@ -48,7 +48,7 @@ CASES: dict[str, Case] = {
     # improved_clustered
     # informer
     # linear
-    # linformer
+    "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
     # longformer
     # memory_compressed
     # performer

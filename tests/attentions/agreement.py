@@ -1,0 +1,39 @@
+"""Comparison of a mechanism with a slow twin: values and all gradients, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def inputs(
+    tokens: int, keys: int | None = None, *, rows: int = 2, heads: int = 2, width: int = 6, values: int = 5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of float64 that want a gradient; values are narrower than keys."""
+    sizes = ((tokens, width), (keys or tokens, width), (keys or tokens, values))
+    q, k, v = (torch.randn(rows, heads, *size, dtype=torch.double).requires_grad_() for size in sizes)
+    return q, k, v
+
+
+def agree(got: Tensor, want: Tensor, sources: Iterable[Tensor], *, weight: Tensor | None = None) -> None:
+    """The same values and gradients of a random sum of them; with a weight, of those where it is not 0."""
+    sources = list(sources)
+    weight = torch.ones_like(want) if weight is None else weight.expand_as(want)
+    torch.testing.assert_close(got * weight, want * weight, rtol=0, atol=1e-10)
+    weight = weight * torch.randn_like(want)
+    options = {"allow_unused": True, "retain_graph": True}
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), sources, **options) for out in (got, want))
+    for source, a, b in zip(sources, ours, theirs, strict=True):
+        zero = torch.zeros_like(source)
+        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=0, atol=1e-10)
+
+
+def tail(rows: int, tokens: int, share: float = 0.3) -> Tensor:
+    """Padding at the end of the first row, and one hole in the middle of the last."""
+    padding = torch.zeros(rows, tokens, dtype=torch.bool)
+    padding[0, tokens - int(tokens * share) :] = True
+    if tokens > 2:
+        padding[-1, tokens // 2] = True
+    return padding
