@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
     # linear
     "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
     # longformer
-    # memory_compressed
+    "memory_compressed": Case({"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys"}),
     # performer
     # reformer
     # rfa
