@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
     # rfa
     # routing
     # sac
-    # set_transformer
+    "set_transformer": Case({"points": 4}),
     # sinkhorn
     # sparse_transformer
     # star
