@@ -41,11 +41,11 @@ CASES: dict[str, Case] = {
     # axial
     # bigbird
     # bp_transformer
-    # clustered
+    "clustered": Case({"clusters": 4}, exact={"clusters": 24}),
     # delta_net
     # etc
     # image_transformer
-    # improved_clustered
+    "improved_clustered": Case({"clusters": 4, "topk": 3}, exact={"clusters": 4, "topk": 24}),
     # informer
     # linear
     "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
