@@ -17,17 +17,19 @@ def inputs(
     return q, k, v
 
 
-def agree(got: Tensor, want: Tensor, sources: Iterable[Tensor], *, weight: Tensor | None = None) -> None:
+def agree(
+    got: Tensor, want: Tensor, sources: Iterable[Tensor], *, weight: Tensor | None = None, atol: float = 1e-10
+) -> None:
     """The same values and gradients of a random sum of them; with a weight, of those where it is not 0."""
     sources = list(sources)
     weight = torch.ones_like(want) if weight is None else weight.expand_as(want)
-    torch.testing.assert_close(got * weight, want * weight, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got * weight, want * weight, rtol=0, atol=atol)
     weight = weight * torch.randn_like(want)
     nothing = sum(0 * source.sum() for source in sources)  # a constant result has a gradient, too: 0
     totals = [(out * weight).sum() + nothing for out in (got, want)]
     ours, theirs = (torch.autograd.grad(total, sources, retain_graph=True) for total in totals)
     for source, a, b in zip(sources, ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, s=source: f"{tuple(s.shape)}: {m}")
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda m, s=source: f"{tuple(s.shape)}: {m}")
 
 
 def tail(rows: int, tokens: int, share: float = 0.3) -> Tensor:

@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     # etc
     # image_transformer
     "improved_clustered": Case({"clusters": 4, "topk": 3}, exact={"clusters": 4, "topk": 24}),
-    # informer
+    "informer": Case({"factor": 1, "sampling": "own"}, exact={"factor": 24}),
     # linear
     "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
     # longformer
