@@ -41,7 +41,7 @@ CASES: dict[str, Case] = {
     "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
     "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
     # bp_transformer
-    # clustered
+    "clustered": Case({"clusters": 4}, exact={"clusters": 24}),
     "delta_net": Case({"chunk": 4}),
     "etc": Case(
         {"radius": 3, "segment": 4, "clip": 2},
@@ -51,18 +51,18 @@ CASES: dict[str, Case] = {
     "image_transformer": Case(
         {"block": (2, 3), "memory": (1, 2), "size": (4, 7), "prefix": 1}, exact={"block": 24, "memory": 0}
     ),
-    # improved_clustered
-    # informer
+    "improved_clustered": Case({"clusters": 4, "topk": 3}, exact={"clusters": 4, "topk": 24}),
+    "informer": Case({"factor": 1, "sampling": "own"}, exact={"factor": 24}),
     "linear": Case({"chunk": 4}),
-    # linformer
+    "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
     "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
-    # memory_compressed
+    "memory_compressed": Case({"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys"}),
     "performer": Case({"features": 16, "chunk": 4}),
     # reformer
     "rfa": Case({"features": 8, "chunk": 4}),
     # routing
     "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
-    # set_transformer
+    "set_transformer": Case({"points": 4}),
     # sinkhorn
     "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
     # star
