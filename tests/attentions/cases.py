@@ -59,7 +59,10 @@ CASES: dict[str, Case] = {
     # set_transformer
     # sinkhorn
     # sparse_transformer
-    # star
+    "star": Case(
+        exact={"radius": 24, "embedding": False, "relay": False},
+        exempt={"lse": "the relay's key is a mean of keys and no token's own"},
+    ),
 }
 
 
