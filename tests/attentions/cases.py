@@ -40,7 +40,11 @@ CASES: dict[str, Case] = {
     "softmax": Case(exact={}),
     # axial
     # bigbird
-    # bp_transformer
+    "bp_transformer": Case(
+        options={"k": 1},
+        exact={"k": 24, "types": False},
+        exempt={"lse": "the key of a span is a mean and no token's own"},
+    ),
     # clustered
     # delta_net
     # etc
