@@ -40,7 +40,11 @@ CASES: dict[str, Case] = {
     "softmax": Case(exact={}),
     "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
     "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
-    # bp_transformer
+    "bp_transformer": Case(
+        options={"k": 1},
+        exact={"k": 24, "types": False},
+        exempt={"lse": "the key of a span is a mean and no token's own"},
+    ),
     "clustered": Case({"clusters": 4}, exact={"clusters": 24}),
     "delta_net": Case({"chunk": 4}),
     "etc": Case(
@@ -65,7 +69,10 @@ CASES: dict[str, Case] = {
     "set_transformer": Case({"points": 4}),
     # sinkhorn
     "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
-    # star
+    "star": Case(
+        exact={"radius": 24, "embedding": False, "relay": False},
+        exempt={"lse": "the relay's key is a mean of keys and no token's own"},
+    ),
 }
 
 
