@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
     # performer
     "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
     # rfa
-    # routing
+    "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
     # sac
     # set_transformer
     # sinkhorn

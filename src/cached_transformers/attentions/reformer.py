@@ -59,7 +59,7 @@ class Sorted(NamedTuple):
 @ATTENTIONS.register(
     "reformer",
     paper="arXiv:2001.04451",
-    equation="softmax over the keys of the own and the previous chunk in bucket order, in any of R rounds; keys q/||q||",
+    equation="softmax over the keys of the own and the previous chunk in bucket order, in any round; keys q/||q||",
     order="N log N",
     cost="R N (E buckets / 2 + 2 C (E + V)) multiply-adds a head for chunks of C",
 )
