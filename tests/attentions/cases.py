@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
     # sac
     # set_transformer
-    # sinkhorn
+    "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),
     # sparse_transformer
     # star
 }
