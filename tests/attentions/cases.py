@@ -62,12 +62,12 @@ CASES: dict[str, Case] = {
     "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
     "memory_compressed": Case({"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys"}),
     "performer": Case({"features": 16, "chunk": 4}),
-    # reformer
+    "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
     "rfa": Case({"features": 8, "chunk": 4}),
-    # routing
+    "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
     "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
     "set_transformer": Case({"points": 4}),
-    # sinkhorn
+    "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),
     "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
     "star": Case(
         exact={"radius": 24, "embedding": False, "relay": False},
