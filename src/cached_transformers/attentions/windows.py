@@ -87,7 +87,7 @@ def _slabs(t_BHNE: Tensor, stride: int, size: int, before: int = 0, after: int =
     t_BHTLE = _padded(t_BHTLE, before, -t_BHTLE.shape[3] % size + after)
     if before + after == 0:
         return t_BHTLE.unflatten(3, (-1, size)).flatten(2, 3)
-    # Overlapping views: keys and values are not copied, neither here nor for the backward pass.
+    # Overlapping views, which fused attention takes and keeps for the backward pass without a copy (of one class).
     return t_BHTLE.unfold(3, before + size + after, size).mT.flatten(2, 3)
 
 
