@@ -83,9 +83,17 @@ def local_attention(
 
 def _slabs(t_BHNE: Tensor, stride: int, size: int, before: int = 0, after: int = 0) -> Tensor:
     """(B, H, T Q, before + W + after, E): the blocks of each class with what lies before and after; zeros outside."""
-    t_BHTLE = F.pad(t_BHNE, (0, 0, 0, -t_BHNE.shape[2] % stride)).unflatten(2, (-1, stride)).transpose(2, 3)
-    t_BHTLE = F.pad(t_BHTLE, (0, 0, before, -t_BHTLE.shape[3] % size + after))
+    t_BHTLE = _padded(t_BHNE, 0, -t_BHNE.shape[2] % stride).unflatten(2, (-1, stride)).transpose(2, 3)
+    t_BHTLE = _padded(t_BHTLE, before, -t_BHTLE.shape[3] % size + after)
+    if before + after == 0:
+        return t_BHTLE.unflatten(3, (-1, size)).flatten(2, 3)
+    # Overlapping views, which fused attention takes and keeps for the backward pass without a copy (of one class).
     return t_BHTLE.unfold(3, before + size + after, size).mT.flatten(2, 3)
+
+
+def _padded(t: Tensor, front: int, back: int) -> Tensor:
+    """Zeros before and after the tokens; without any, no copy, which F.pad would make."""
+    return F.pad(t, (0, 0, front, back)) if front + back else t
 
 
 def _in_order(t_BHQWV: Tensor, stride: int, length: int, tokens: int) -> Tensor:
