@@ -78,7 +78,9 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 def into_blocks(t_BHNE: Tensor, size: int) -> Tensor:
     """(B, H, Q, size, E): cut into blocks, the last one filled up with zeros."""
-    t_BHNE = F.pad(t_BHNE, (0, 0, 0, -t_BHNE.shape[2] % size))
+    missing = -t_BHNE.shape[2] % size
+    if missing:  # padding by nothing would copy
+        t_BHNE = F.pad(t_BHNE, (0, 0, 0, missing))
     return t_BHNE.unflatten(2, (-1, size))
 
 
