@@ -129,6 +129,17 @@ def gather_keys(t_BHME: Tensor, index: Tensor) -> Tensor:
     return picked.unflatten(2, index.shape[2:])
 
 
+def pick_rows(t: Tensor, index: Tensor) -> Tensor:
+    """(B, H, ..., E): whole rows of (B, H, M, E) at the places (B, H, ...); of (B, H, M) single numbers, (B, H, ...).
+
+    Rows are copied as wholes, which is many times faster than `gather`, whose index names every number.
+    """
+    rows, heads, places = t.shape[:3]
+    first = torch.arange(rows * heads, device=t.device).view(rows, heads, 1) * places
+    picked = t.flatten(0, 2).index_select(0, (index.flatten(2) + first).flatten())
+    return picked.view(*index.shape, *t.shape[3:])
+
+
 def causal_scan(
     q_BHNF: Tensor,
     k_BHNF: Tensor,

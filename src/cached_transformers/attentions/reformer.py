@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from ..memories.base import Context
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, merge
+from .building_blocks import attend, into_blocks, merge, pick_rows
 
 LOGITS = {
     "scaled": "q . k / sqrt(E)",
@@ -159,14 +159,14 @@ class ReformerAttention(PatternAttention):
         out_BHNV, lse_BHN = value_BHNV, None
         alone_BHN = there_BN[:, None].expand(qk_BHNE.shape[:3])
         for turn, here in enumerate(placed):
-            own = [self._in_chunks(t, here, size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
+            own = [into_blocks(pick_rows(t, here.order_BHN), size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
             q, k, v = own[0], *(_with_previous(t, last_B) for t in own[1:])
             seen_BHQCS = self._seen(placed[: turn + 1], there_BN, last_B, size, causal=call.causal)
-            seen_BHN = seen_BHQCS.any(-1).flatten(2).gather(2, here.rank_BHN)
+            seen_BHN = pick_rows(seen_BHQCS.any(-1).flatten(2), here.rank_BHN)
             alone_BHN = alone_BHN & ~seen_BHN
             new, lse = attend(q, k, v, seen_BHQCS, dropout=self.drop, want_lse=call.want_lse or len(placed) > 1)
-            new = new.flatten(2, 3).gather(2, here.rank_BHN[..., None].expand_as(value_BHNV))
-            lse = None if lse is None else lse.flatten(2, 3).gather(2, here.rank_BHN)
+            new = pick_rows(new.flatten(2, 3), here.rank_BHN)
+            lse = None if lse is None else pick_rows(lse.flatten(2, 3), here.rank_BHN)
             if lse is None or lse_BHN is None:
                 out_BHNV, lse_BHN = new, lse
             else:
@@ -216,10 +216,6 @@ class ReformerAttention(PatternAttention):
             placed.append(Sorted(bucket_BHN, torch.empty_like(order_BHN).scatter_(2, order_BHN, place), order_BHN))
         return placed
 
-    @staticmethod
-    def _in_chunks(t_BHNE: Tensor, here: Sorted, size: int) -> Tensor:
-        return into_blocks(t_BHNE.gather(2, here.order_BHN[..., None].expand_as(t_BHNE)), size)
-
     @torch.no_grad()
     def _seen(self, placed: Sequence[Sorted], there_BN: Tensor, last_B: Tensor, size: int, *, causal: bool) -> Tensor:
         """(B, H, Q, C, S): the keys that tokens see in the last of these rounds, and in none before it."""
@@ -228,7 +224,7 @@ class ReformerAttention(PatternAttention):
 
         def pair(t_BHN: Tensor) -> tuple[Tensor, Tensor]:
             """What is known of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
-            own_BHQC1 = into_blocks(t_BHN.gather(2, here.order_BHN)[..., None], size)
+            own_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
             return own_BHQC1, _with_previous(own_BHQC1, last_B).mT
 
         def near(there: Sorted) -> Tensor:

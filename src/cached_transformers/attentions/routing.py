@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, gather_keys, into_blocks, out_of_blocks, with_neighbours
+from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, with_neighbours
 
 
 @ATTENTIONS.register(
@@ -159,12 +159,9 @@ class RoutingAttention(PatternAttention):
             near.masked_fill(absent_B1N1, -torch.inf).topk(size, dim=2).indices.mT
             for near in (near_q_BHNC, near_k_BHNC)
         )
-        q_BHCWE = gather_keys(q_BHNE, query_BHCW)
-        k_BHCWE, v_BHCWV = (gather_keys(t, key_BHCW) for t in (k_BHNE, v_BHNV))
-        key_there = (
-            there_BN[:, None].expand(-1, heads, -1).gather(2, key_BHCW.flatten(2)).unflatten(2, (clusters, size))
-        )
-        seen = key_there[..., None, :]
+        q_BHCWE = pick_rows(q_BHNE, query_BHCW)
+        k_BHCWE, v_BHCWV = (pick_rows(t, key_BHCW) for t in (k_BHNE, v_BHNV))
+        seen = pick_rows(there_BN[:, None].expand(-1, heads, -1), key_BHCW)[..., None, :]
         if call.causal:
             seen = seen & (query_BHCW[..., None] >= key_BHCW[..., None, :])
         union = self.combine == "softmax"
@@ -175,7 +172,7 @@ class RoutingAttention(PatternAttention):
                 for near, chosen in ((near_q_BHNC, query_BHCW), (near_k_BHNC, key_BHCW))
             ]
             earlier_C1C = torch.ones(clusters, clusters, dtype=members[0].dtype, device=q_BHNE.device).tril(-1)[:, None]
-            query_in, key_in = (gather_keys(t, at) for t, at in zip(members, (query_BHCW, key_BHCW), strict=True))
+            query_in, key_in = (pick_rows(t, at) for t, at in zip(members, (query_BHCW, key_BHCW), strict=True))
             seen = seen & ((query_in * earlier_C1C) @ key_in.mT == 0)
         out, lse = attend(q_BHCWE, k_BHCWE, v_BHCWV, seen, dropout=self.drop, want_lse=union)
         place_BHM = query_BHCW.flatten(2)
@@ -188,7 +185,7 @@ class RoutingAttention(PatternAttention):
             lse_BHM = lse.flatten(2)
             top_BHN = torch.full_like(total_BHN, torch.finfo(lse.dtype).min)
             top_BHN = top_BHN.scatter_reduce(2, place_BHM, lse_BHM.detach(), "amax")
-            weight_BHM = (lse_BHM - top_BHN.gather(2, place_BHM)).exp()
+            weight_BHM = (lse_BHM - pick_rows(top_BHN, place_BHM)).exp()
         total_BHN = total_BHN.scatter_add(2, place_BHM, weight_BHM)
         sums_BHNV = out_BHMV.new_zeros(v_BHNV.shape).scatter_add(2, at_BHMV, weight_BHM[..., None] * out_BHMV)
         found_BHN = total_BHN > 0
@@ -206,8 +203,8 @@ class RoutingAttention(PatternAttention):
         order_BHN = cluster_BHN.argsort(dim=-1, stable=True)
         place_BHN = torch.arange(tokens, device=order_BHN.device).expand_as(order_BHN)
         rank_BHN = torch.empty_like(order_BHN).scatter_(2, order_BHN, place_BHN)
-        kind = into_blocks(cluster_BHN.gather(2, order_BHN)[..., None], size)
-        q, k, v = (into_blocks(t.gather(2, order_BHN[..., None].expand_as(t)), size) for t in (q_BHNE, k_BHNE, v_BHNV))
+        kind = into_blocks(pick_rows(cluster_BHN, order_BHN)[..., None], size)
+        q, k, v = (into_blocks(pick_rows(t, order_BHN), size) for t in (q_BHNE, k_BHNE, v_BHNV))
         before = int(tokens > size)
         query_QW1, key_Q1S = block_places(q.shape[2], size, before, 0, q.device)
         kind_of_key = with_neighbours(kind, before, 0).mT
@@ -215,8 +212,8 @@ class RoutingAttention(PatternAttention):
         seen = seen & (key_Q1S >= 0) & (key_Q1S <= query_QW1) & (query_QW1 - key_Q1S < size)
         k, v = (with_neighbours(t, before, 0) for t in (k, v))
         out, lse = attend(q, k, v, seen, dropout=self.drop, want_lse=call.want_lse)
-        out_BHNV = out_of_blocks(out, tokens).gather(2, rank_BHN[..., None].expand_as(v_BHNV))
-        return AttentionOutput(out_BHNV, None if lse is None else lse.flatten(2).gather(2, rank_BHN))
+        out_BHNV = pick_rows(out_of_blocks(out, tokens), rank_BHN)
+        return AttentionOutput(out_BHNV, None if lse is None else pick_rows(lse.flatten(2), rank_BHN))
 
     def _learn(self, unit_BHME: Tensor, cluster_BHM: Tensor, there_BN: Tensor) -> Tensor | None:
         """The loss that draws queries and keys to their centroids, which follow them."""
