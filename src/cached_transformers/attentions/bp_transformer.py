@@ -3,31 +3,35 @@
 A token sees K nodes of each level on each side, the tokens next to it first, then spans of 2, 4, 8 .. tokens: all of
 the sequence in some 2 K log2(N / K) keys, which together hold each token once.
 
-    out_i = softmax(q_i (K_i + A)^T / sqrt(E)) V_i,  K_i = [k_i; k of the nodes of token i], A one vector a column
+    out_i = softmax(q_i (K_i + a)^T / sqrt(E)) V_i,  K_i = [k_i; k of the nodes of token i], a a vector for each level, side and rank
 
 Nodes of a level are taken from where those of the level below ended. Where a level's first node would hold tokens that
 are covered already, its half that is not is taken in its place (of the level below, but as a node of this one).
 
     leaf 5 of 16, K = 1:   5 | left 4, 2-3, 0-1 | right 6, 7, 8-11, 12-15
 
-`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` is the
-paper's layer, in which spans have states of their own: each span attends all tokens in it, at the same time as the
-tokens attend their nodes, and states of spans start at 0. (A type that is added to all keys of a softmax changes
-nothing, so spans need no A.)
+`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` (bp_layer.py)
+is the paper's layer, in which spans have states of their own.
 
 Differences from the original implementation: its table names nodes that do not exist where N is no power of two, and
 misses tokens; here the tree is filled up to a power of two, and nodes without a token are not seen. Spans are of the
 tokens that are no padding. The causal form (the left side alone) is strict, as in the original.
 
-Cost: N (1 + s K J) (E + V) multiply-adds a head, s = 2 sides (1 when causal), J levels, at most 2 + log2(N / K). A
-layer has N (J' + s K J) (E + V), J' = 1 + log2(N) levels of the whole tree, and projections of 2 N nodes.
+No key is gathered: what token i sees of a level lies within 2 K nodes of the node that holds i. So blocks of A nodes
+(2 K, or the next power of two) and their neighbours, with the A 2^level tokens in a block as queries, make every level
+a dense product, in which a mask leaves some third of the weights.
 
-Legend: B rows, H heads, N tokens, M nodes of the levels laid end to end, C nodes that a token sees, K nodes of a level
-and side, E key width, V value width, D = H E model width.
+Cost: N S (E + V) + N T E multiply-adds a head, S = 3 A J (2 A J when causal), J <= 2 + log2(N / K) levels, T types,
+(2 K + 1) (clip + 1). Levels of at most 3 A (2 A) nodes take what there is, the others fill their last block up. A layer
+has N log2(2 N) (E + V) more for the spans, and projections of 2 N nodes.
+
+Legend: B rows, H heads, N tokens, M nodes (of a level, or of all laid end to end), K nodes of a level and side, A nodes
+of a block, S keys in reach of a token, T types, E key width, V value width, D = H E model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +40,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, gather_keys
+from .building_blocks import into_blocks, out_of_blocks, with_neighbours
 
 
 @ATTENTIONS.register(
@@ -44,7 +48,7 @@ from .building_blocks import attend, gather_keys
     paper="arXiv:1911.04070",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
-    cost="N (1 + 2 K J) (E + V) multiply-adds a head, J <= 2 + log2(N / K) levels; causal N (1 + K J) (E + V)",
+    cost="N (6 K J (E + V) + T E) multiply-adds a head, J <= 2 + log2(N / K) levels, T types; 4 K J (E + V) when causal",
 )
 class BPAttention(PatternAttention):
     """Near tokens one by one, far ones as spans of a binary tree that grow with the distance.
@@ -71,22 +75,32 @@ class BPAttention(PatternAttention):
         self.types_TE = new_types(k, clip, size) if types else None
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        tokens, padding_BN = k_BHNE.shape[2], call.key_padding_mask
-        table = context_table(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
-        both, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), padding_BN, levels_used(tokens, self.k))
-        k_BHME, v_BHMV = both.split([k_BHNE.shape[-1], v_BHNV.shape[-1]], -1)
-        seen = table.seen_NC if there is None else table.seen_NC & there[:, None][..., table.node_NC]
+        tokens = k_BHNE.shape[2]
+        levels = context_levels(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
+        means, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), call.key_padding_mask, len(levels))
+        widths = [k_BHNE.shape[-1], v_BHNV.shape[-1]]
+        pairs = [tuple(both_BHME.split(widths, -1)) for both_BHME in means]
         return AttentionOutput(
-            *attend_nodes(q_BHNE, k_BHME, v_BHMV, table, seen, self.types_TE, self.drop, want_lse=call.want_lse)
+            *attend_levels(q_BHNE, pairs, there, levels, self.types_TE, self.drop, want_lse=call.want_lse)
         )
 
 
-class Table(NamedTuple):
-    """The nodes that each token sees: index, whether there is one, and the type of each column."""
+class Level(NamedTuple):
+    """What the tokens see of one level.
 
-    node_NC: Tensor
-    seen_NC: Tensor
-    type_C: Tensor
+    Attributes:
+        node_NS: the nodes in reach of a token; some do not exist.
+        seen_NS: those that it sees.
+        type_NS: their types; any where nothing is seen.
+        block: A, or 0 where all nodes are in reach of all tokens.
+        height: tokens of a node.
+    """
+
+    node_NS: Tensor
+    seen_NS: Tensor
+    type_NS: Tensor
+    block: int
+    height: int
 
 
 def check_tree(width: int, heads: int, k: int, clip: int) -> int:
@@ -119,55 +133,57 @@ def level_sizes(tokens: int, levels: int) -> list[int]:
     return [-(-tokens // 2**level) for level in range(levels)]
 
 
-def context_table(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Table:
+def context_levels(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> list[Level]:
     """What each token sees: itself, then level by level K nodes on the left, and K on the right unless causal.
 
-    The nodes of a token hold each token once; when causal, each up to itself.
+    The nodes of a token hold each token once; when causal, each up to itself. A half that stands in for a node of the
+    next level is the node of this level behind the K that were taken, and has the type of the next level's first.
     """
-    own_N1 = torch.arange(tokens, device=device)[:, None]
-    nodes, seen, types = [own_N1], [torch.ones_like(own_N1, dtype=torch.bool)], [0]
-    sizes = level_sizes(tokens, levels_used(tokens, k))
-    first = below = 0
-    left_N1, right_N1 = own_N1 - 1, own_N1 + 1
-    half_left_N1 = half_right_N1 = torch.zeros_like(own_N1, dtype=torch.bool)
-    rank_K = torch.arange(min(k, max(tokens - 1, 1)), device=device)
-    for level, size in enumerate(sizes):
-        begin = rank_K == 0
-        # A half is a child: the left one of a node whose right one is covered, and the other way round.
-        node_NK = left_N1 - rank_K
-        nodes.append(torch.where(half_left_N1 & begin, below + 2 * node_NK, first + node_NK))
-        seen.append(node_NK >= 0)
+    place_N1 = torch.arange(tokens, device=device)[:, None]
+    left_N1, right_N1 = place_N1 - 1, place_N1 + 1
+    half_left_N1 = half_right_N1 = torch.zeros_like(place_N1, dtype=torch.bool)
+    block = 1 << (2 * k - 1).bit_length()
+    reach = block * (2 if causal else 3)
+    levels = []
+    for level, size in enumerate(level_sizes(tokens, max(levels_used(tokens, k), 1))):
+        if size <= reach:
+            node_NS = torch.arange(size, device=device).expand(tokens, -1)
+        else:
+            node_NS = (place_N1 // (block << level) - 1) * block + torch.arange(reach, device=device)
+        type_NS, seen_NS = torch.zeros_like(node_NS), (node_NS == place_N1) & (level == 0)
+        sides = [(left_N1 - node_NS, half_left_N1, (left_N1 - k) % 2 == 0, 1)]
         if not causal:
-            node_NK = right_N1 + rank_K
-            child_NK = 2 * node_NK + 1
-            half_NK = half_right_N1 & begin
-            nodes.append(torch.where(half_NK, below + child_NK, first + node_NK))
-            seen.append(torch.where(half_NK, child_NK < sizes[level - 1], node_NK < size))
-        start = (2 * k + 1) * min(level, clip) + 1
-        types += [start + side + 2 * rank for side in range(1 if causal else 2) for rank in range(len(rank_K))]
+            sides.append((node_NS - right_N1, half_right_N1, (right_N1 + k) % 2 == 1, 2))
+        for rank_NS, half_N1, next_half_N1, side in sides:
+            full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_N1)
+            half_NS = (rank_NS == k) & next_half_N1
+            full_type_NS = (2 * k + 1) * min(level, clip) + 2 * rank_NS + side
+            type_NS = torch.where(full_NS, full_type_NS, type_NS)
+            type_NS = torch.where(half_NS, (2 * k + 1) * min(level + 1, clip) + side, type_NS)
+            seen_NS = seen_NS | full_NS | half_NS
+        seen_NS = seen_NS & (node_NS >= 0) & (node_NS < size)
+        levels.append(Level(node_NS, seen_NS, type_NS, block if size > reach else 0, 1 << level))
         left_N1, right_N1 = left_N1 - k, right_N1 + k
         half_left_N1, half_right_N1 = left_N1 % 2 == 0, right_N1 % 2 == 1
         left_N1, right_N1 = left_N1 // 2, right_N1 // 2
-        first, below = first + size, first
-    seen_NC = torch.cat(seen, 1)
-    return Table(torch.where(seen_NC, torch.cat(nodes, 1), 0), seen_NC, torch.tensor(types, device=device))
+    return levels
 
 
-def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
-    """(B, H, M, E): means of the tokens of each node, level after level; and which nodes (B, M) hold one if padded."""
+def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[list[Tensor], list[Tensor] | None]:
+    """For each level the means (B, H, M, E) of the tokens of its nodes; and which nodes (B, M) hold one if padded."""
     rows, _, tokens, _ = t_BHNE.shape
-    sum_BHNE = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
-    count_BN1 = torch.ones(rows, tokens, 1, dtype=sum_BHNE.dtype, device=t_BHNE.device)
+    sum_BHME = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
+    count_BM1 = torch.ones(rows, tokens, 1, dtype=sum_BHME.dtype, device=t_BHNE.device)
     if padding_BN is not None:
-        sum_BHNE = sum_BHNE.masked_fill(padding_BN[:, None, :, None], 0)
-        count_BN1 = count_BN1.masked_fill(padding_BN[..., None], 0)
-    means, counts = [], []
-    for level in range(max(levels, 1)):
+        sum_BHME = sum_BHME.masked_fill(padding_BN[:, None, :, None], 0)
+        count_BM1 = count_BM1.masked_fill(padding_BN[..., None], 0)
+    means, there = [], []
+    for level in range(levels):
         if level:
-            sum_BHNE, count_BN1 = in_pairs(sum_BHNE).sum(-2), in_pairs(count_BN1).sum(-2)
-        means.append((sum_BHNE / count_BN1.clamp(min=1)[:, None]).to(t_BHNE.dtype))
-        counts.append(count_BN1[..., 0])
-    return torch.cat(means, 2), None if padding_BN is None else torch.cat(counts, 1) > 0
+            sum_BHME, count_BM1 = in_pairs(sum_BHME).sum(-2), in_pairs(count_BM1).sum(-2)
+        means.append((sum_BHME / count_BM1.clamp(min=1)[:, None]).to(t_BHNE.dtype))
+        there.append(count_BM1[..., 0] > 0)
+    return means, None if padding_BN is None else there
 
 
 def in_pairs(t: Tensor) -> Tensor:
@@ -175,103 +191,63 @@ def in_pairs(t: Tensor) -> Tensor:
     return F.pad(t, (0, 0, 0, t.shape[-2] % 2)).unflatten(-2, (-1, 2))
 
 
-def attend_nodes(
+def attend_levels(
     q_BHNE: Tensor,
-    k_BHME: Tensor,
-    v_BHMV: Tensor,
-    table: Table,
-    seen: Tensor,
+    pairs: Sequence[tuple[Tensor, ...]],
+    there: Sequence[Tensor] | None,
+    levels: Sequence[Level],
     types_TE: Tensor | None,
     dropout: float,
     *,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token over its nodes; `seen` is (N, C), or (B, 1, N, C) if padded."""
-    k_BHNCE, v_BHNCV = gather_keys(k_BHME, table.node_NC), gather_keys(v_BHMV, table.node_NC)
-    if types_TE is not None:
-        k_BHNCE = k_BHNCE + types_TE[table.type_C]
-    out, lse = attend(q_BHNE[..., None, :], k_BHNCE, v_BHNCV, seen[..., None, :], dropout=dropout, want_lse=want_lse)
-    return out[..., 0, :], None if lse is None else lse[..., 0]
-
-
-class BPLayer(nn.Module):
-    """One layer of the BP-Transformer, with norms behind the sums; tokens and spans are updated at the same time.
-
-        nodes = BPLayer.first_nodes(embedded)
-        for layer in layers:
-            nodes = layer(nodes, tokens, causal=..., padding_BN=...)
-        tokens, root = nodes[:, :tokens], nodes[:, -1]
+    """One softmax of each token over what it sees of all levels.
 
     Args:
-        width: D. heads: H. hidden: width of the feed-forward.
-        k: K, nodes of each level on each side. clip: levels above it share its types.
-        dropout: of attention weights, and of what attention and feed-forward add.
-
-    Raises:
-        ValueError: as `BPAttention`.
+        pairs: keys (B, H, M, E) and values (B, H, M, V) of each level's nodes.
+        there: (B, M) of each level, nodes that are no padding alone; None without padding.
     """
-
-    def __init__(self, width: int, heads: int, hidden: int, *, k: int = 4, clip: int = 5, dropout: float = 0.0) -> None:
-        super().__init__()
-        size = check_tree(width, heads, k, clip)
-        self.heads, self.k, self.clip, self.drop = heads, k, clip, nn.Dropout(dropout)
-        self.qkv, self.output = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        for weight in (*self.qkv.weight.chunk(3), self.output.weight):
-            nn.init.xavier_uniform_(weight)
-        self.types_TE = new_types(k, clip, size)
-        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, width)
-        )
-
-    @staticmethod
-    def first_nodes(x_BND: Tensor) -> Tensor:
-        """(B, M, D): the tokens, then a zero for each span, level by level up to the root."""
-        spans = sum(level_sizes(x_BND.shape[1], tree_levels(x_BND.shape[1]))[1:])
-        return F.pad(x_BND, (0, 0, 0, spans))
-
-    def forward(
-        self, nodes_BMD: Tensor, tokens: int, *, causal: bool = False, padding_BN: Tensor | None = None
-    ) -> Tensor:
-        """New nodes. What nodes without a token hold is of no meaning, and is seen by none.
-
-        Args:
-            nodes_BMD: of `first_nodes` or the layer before. tokens: N, how many of the nodes are tokens.
-            causal: tokens see nodes of their past alone; a span always sees the tokens in it.
-            padding_BN: bool, True = padding.
-        """
-        q, k, v = self.qkv(nodes_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        drop = self.drop.p if self.training else 0.0
-        there_BN = None if padding_BN is None else ~padding_BN
-        counts = None if there_BN is None else self._there(there_BN)
-        table = context_table(tokens, self.k, self.clip, causal=causal, device=nodes_BMD.device)
-        seen = table.seen_NC if counts is None else table.seen_NC & counts[:, None][..., table.node_NC]
-        parts = [attend_nodes(q[:, :, :tokens], k, v, table, seen, self.types_TE, drop)[0]]
-        first = tokens
-        for level, size in list(enumerate(level_sizes(tokens, tree_levels(tokens))))[1:]:
-            own_BHM1E = q[:, :, first : first + size, None]
-            k_BHMWE, v_BHMWV = (_groups(t[:, :, :tokens], 2**level) for t in (k, v))
-            mask = nodes_BMD.new_ones(1, tokens, dtype=torch.bool) if there_BN is None else there_BN
-            mask = _groups(mask[:, None, :, None], 2**level).mT
-            parts.append(attend(own_BHM1E, k_BHMWE, v_BHMWV, mask, dropout=drop)[0][..., 0, :])
-            first += size
-        mixed_BMD = torch.cat(parts, 2).transpose(1, 2).flatten(2)
-        nodes_BMD = self.attention_norm(nodes_BMD + self.drop(self.output(mixed_BMD)))
-        return self.norm(nodes_BMD + self.drop(self.feed_forward(nodes_BMD)))
-
-    def _there(self, there_BN: Tensor) -> Tensor:
-        """(B, M): nodes that hold a token, of all levels."""
-        levels = [there_BN]
-        for _ in range(1, tree_levels(there_BN.shape[1])):
-            levels.append(in_pairs(levels[-1][..., None])[..., 0].any(-1))
-        return torch.cat(levels, 1)
+    tokens, scale = q_BHNE.shape[2], q_BHNE.shape[-1] ** -0.5
+    parts = [
+        out_of_blocks(_queries(q_BHNE, level) @ _slab(k_BHME, level).mT, tokens)
+        for (k_BHME, _), level in zip(pairs, levels, strict=True)
+    ]
+    logits_BHNS = torch.cat(parts, -1)
+    if types_TE is not None:
+        type_NS = torch.cat([level.type_NS for level in levels], -1)
+        logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, type_NS.expand_as(logits_BHNS))
+    logits_BHNS = logits_BHNS.to(torch.promote_types(logits_BHNS.dtype, torch.float32)) * scale
+    seen = torch.cat([level.seen_NS for level in levels], -1)
+    if there is not None:
+        rows_BHNS = [
+            _queries(there_BM.new_ones(len(there_BM), 1, tokens, 1), level)
+            & _slab(there_BM[:, None, :, None], level).mT
+            for there_BM, level in zip(there, levels, strict=True)
+        ]
+        seen = seen & torch.cat([out_of_blocks(t, tokens) for t in rows_BHNS], -1)
+    lowest = torch.finfo(logits_BHNS.dtype).min
+    logits_BHNS = logits_BHNS.masked_fill(~seen, lowest)
+    weights_BHNS = torch.where(seen, logits_BHNS.softmax(-1), 0)
+    weights_BHNS = F.dropout(weights_BHNS, dropout, dropout > 0).to(q_BHNE.dtype)
+    shares = weights_BHNS.split([level.node_NS.shape[-1] for level in levels], -1)
+    out = sum(
+        out_of_blocks(_queries(share_BHNS, level) @ _slab(v_BHMV, level), tokens).to(logits_BHNS.dtype)
+        for share_BHNS, (_, v_BHMV), level in zip(shares, pairs, levels, strict=True)
+    )
+    assert isinstance(out, Tensor)
+    if not want_lse:
+        return out.to(q_BHNE.dtype), None
+    return out.to(q_BHNE.dtype), torch.where(seen.any(-1), logits_BHNS.logsumexp(-1), lowest)
 
 
-def tree_levels(tokens: int) -> int:
-    """Levels from the tokens to the root."""
-    return 1 + max(tokens - 1, 0).bit_length()
+def _queries(t_BHNE: Tensor, level: Level) -> Tensor:
+    """(B, H, Q, W, E): tokens of each block of nodes."""
+    return into_blocks(t_BHNE, level.block * level.height) if level.block else t_BHNE[:, :, None]
 
 
-def _groups(t_BHNE: Tensor, size: int) -> Tensor:
-    """(B, H, N / size, size, E), filled up with zeros."""
-    return F.pad(t_BHNE, (0, 0, 0, -t_BHNE.shape[2] % size)).unflatten(2, (-1, size))
+def _slab(t_BHME: Tensor, level: Level) -> Tensor:
+    """(B, H, Q, S, E): nodes in reach of the tokens of each block."""
+    if not level.block:
+        return t_BHME[:, :, None]
+    after = level.node_NS.shape[-1] // level.block - 2
+    return with_neighbours(into_blocks(t_BHME, level.block), 1, after)
