@@ -105,20 +105,19 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types:
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
 def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) -> None:
     for tokens in (*range(1, 40), 63, 64, 65, 100, 333):
-        levels = bp.context_levels(tokens, k, 5, causal=causal, device=torch.device("cpu"))
-        place_T = torch.arange(tokens)
-        counts = torch.zeros(tokens, tokens, dtype=torch.long)
-        for level in levels:
-            first_NS = level.node_NS * level.height
-            held = (place_T >= first_NS[..., None]) & (place_T < first_NS[..., None] + level.height)
-            counts += (held & level.seen_NS[..., None]).sum(1)
+        nearby = bp.reach(tokens, k, 5, causal=causal, device=torch.device("cpu"))
+        levels = nearby.levels
+        at_S = [at for at, level in enumerate(levels) for _ in range(level.width)]
+        height_S1 = torch.tensor([[levels[at].height] for at in at_S])
+        first_NS1 = nearby.node_NS[..., None] * height_S1
+        held = (torch.arange(tokens) >= first_NS1) & (torch.arange(tokens) < first_NS1 + height_S1)
+        counts = (held & nearby.seen_NS[..., None]).sum(1)
         want = torch.ones(tokens, tokens, dtype=torch.long)
         assert torch.equal(counts, want.tril() if causal else want)
         for i in {0, tokens // 3, tokens - 1}:
             got = {
-                (int(node) << at, min(int(node) + 1 << at, tokens), int(kind), at)
-                for at, level in enumerate(levels)
-                for node, seen, kind in zip(level.node_NS[i], level.seen_NS[i], level.type_NS[i], strict=True)
+                (node << at, min(node + 1 << at, tokens), kind, at)
+                for at, node, seen, kind in zip(at_S, *(t[i].tolist() for t in nearby[1:]), strict=True)
                 if seen
             }
             assert got == set(spans_of(i, tokens, k, 5, causal))
@@ -128,8 +127,8 @@ def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) 
 
 def test_the_context_grows_with_the_logarithm() -> None:
     for tokens, k, most in [(64, 1, 12), (64, 2, 19), (64, 4, 27), (257, 4, 44), (4096, 4, 75)]:
-        levels = bp.context_levels(tokens, k, 5, causal=False, device=torch.device("cpu"))
-        assert int(sum(level.seen_NS.sum(1) for level in levels).max()) == most
+        nearby = bp.reach(tokens, k, 5, causal=False, device=torch.device("cpu"))
+        assert int(nearby.seen_NS.sum(1).max()) == most
 
 
 def test_half_precision_sums_its_spans_in_single() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .bp_transformer import attend_levels, check_tree, context_levels, in_pairs, level_sizes, new_types
+from .bp_transformer import attend_levels, check_tree, in_pairs, level_sizes, new_types, reach
 from .building_blocks import attend, into_blocks
 
 
@@ -73,12 +73,11 @@ class BPLayer(nn.Module):
         q, k, v = self.qkv(nodes_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         drop = self.drop.p if self.training else 0.0
         sizes = level_sizes(tokens, tree_levels(tokens))
-        there = None if padding_BN is None else self._there(~padding_BN)
-        levels = context_levels(tokens, self.k, self.clip, causal=causal, device=nodes_BMD.device)
-        pairs = list(zip(*(t.split(sizes, 2) for t in (k, v)), strict=True))[: len(levels)]
-        seen = None if there is None else there[: len(levels)]
-        parts = [attend_levels(q[:, :, :tokens], pairs, seen, levels, self.types_TE, drop)[0]]
-        there_BN = nodes_BMD.new_ones(1, tokens, dtype=torch.bool) if there is None else there[0]
+        there_BM = None if padding_BN is None else self._there(~padding_BN)
+        there_BN = nodes_BMD.new_ones(1, tokens, dtype=torch.bool) if padding_BN is None else ~padding_BN
+        nearby = reach(tokens, self.k, self.clip, causal=causal, device=nodes_BMD.device)
+        pairs = list(zip(*(t.split(sizes, 2) for t in (k, v)), strict=True))[: len(nearby.levels)]
+        parts = [attend_levels(q[:, :, :tokens], pairs, there_BM, nearby, self.types_TE, drop)[0]]
         for level, q_BHME in list(enumerate(q.split(sizes, 2)))[1:]:
             k_BHMWE, v_BHMWV = (into_blocks(t[:, :, :tokens], 2**level) for t in (k, v))
             inside = into_blocks(there_BN[:, None, :, None], 2**level).mT
@@ -88,12 +87,12 @@ class BPLayer(nn.Module):
         return self.norm(nodes_BMD + self.drop(self.feed_forward(nodes_BMD)))
 
     @staticmethod
-    def _there(there_BN: Tensor) -> list[Tensor]:
-        """(B, M) of each level: nodes that hold a token."""
+    def _there(there_BN: Tensor) -> Tensor:
+        """(B, M): nodes that hold a token."""
         levels = [there_BN]
         for _ in range(1, tree_levels(there_BN.shape[1])):
             levels.append(in_pairs(levels[-1][..., None])[..., 0].any(-1))
-        return levels
+        return torch.cat(levels, 1)
 
 
 def tree_levels(tokens: int) -> int:

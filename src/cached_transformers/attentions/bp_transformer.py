@@ -3,7 +3,8 @@
 A token sees K nodes of each level on each side, the tokens next to it first, then spans of 2, 4, 8 .. tokens: all of
 the sequence in some 2 K log2(N / K) keys, which together hold each token once.
 
-    out_i = softmax(q_i (K_i + a)^T / sqrt(E)) V_i,  K_i = [k_i; k of the nodes of token i], a a vector for each level, side and rank
+    out_i = softmax(q_i (K_i + a)^T / sqrt(E)) V_i,  K_i = [k_i; keys of the nodes of token i]
+    a learned, one vector for each level, side and rank (the node's place among the K)
 
 Nodes of a level are taken from where those of the level below ended. Where a level's first node would hold tokens that
 are covered already, its half that is not is taken in its place (of the level below, but as a node of this one).
@@ -48,7 +49,7 @@ from .building_blocks import into_blocks, out_of_blocks, with_neighbours
     paper="arXiv:1911.04070",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
-    cost="N (6 K J (E + V) + T E) multiply-adds a head, J <= 2 + log2(N / K) levels, T types; 4 K J (E + V) when causal",
+    cost="N (6 K J (E + V) + T E) multiply-adds a head (causal 4 K J), J <= 2 + log2(N / K) levels, T types",
 )
 class BPAttention(PatternAttention):
     """Near tokens one by one, far ones as spans of a binary tree that grow with the distance.
@@ -76,31 +77,43 @@ class BPAttention(PatternAttention):
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         tokens = k_BHNE.shape[2]
-        levels = context_levels(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
-        means, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), call.key_padding_mask, len(levels))
+        nearby = reach(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
+        means, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), call.key_padding_mask, len(nearby.levels))
         widths = [k_BHNE.shape[-1], v_BHNV.shape[-1]]
         pairs = [tuple(both_BHME.split(widths, -1)) for both_BHME in means]
         return AttentionOutput(
-            *attend_levels(q_BHNE, pairs, there, levels, self.types_TE, self.drop, want_lse=call.want_lse)
+            *attend_levels(q_BHNE, pairs, there, nearby, self.types_TE, self.drop, want_lse=call.want_lse)
         )
 
 
 class Level(NamedTuple):
-    """What the tokens see of one level.
+    """One level of the tree.
 
     Attributes:
-        node_NS: the nodes in reach of a token; some do not exist.
-        seen_NS: those that it sees.
-        type_NS: their types; any where nothing is seen.
+        height: tokens of a node. size: nodes that hold a token.
+        width: nodes in reach of a token.
         block: A, or 0 where all nodes are in reach of all tokens.
-        height: tokens of a node.
     """
 
+    height: int
+    size: int
+    width: int
+    block: int
+
+
+class Reach(NamedTuple):
+    """The nodes in reach of each token, level after level; some do not exist, which are then not seen.
+
+    Attributes:
+        node_NS: place of the node in its level.
+        seen_NS: whether the token sees it.
+        type_NS: its type; any where it is not seen.
+    """
+
+    levels: list[Level]
     node_NS: Tensor
     seen_NS: Tensor
     type_NS: Tensor
-    block: int
-    height: int
 
 
 def check_tree(width: int, heads: int, k: int, clip: int) -> int:
@@ -133,57 +146,61 @@ def level_sizes(tokens: int, levels: int) -> list[int]:
     return [-(-tokens // 2**level) for level in range(levels)]
 
 
-def context_levels(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> list[Level]:
+def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Reach:
     """What each token sees: itself, then level by level K nodes on the left, and K on the right unless causal.
 
     The nodes of a token hold each token once; when causal, each up to itself. A half that stands in for a node of the
     next level is the node of this level behind the K that were taken, and has the type of the next level's first.
+
+    The first node on the left is i - 1, and where it was l, the one of the next level is floor((l - K) / 2): at level j
+    it is floor((i - 1 + K) / 2^j) - K, and its right half is taken already if the quotient before was even. The right
+    side is the mirror image.
     """
-    place_N1 = torch.arange(tokens, device=device)[:, None]
-    left_N1, right_N1 = place_N1 - 1, place_N1 + 1
-    half_left_N1 = half_right_N1 = torch.zeros_like(place_N1, dtype=torch.bool)
     block = 1 << (2 * k - 1).bit_length()
-    reach = block * (2 if causal else 3)
-    levels = []
-    for level, size in enumerate(level_sizes(tokens, max(levels_used(tokens, k), 1))):
-        if size <= reach:
-            node_NS = torch.arange(size, device=device).expand(tokens, -1)
-        else:
-            node_NS = (place_N1 // (block << level) - 1) * block + torch.arange(reach, device=device)
-        type_NS, seen_NS = torch.zeros_like(node_NS), (node_NS == place_N1) & (level == 0)
-        sides = [(left_N1 - node_NS, half_left_N1, (left_N1 - k) % 2 == 0, 1)]
-        if not causal:
-            sides.append((node_NS - right_N1, half_right_N1, (right_N1 + k) % 2 == 1, 2))
-        for rank_NS, half_N1, next_half_N1, side in sides:
-            full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_N1)
-            half_NS = (rank_NS == k) & next_half_N1
-            full_type_NS = (2 * k + 1) * min(level, clip) + 2 * rank_NS + side
-            type_NS = torch.where(full_NS, full_type_NS, type_NS)
-            type_NS = torch.where(half_NS, (2 * k + 1) * min(level + 1, clip) + side, type_NS)
-            seen_NS = seen_NS | full_NS | half_NS
-        seen_NS = seen_NS & (node_NS >= 0) & (node_NS < size)
-        levels.append(Level(node_NS, seen_NS, type_NS, block if size > reach else 0, 1 << level))
-        left_N1, right_N1 = left_N1 - k, right_N1 + k
-        half_left_N1, half_right_N1 = left_N1 % 2 == 0, right_N1 % 2 == 1
-        left_N1, right_N1 = left_N1 // 2, right_N1 // 2
-    return levels
+    most = block * (2 if causal else 3)
+    levels = [
+        Level(1 << at, size, *((size, 0) if size <= most else (most, block)))
+        for at, size in enumerate(level_sizes(tokens, max(levels_used(tokens, k), 1)))
+    ]
+    columns = [
+        (at, level.size, column, min(level.block, 1))
+        for at, level in enumerate(levels)
+        for column in range(level.width)
+    ]
+    at_S, size_S, column_S, cut_S = torch.tensor(columns, device=device).T
+    place_N1 = torch.arange(tokens, device=device)[:, None]
+    node_NS = column_S + cut_S * block * ((place_N1 // block >> at_S) - 1)
+    seen_NS = (node_NS == place_N1) & (at_S == 0)
+    type_NS = torch.zeros_like(node_NS)
+    for side in (1, -1)[: 1 if causal else 2]:
+        shifted_N1 = place_N1 - side + side * k
+        taken = 0 if side == 1 else 1
+        rank_NS = side * ((shifted_N1 >> at_S) - node_NS) - k
+        half_NS = ((shifted_N1 >> (at_S - 1).clamp(min=0)) % 2 == taken) & (at_S > 0)
+        next_half_NS = (rank_NS == k) & ((shifted_N1 >> at_S) % 2 == taken)
+        full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_NS)
+        above_NS = at_S + next_half_NS.long()
+        own_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
+        type_NS = torch.where(full_NS | next_half_NS, own_NS, type_NS)
+        seen_NS = seen_NS | full_NS | next_half_NS
+    return Reach(levels, node_NS, seen_NS & (node_NS >= 0) & (node_NS < size_S), type_NS)
 
 
-def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[list[Tensor], list[Tensor] | None]:
-    """For each level the means (B, H, M, E) of the tokens of its nodes; and which nodes (B, M) hold one if padded."""
+def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[list[Tensor], Tensor | None]:
+    """For each level the means (B, H, M, E) of its nodes; and which nodes of all (B, M) hold a token, if padded."""
     rows, _, tokens, _ = t_BHNE.shape
     sum_BHME = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
     count_BM1 = torch.ones(rows, tokens, 1, dtype=sum_BHME.dtype, device=t_BHNE.device)
     if padding_BN is not None:
         sum_BHME = sum_BHME.masked_fill(padding_BN[:, None, :, None], 0)
         count_BM1 = count_BM1.masked_fill(padding_BN[..., None], 0)
-    means, there = [], []
+    means, counts = [], []
     for level in range(levels):
         if level:
             sum_BHME, count_BM1 = in_pairs(sum_BHME).sum(-2), in_pairs(count_BM1).sum(-2)
         means.append((sum_BHME / count_BM1.clamp(min=1)[:, None]).to(t_BHNE.dtype))
-        there.append(count_BM1[..., 0] > 0)
-    return means, None if padding_BN is None else there
+        counts.append(count_BM1[..., 0])
+    return means, None if padding_BN is None else torch.cat(counts, 1) > 0
 
 
 def in_pairs(t: Tensor) -> Tensor:
@@ -194,8 +211,8 @@ def in_pairs(t: Tensor) -> Tensor:
 def attend_levels(
     q_BHNE: Tensor,
     pairs: Sequence[tuple[Tensor, ...]],
-    there: Sequence[Tensor] | None,
-    levels: Sequence[Level],
+    there_BM: Tensor | None,
+    nearby: Reach,
     types_TE: Tensor | None,
     dropout: float,
     *,
@@ -205,39 +222,34 @@ def attend_levels(
 
     Args:
         pairs: keys (B, H, M, E) and values (B, H, M, V) of each level's nodes.
-        there: (B, M) of each level, nodes that are no padding alone; None without padding.
+        there_BM: whether nodes, those of all levels laid end to end, hold more than padding; None without padding.
     """
-    tokens, scale = q_BHNE.shape[2], q_BHNE.shape[-1] ** -0.5
+    tokens, levels, seen = q_BHNE.shape[2], nearby.levels, nearby.seen_NS
     parts = [
         out_of_blocks(_queries(q_BHNE, level) @ _slab(k_BHME, level).mT, tokens)
         for (k_BHME, _), level in zip(pairs, levels, strict=True)
     ]
     logits_BHNS = torch.cat(parts, -1)
     if types_TE is not None:
-        type_NS = torch.cat([level.type_NS for level in levels], -1)
-        logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, type_NS.expand_as(logits_BHNS))
-    logits_BHNS = logits_BHNS.to(torch.promote_types(logits_BHNS.dtype, torch.float32)) * scale
-    seen = torch.cat([level.seen_NS for level in levels], -1)
-    if there is not None:
-        rows_BHNS = [
-            _queries(there_BM.new_ones(len(there_BM), 1, tokens, 1), level)
-            & _slab(there_BM[:, None, :, None], level).mT
-            for there_BM, level in zip(there, levels, strict=True)
+        logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
+    logits_BHNS = logits_BHNS.to(torch.promote_types(logits_BHNS.dtype, torch.float32)) / q_BHNE.shape[-1] ** 0.5
+    if there_BM is not None:
+        firsts = [
+            sum(level.size for level in levels[:at]) for at, level in enumerate(levels) for _ in range(level.width)
         ]
-        seen = seen & torch.cat([out_of_blocks(t, tokens) for t in rows_BHNS], -1)
+        index_NS = torch.where(seen, nearby.node_NS + torch.tensor(firsts, device=seen.device), 0)
+        seen = seen & there_BM[:, None][..., index_NS]
     lowest = torch.finfo(logits_BHNS.dtype).min
     logits_BHNS = logits_BHNS.masked_fill(~seen, lowest)
     weights_BHNS = torch.where(seen, logits_BHNS.softmax(-1), 0)
     weights_BHNS = F.dropout(weights_BHNS, dropout, dropout > 0).to(q_BHNE.dtype)
-    shares = weights_BHNS.split([level.node_NS.shape[-1] for level in levels], -1)
-    out = sum(
-        out_of_blocks(_queries(share_BHNS, level) @ _slab(v_BHMV, level), tokens).to(logits_BHNS.dtype)
+    shares = weights_BHNS.split([level.width for level in levels], -1)
+    parts = [
+        out_of_blocks(_queries(share_BHNS, level) @ _slab(v_BHMV, level), tokens)
         for share_BHNS, (_, v_BHMV), level in zip(shares, pairs, levels, strict=True)
-    )
-    assert isinstance(out, Tensor)
-    if not want_lse:
-        return out.to(q_BHNE.dtype), None
-    return out.to(q_BHNE.dtype), torch.where(seen.any(-1), logits_BHNS.logsumexp(-1), lowest)
+    ]
+    out = torch.stack(parts).sum(0)
+    return out, torch.where(seen.any(-1), logits_BHNS.logsumexp(-1), lowest) if want_lse else None
 
 
 def _queries(t_BHNE: Tensor, level: Level) -> Tensor:
@@ -249,5 +261,5 @@ def _slab(t_BHME: Tensor, level: Level) -> Tensor:
     """(B, H, Q, S, E): nodes in reach of the tokens of each block."""
     if not level.block:
         return t_BHME[:, :, None]
-    after = level.node_NS.shape[-1] // level.block - 2
+    after = level.width // level.block - 2
     return with_neighbours(into_blocks(t_BHME, level.block), 1, after)
