@@ -27,23 +27,32 @@ class Signed(Attention):
         return AttentionOutput(self.factor * (q_BHNE @ k_BHNE.mT) * near_NN @ v_BHNV)
 
 
+class Mixing(Attention):
+    """The last two tokens alike, rotated in their channels, and a bias."""
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        last_BH1V = 0.5 * v_BHNV[:, :, -2:].flip(-1).mean(2, keepdim=True) * (-1) ** torch.arange(v_BHNV.shape[-1])
+        return AttentionOutput((last_BH1V + 7).expand_as(v_BHNV))
+
+
 @pytest.fixture
 def signed(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(ATTENTIONS, "_entries", dict(ATTENTIONS._entries))
     ATTENTIONS.register("signed", order="N")(Signed)
+    ATTENTIONS.register("mixing", order="N")(Mixing)
     return "signed"
 
 
 def draws_of(seed: int, draws: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
-    q, k = torch.randn(2, draws, patterns.HEADS, N, patterns.HEAD_WIDTH, dtype=torch.double)
+    q, k = torch.randn(2, draws, patterns.HEADS, N, N, dtype=torch.double)
     return q, k
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_exact_attention_shows_its_dense_weights(causal: bool) -> None:
     q, k = draws_of(3, 5)
-    logits = q @ k.mT / patterns.HEAD_WIDTH**0.5
+    logits = q @ k.mT / N**0.5
     if causal:
         logits = logits.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     want = logits.softmax(-1).mean((0, 1))
@@ -76,6 +85,13 @@ def test_weights_of_a_mechanism_without_softmax_keep_their_sign(signed: str) -> 
     q, k = draws_of(0, 16)
     want = (0.5 * q @ k.mT).mean((0, 1)) * torch.ones(N, N).tril(1).triu(-1)
     torch.testing.assert_close(attention_weights(signed, N), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("signed")
+def test_where_channels_mix_the_size_of_a_weight_is_measured() -> None:
+    weights = attention_weights("mixing", N, draws=64)
+    assert (weights[:, :-2] == 0).all()
+    torch.testing.assert_close(weights[:, -2:], torch.full((N, 2), 0.25).double(), rtol=0.1, atol=0)
 
 
 def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:

@@ -5,7 +5,10 @@ Every attention here is linear in its values once queries and keys are given. So
 is told to the picture by a mask or a formula; a mechanism that sees through a summary of tokens shows the shares that
 these have in it, and one without a softmax shows its weights the same way, negative ones, too.
 
-Legend: B draws, H heads, N tokens, E key width, D = H E.
+Where a mechanism also mixes the channels of its values (by a convolution, say), a weight is a matrix, out_i = sum_j
+W_ij v_j. Its size |W_ij| / sqrt(V), which is |w| where W is w times the identity, is measured with random values.
+
+Legend: B draws, H heads, N tokens, V value width, D model width.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from cached_transformers.registry import ATTENTIONS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS, DRAWS, HEADS, HEAD_WIDTH = 64, 16, 2, 16
+TOKENS, DRAWS, HEADS = 64, 16, 2
 GIVEN = ("width", "heads", "length", "prefix", "size", "causal", "index", "depth", "dropout", "norm", "sequence")
 """Options that a model fills in: no choice of the reader's, so the title leaves them out."""
 FULL = 0.99
@@ -49,6 +52,8 @@ def attention_weights(
 ) -> Tensor:
     """(N, N), float64: the weight that each query gives each token, mean over draws of queries and keys and over heads.
 
+    Or its size, where channels are mixed.
+
     The core is built once, as it is before training; queries, keys and the layer's input are standard normal.
 
     Args:
@@ -65,14 +70,29 @@ def attention_weights(
     facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        core = create_attention(attention, width=HEADS * HEAD_WIDTH, heads=HEADS, causal=causal, **facts)
-        core = core.double().eval()
-        q_BHNE, k_BHNE = torch.randn(2, draws, HEADS, tokens, HEAD_WIDTH, dtype=torch.double)
-        x_BND = torch.randn(draws, tokens, HEADS * HEAD_WIDTH, dtype=torch.double)
+        # Heads as wide as the text is long: a core may want values as wide as keys.
+        core = create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
+        q_BHNV, k_BHNV = torch.randn(2, draws, HEADS, tokens, tokens, dtype=torch.double)
+        x_BND = torch.randn(draws, tokens, HEADS * tokens, dtype=torch.double)
+
+        def run(v_BHNV: Tensor, rows: slice = slice(None)) -> Tensor:
+            q, k, x = (t[rows].expand(len(v_BHNV), *t.shape[1:]) for t in (q_BHNV, k_BHNV, x_BND))
+            generator = torch.Generator().manual_seed(seed)
+            out: Tensor = core(q, k, v_BHNV, causal=causal, x_BND=x, generator=generator).out_BHNV
+            return out
+
         one_hot_BHNN = torch.eye(tokens, dtype=torch.double).expand(draws, HEADS, tokens, tokens)
-        generator = torch.Generator().manual_seed(seed)
-        out = core(q_BHNE, k_BHNE, one_hot_BHNN, causal=causal, x_BND=x_BND, generator=generator)
-    return out.out_BHNV.mean((0, 1))
+        weights_BHNN = run(one_hot_BHNN)
+        if torch.allclose(run(one_hot_BHNN.roll(1, -1)), weights_BHNN.roll(1, -1), rtol=0, atol=1e-9):
+            return weights_BHNN.mean((0, 1))
+        sizes_NN = torch.zeros(tokens, tokens, dtype=torch.double)
+        for row in range(draws):
+            # A row of the batch for each key, which alone has a value.
+            value_HNV = torch.randn(HEADS, tokens, tokens, dtype=torch.double)
+            alone_NHNV = value_HNV * torch.eye(tokens, dtype=torch.double)[:, None, :, None]
+            change_NHNV = run(alone_NHNV, slice(row, row + 1)) - run(torch.zeros_like(alone_NHNV), slice(row, row + 1))
+            sizes_NN += change_NHNV.square().mean(-1).sqrt().mean(1).T / draws
+        return sizes_NN
 
 
 def attention_patterns(
