@@ -82,7 +82,7 @@ def test_what_is_seen_through_a_summary_shows_its_share() -> None:
 
 
 def test_weights_of_a_mechanism_without_softmax_keep_their_sign(signed: str) -> None:
-    q, k = draws_of(0, 16)
+    q, k = draws_of(0, 4)
     want = (0.5 * q @ k.mT).mean((0, 1)) * torch.ones(N, N).tril(1).triu(-1)
     torch.testing.assert_close(attention_weights(signed, N), want, rtol=0, atol=1e-12)
 
@@ -125,7 +125,7 @@ def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
         assert torch.equal(blank, want.abs() < patterns.NEVER)
         torch.testing.assert_close(torch.from_numpy(drawn.data)[~blank], want[~blank], rtol=0, atol=1e-12)
     assert first.images[0].norm is second.images[0].norm and first.images[0].norm.vmin == 0
-    assert "16 draws" in bar.get_ylabel()
+    assert "4 draws" in bar.get_ylabel()
     alone, _ = pattern_figure(signed, N).axes
     norm = alone.images[0].norm
     assert norm.vmin == -norm.vmax and alone.get_title(loc="left") == "all keys"
@@ -146,9 +146,10 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "star.svg"
-    status, out, err = call(capsys, "explain", "star", "radius=2", "--plot", str(path), "--tokens", "9")
+    status, out, err = call(capsys, "explain", "star", "radius=2", "--plot", str(path), "--tokens", "9", "--draws", "1")
     assert (status, err) == (0, "") and out.startswith("star (attention)") and out.endswith(f"written: {path}\n")
-    assert "star (radius=2, embedding=True, relay=True)" in path.read_text()
+    drawn = path.read_text()
+    assert "star (radius=2, embedding=True, relay=True)" in drawn and "mean of 1 draw and 2 heads" in drawn
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,8 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
             "unknown option of attention 'star' 'radios'; did you mean 'radius'?",
         ),
         (["star", "--tokens", "9"], "--tokens is for the figure of an attention; add --plot FILE"),
+        (["star", "--draws", "1"], "--draws is for the figure of an attention; add --plot FILE"),
+        (["star", "--plot", "x.png", "--draws", "0"], "draws=0 must be at least 1"),
         (["star", "radius=2"], "option=value is for the figure of an attention; add --plot FILE"),
     ],
 )

@@ -30,7 +30,7 @@ from cached_transformers.registry import ATTENTIONS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS, DRAWS, HEADS = 64, 16, 2
+TOKENS, DRAWS, HEADS = 64, 4, 2
 GIVEN = ("width", "heads", "length", "prefix", "size", "causal", "index", "depth", "dropout", "norm", "sequence")
 """Options that a model fills in: no choice of the reader's, so the title leaves them out."""
 FULL = 0.99
@@ -112,7 +112,8 @@ def attention_patterns(
 def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:
     """Heat maps of `attention_patterns` side by side on one scale; what no draw ever attends stays blank.
 
-    Colour grows with the square root of the weight, which shows weights of very different sizes.
+    Colour grows with the square root of the weight, which shows weights of very different sizes. Where content decides
+    what is seen, one draw shows a pattern and many show how often.
 
     Raises:
         ValueError: as `attention_weights`.
@@ -146,7 +147,9 @@ def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int
         above = greatest > most
         extend = "both" if above and signed else "max" if above else "neither"
         bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, pad=0.02, aspect=28, extend=extend)
-        bar.set_label(f"weight, mean of {draws} draws and {HEADS} heads", color=MUTED, fontsize=9)
+        bar.set_label(
+            f"weight, mean of {draws} draw{'' if draws == 1 else 's'} and {HEADS} heads", color=MUTED, fontsize=9
+        )
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=2)
         bar.set_ticks([most * part for part in ((-1, -0.25, 0, 0.25, 1) if signed else (0, 0.04, 0.25, 1))])
