@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attentions.cases import CASES
 from torch import Tensor
 
 from cached_transformers.analysis import attention_patterns as patterns
@@ -134,8 +135,14 @@ def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
 
 @pytest.mark.parametrize("name", ATTENTIONS.names())
 def test_every_mechanism_draws_itself(name: str) -> None:
-    for _, weights_NN in patterns.attention_patterns(name, N, draws=2):
+    spec = {"name": name, **CASES[name].options}
+    titles = []
+    for title, weights_NN in patterns.attention_patterns(spec, N, draws=2):
+        titles.append(title)
         assert weights_NN.shape == (N, N) and weights_NN.isfinite().all() and (weights_NN != 0).any()
+        assert title == "all keys" or (weights_NN.triu(1).abs() < patterns.NEVER).all()
+    core = ATTENTIONS.entry(name).factory
+    assert titles == ["all keys"] * (not core.only_causal) + ["causal"] * core.supports_causal
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

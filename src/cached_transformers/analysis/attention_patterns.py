@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cached_transformers.analysis.plots import blank_figure
 from cached_transformers.analysis.style import MUTED, SERIES, style
-from cached_transformers.attentions import AttentionSpec, create_attention
+from cached_transformers.attentions import Attention, AttentionSpec, create_attention
 from cached_transformers.extras import require
 from cached_transformers.registry import ATTENTIONS
 
@@ -61,17 +61,14 @@ def attention_weights(
         draws: rows of the batch. seed: of the core's own randomness and of the draws.
 
     Raises:
-        ValueError: unknown name or option, a core that has no causal form, or fewer than 1 token or draw.
+        ValueError: unknown name or option, a core without the form asked for, or fewer than 1 token or draw.
     """
     for name, value in {"tokens": tokens, "draws": draws}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
-    facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Heads as wide as the text is long: a core may want values as wide as keys.
-        core = create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
+        core = _core(attention, tokens, causal=causal)
         q_BHNV, k_BHNV = torch.randn(2, draws, HEADS, tokens, tokens, dtype=torch.double)
         x_BND = torch.randn(draws, tokens, HEADS * tokens, dtype=torch.double)
 
@@ -99,14 +96,21 @@ def attention_patterns(
     attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0
 ) -> list[Pattern]:
     """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
-    name = attention if isinstance(attention, str) else attention.get("name")
-    forms = {"all keys": False}
-    if ATTENTIONS.entry(str(name)).factory.supports_causal:  # type: ignore[attr-defined]
-        forms["causal"] = True
+    with torch.random.fork_rng(devices=[]):
+        core = _core(attention, max(tokens, 1), causal=False)
+    forms = {"all keys": (False, not core.only_causal), "causal": (True, core.supports_causal)}
     return [
         Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
-        for title, causal in forms.items()
+        for title, (causal, there) in forms.items()
+        if there
     ]
+
+
+def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
+    """The core of a layer whose heads are as wide as the text is long: one may want values as wide as keys."""
+    height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
+    facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
+    return create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
 
 
 def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:

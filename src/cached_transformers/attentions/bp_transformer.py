@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import into_blocks, out_of_blocks, with_neighbours
+from .building_blocks import into_blocks, one_softmax, out_of_blocks, with_neighbours
 
 
 @ATTENTIONS.register(
@@ -232,24 +232,19 @@ def attend_levels(
     logits_BHNS = torch.cat(parts, -1)
     if types_TE is not None:
         logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
-    logits_BHNS = logits_BHNS.to(torch.promote_types(logits_BHNS.dtype, torch.float32)) / q_BHNE.shape[-1] ** 0.5
     if there_BM is not None:
         firsts = [
             sum(level.size for level in levels[:at]) for at, level in enumerate(levels) for _ in range(level.width)
         ]
         index_NS = torch.where(seen, nearby.node_NS + torch.tensor(firsts, device=seen.device), 0)
         seen = seen & there_BM[:, None][..., index_NS]
-    lowest = torch.finfo(logits_BHNS.dtype).min
-    logits_BHNS = logits_BHNS.masked_fill(~seen, lowest)
-    weights_BHNS = torch.where(seen, logits_BHNS.softmax(-1), 0)
-    weights_BHNS = F.dropout(weights_BHNS, dropout, dropout > 0).to(q_BHNE.dtype)
-    shares = weights_BHNS.split([level.width for level in levels], -1)
+    weights_BHNS, lse_BHN = one_softmax(logits_BHNS / q_BHNE.shape[-1] ** 0.5, seen, dropout)
+    shares = weights_BHNS.to(q_BHNE.dtype).split([level.width for level in levels], -1)
     parts = [
         out_of_blocks(_queries(share_BHNS, level) @ _slab(v_BHMV, level), tokens)
         for share_BHNS, (_, v_BHMV), level in zip(shares, pairs, levels, strict=True)
     ]
-    out = torch.stack(parts).sum(0)
-    return out, torch.where(seen.any(-1), logits_BHNS.logsumexp(-1), lowest) if want_lse else None
+    return torch.stack(parts).sum(0), lse_BHN if want_lse else None
 
 
 def _queries(t_BHNE: Tensor, level: Level) -> Tensor:
