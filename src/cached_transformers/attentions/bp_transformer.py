@@ -225,10 +225,9 @@ def attend_levels(
         there_BM: whether nodes, those of all levels laid end to end, hold more than padding; None without padding.
     """
     tokens, levels, seen = q_BHNE.shape[2], nearby.levels, nearby.seen_NS
-    parts = [
-        out_of_blocks(_queries(q_BHNE, level) @ _slab(k_BHME, level).mT, tokens)
-        for (k_BHME, _), level in zip(pairs, levels, strict=True)
-    ]
+    keys, values = zip(*pairs, strict=True)
+    slabs = _slabs(keys, levels)
+    parts = [out_of_blocks(into_blocks(q_BHNE, size) @ k.mT, tokens) for k, size in slabs]
     logits_BHNS = torch.cat(parts, -1)
     if types_TE is not None:
         logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
@@ -239,22 +238,23 @@ def attend_levels(
         index_NS = torch.where(seen, nearby.node_NS + torch.tensor(firsts, device=seen.device), 0)
         seen = seen & there_BM[:, None][..., index_NS]
     weights_BHNS, lse_BHN = one_softmax(logits_BHNS / q_BHNE.shape[-1] ** 0.5, seen, dropout)
-    shares = weights_BHNS.to(q_BHNE.dtype).split([level.width for level in levels], -1)
+    shares = weights_BHNS.to(q_BHNE.dtype).split([k.shape[-2] for k, _ in slabs], -1)
     parts = [
-        out_of_blocks(_queries(share_BHNS, level) @ _slab(v_BHMV, level), tokens)
-        for share_BHNS, (_, v_BHMV), level in zip(shares, pairs, levels, strict=True)
+        out_of_blocks(into_blocks(share_BHNS, size) @ v, tokens)
+        for share_BHNS, (v, size) in zip(shares, _slabs(values, levels), strict=True)
     ]
     return torch.stack(parts).sum(0), lse_BHN if want_lse else None
 
 
-def _queries(t_BHNE: Tensor, level: Level) -> Tensor:
-    """(B, H, Q, W, E): tokens of each block of nodes."""
-    return into_blocks(t_BHNE, level.block * level.height) if level.block else t_BHNE[:, :, None]
+def _slabs(nodes: Sequence[Tensor], levels: Sequence[Level]) -> list[tuple[Tensor, int]]:
+    """(B, H, Q, S, E), nodes in reach of the tokens of each block, and how many tokens these are.
 
-
-def _slab(t_BHME: Tensor, level: Level) -> Tensor:
-    """(B, H, Q, S, E): nodes in reach of the tokens of each block."""
-    if not level.block:
-        return t_BHME[:, :, None]
-    after = level.width // level.block - 2
-    return with_neighbours(into_blocks(t_BHME, level.block), 1, after)
+    One for each level that is cut into blocks, and one for all those behind them, which all tokens have in reach.
+    """
+    slabs = []
+    for level, t_BHME in zip(levels, nodes, strict=True):
+        if level.block:
+            blocks = into_blocks(t_BHME, level.block)
+            slabs.append((with_neighbours(blocks, 1, level.width // level.block - 2), level.block * level.height))
+    whole = list(nodes[len(slabs) :])
+    return [*slabs, (torch.cat(whole, 2)[:, :, None], levels[0].size)]
