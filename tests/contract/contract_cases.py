@@ -14,6 +14,7 @@ import contract.example_memories  # noqa: F401  (registers the examples)
 import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES
+from attentions.cases import Case as AttentionCase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -423,5 +424,10 @@ TEXT = [case for case in CASES if case.model != "vision_transformer"]
 
 def cases(among: list[Case] = CASES, *, rule: str | None = None) -> pytest.MarkDecorator:
     """Parametrise a test over cases, without those exempt from `rule`."""
-    held = [c for c in among if not {rule, f"{rule}:{c.model}"} & set(c.contract.exempt)]
+    held = [
+        c
+        for c in among
+        if not {rule, f"{rule}:{c.model}"} & set(c.contract.exempt)
+        and rule not in ATTENTION_CASES.get(c.attention, AttentionCase()).exempt
+    ]
     return pytest.mark.parametrize("case", held, ids=lambda c: f"{c.memory}-{c.attention}-{c.model}")
