@@ -197,7 +197,7 @@ def test_straight_through_changes_no_output_and_trains_an_edge_like_its_logit() 
     q, k, v, x = inputs(6)
     out = core(q, k, v, x_BND=x, generator=torch.Generator().manual_seed(3)).out_BHNV
     edges = core.predictor(x, 3, draw=True, generator=torch.Generator().manual_seed(3))
-    plain, _ = attend_edges(q, k, v, edges)
+    plain, _ = attend_edges(q, k, v, edges, want_lse=True)
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-12)
     assert core.log_p_B is None
     weight = torch.randn_like(out)
@@ -224,7 +224,7 @@ def test_given_edges_are_a_mask() -> None:
             if edges.there_BCNA[b, head, i, a]:
                 mask[b, h, i, edges.index_BCNA[b, head, i, a]] = True
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out, lse = attend_edges(q, k, v, edges)
+        out, lse = attend_edges(q, k, v, edges, want_lse=True)
         torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
         logits = (q @ k.mT / math.sqrt(E)).masked_fill(~mask, -torch.inf)
         torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=0, atol=1e-10)

@@ -57,8 +57,9 @@ def attend_edges(
     padding_BN: Tensor | None = None,
     added_BCNA: Tensor | None = None,
     dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Each token's softmax over itself and the tokens that its edges lead to, each once; and the log-sum-exp.
+    want_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's softmax over itself and the tokens that its edges lead to; and the log-sum-exp where it is wanted.
 
     Args:
         padding_BN: padding sees and is nothing.
@@ -74,7 +75,7 @@ def attend_edges(
     logits_BHNK = (k_BHNKE @ q_BHNE[..., None])[..., 0] / math.sqrt(q_BHNE.shape[-1])
     if added_BCNA is not None:
         logits_BHNK = logits_BHNK + F.pad(added_BCNA, (0, 1))
-    weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout)
+    weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout=dropout, want_lse=want_lse)
     return (weights_BHNK.to(v_BHNV.dtype)[..., None, :] @ v_BHNKV)[..., 0, :], lse_BHN
 
 
@@ -232,10 +233,17 @@ class SAC(PatternAttention):
                 self.log_p_B = edges.log_p_BCNA.sum((1, 2, 3))
             else:
                 added = edges.log_p_BCNA - edges.log_p_BCNA.detach()
-        out, lse = attend_edges(
-            q_BHNE, k_BHNE, v_BHNV, edges, padding_BN=padding_BN, added_BCNA=added, dropout=self.drop
+        result = attend_edges(
+            q_BHNE,
+            k_BHNE,
+            v_BHNV,
+            edges,
+            padding_BN=padding_BN,
+            added_BCNA=added,
+            dropout=self.drop,
+            want_lse=call.want_lse,
         )
-        return AttentionOutput(out, lse if call.want_lse else None)
+        return AttentionOutput(*result)
 
 
 class PolicyGradient(nn.Module):
