@@ -171,6 +171,9 @@ class EdgePredictor(nn.Module):
 class SAC(PatternAttention):
     """Attention over a few edges per token, which a recurrent predictor chooses from the layer's input.
 
+    In training edges are drawn, so that two calls differ, as with dropout. With `learn="policy"` the task's loss gives
+    the predictor no gradient: without `PolicyGradient` its edges stay as random as they began.
+
     Args:
         width: D. heads: H.
         edges: A, edges that each token chooses.
