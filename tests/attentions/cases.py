@@ -28,7 +28,7 @@ class Case:
         options: for short sequences: blocks of 4 tokens, windows of a few.
         exact: options with which it is softmax attention for up to 24 tokens; None where there is no such limit.
         exempt: rule -> why it does not apply. Rules: padding, causal, lse, half, compiled, exact_causal; and of the
-            contract of memories: padding_in_front, repeats.
+            contract of memories: padding_in_front, precision.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -73,11 +73,9 @@ CASES: dict[str, Case] = {
     "performer": Case({"features": 16, "chunk": 4}),
     "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
     "rfa": Case({"features": 64, "chunk": 4}),
-    "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
+    "routing": Case({"clusters": 3, "window": 4, "update": "manual"}, exact={"clusters": 1, "window": 24}),
     "sac": Case(
-        {"edges": 3, "hidden": 5, "clip": 3},
-        exact={"edges": 24, "hidden": 5},
-        exempt={"repeats": "edges are drawn in training"},
+        {"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"}, exact={"edges": 24, "hidden": 5}
     ),
     "set_transformer": Case({"points": 4}),
     "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),

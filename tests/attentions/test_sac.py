@@ -86,7 +86,7 @@ def test_what_is_told_of_a_choice_is_its_log_probability(causal: bool) -> None:
     core = make(per_head=True)
     x, lengths = inputs(7)[3], (7, 4)
     padding = torch.arange(7) >= torch.tensor(lengths)[:, None]
-    edges = core.predictor(x, 3, causal=causal, padding_BN=padding, draw=True)
+    edges = core.predictor(x, 3, causal=causal, padding_BN=padding, draw=True, tell=True)
     assert edges.log_p_BCNA is not None
     told = []
     for b, h, i in itertools.product(range(B), range(H), range(7)):
@@ -118,7 +118,7 @@ def test_the_probabilities_of_all_choices_add_up_to_one_and_draws_follow_them() 
     for p in core.parameters():
         torch.nn.init.normal_(p)
     every = sequences(4, 2)
-    given = core.predictor(x.expand(len(every), -1, -1), 2, given_BCNA=every)
+    given = core.predictor(x.expand(len(every), -1, -1), 2, given_BCNA=every, tell=True)
     p_SN = given.log_p_BCNA.sum(-1)[:, 0].exp()
     torch.testing.assert_close(p_SN.sum(0), torch.ones(4).double(), rtol=0, atol=1e-12)
     draws = 4000
@@ -139,7 +139,7 @@ def test_the_policy_gradient_is_on_average_that_of_the_expected_reward() -> None
     every = torch.stack([torch.stack(pick) for pick in itertools.product(*sequences(3, 1)[:, 0].transpose(0, 1))])[
         :, None
     ]
-    log_p = core.predictor(x.expand(8, -1, -1), 1, given_BCNA=every).log_p_BCNA.sum((1, 2, 3))
+    log_p = core.predictor(x.expand(8, -1, -1), 1, given_BCNA=every, tell=True).log_p_BCNA.sum((1, 2, 3))
     reward = torch.randn(8, dtype=torch.double)
     parameters = list(core.parameters())
     want = torch.autograd.grad((log_p.exp() * reward).sum(), parameters, retain_graph=True)
@@ -195,9 +195,10 @@ def test_the_policy_learns_where_the_reward_is() -> None:
 def test_straight_through_changes_no_output_and_trains_an_edge_like_its_logit() -> None:
     core = make(learn="straight_through")
     q, k, v, x = inputs(6)
-    out = core(q, k, v, x_BND=x, generator=torch.Generator().manual_seed(3)).out_BHNV
-    edges = core.predictor(x, 3, draw=True, generator=torch.Generator().manual_seed(3))
-    plain, _ = attend_edges(q, k, v, edges)
+    out = core(q, k, v, x_BND=x).out_BHNV
+    torch.testing.assert_close(out, copy.deepcopy(core).eval()(q, k, v, x_BND=x).out_BHNV, rtol=0, atol=1e-12)
+    edges = core.predictor(x, 3, tell=True)
+    plain, _ = attend_edges(q, k, v, edges, want_lse=True)
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-12)
     assert core.log_p_B is None
     weight = torch.randn_like(out)
@@ -224,7 +225,7 @@ def test_given_edges_are_a_mask() -> None:
             if edges.there_BCNA[b, head, i, a]:
                 mask[b, h, i, edges.index_BCNA[b, head, i, a]] = True
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out, lse = attend_edges(q, k, v, edges)
+        out, lse = attend_edges(q, k, v, edges, want_lse=True)
         torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
         logits = (q @ k.mT / math.sqrt(E)).masked_fill(~mask, -torch.inf)
         torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=0, atol=1e-10)

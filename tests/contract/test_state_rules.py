@@ -147,7 +147,7 @@ def test_reordered_rows_are_rows_reordered_before(case: Case) -> None:
     near(late.state, early.state)
 
 
-@cases(TEXT, rule="repeats")
+@cases(TEXT)
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_behind_the_tokens_changes_nothing(case: Case, training: bool) -> None:
     trimmed, padded = case.build().train(training), case.build().train(training)
@@ -195,7 +195,7 @@ def test_padding_in_front_of_the_tokens_changes_nothing(case: Case) -> None:
         near(other, state)
 
 
-@cases(rule="repeats")
+@cases()
 def test_saved_and_loaded_it_goes_on_bit_by_bit(case: Case, tmp_path: Path) -> None:
     model = case.build()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

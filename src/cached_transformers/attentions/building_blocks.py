@@ -32,26 +32,30 @@ def attend(
     if not want_lse:
         return _fused(q, k, v, mask, dropout), None
     logits = q @ k.mT / math.sqrt(q.shape[-1])
-    weights, lse = one_softmax(logits, mask, dropout)
+    weights, lse = one_softmax(logits, mask, dropout=dropout, want_lse=True)
     return weights.to(v.dtype) @ v, lse
 
 
-def one_softmax(logits: Tensor, mask: Tensor | None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+def one_softmax(
+    logits: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, want_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Weights (..., N, M) and log-sum-exp (..., N) of logits, float32 or wider, for cores that make their own logits.
 
-    Args:
-        mask: bool, broadcastable to the logits. dropout: share of the weights to drop; 0 outside training.
+    Arguments as of `attend`.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lowest = torch.finfo(logits.dtype).min
     if mask is not None:
         logits = logits.masked_fill(~mask, lowest)
-    lse = logits.logsumexp(-1)
-    weights = (logits - lse[..., None]).exp()
+    weights, lse = logits.softmax(-1), None
+    if want_lse:
+        # The largest weight is exp(largest logit - lse): no second pass of exponentials.
+        lse = logits.amax(-1) - weights.amax(-1).log()
     if mask is not None:
-        weights = torch.where(mask, weights, 0)
+        any_seen = mask.any(-1)
+        weights = weights.masked_fill(~any_seen[..., None], 0)
         # The sum of M times the lowest number is no longer the lowest number.
-        lse = torch.where(mask.any(-1), lse, lowest)
+        lse = None if lse is None else torch.where(any_seen, lse, lowest)
     return F.dropout(weights, dropout, dropout > 0), lse
 
 

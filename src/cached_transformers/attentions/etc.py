@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import block_places, into_blocks, one_softmax, out_of_blocks, seen_places, with_neighbours
+from .building_blocks import attend, block_places, into_blocks, one_softmax, out_of_blocks, seen_places, with_neighbours
 
 
 class Labels(nn.Module):
@@ -75,15 +75,15 @@ def tokens_see(
     padding_BN: Tensor | None,
     causal: bool = False,
     dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """What tokens find among the global keys and the tokens near them, and the log-sum-exp.
+    want_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What tokens find among the global keys and the tokens near them, and the log-sum-exp where it is wanted.
 
     Args:
         own_BNG: which global token is that of a token's segment; one row may serve all.
         seen_BNG: which global tokens a token may see; one row and one token may serve all.
     """
-    q_BHNE, (kg_BHGE, vg_BHGV) = qkv[0], global_kv
-    tokens, count = q_BHNE.shape[2], kg_BHGE.shape[2]
+    (kg_BHGE, vg_BHGV), (tokens, count) = global_kv, (qkv[0].shape[2], global_kv[0].shape[2])
     size = min(radius, tokens)
     q, k, v = (into_blocks(t, size) for t in qkv)
     blocks = q.shape[2]
@@ -92,21 +92,27 @@ def tokens_see(
     k, v = (with_neighbours(t, before, after) for t in (k, v))
     query_QW1, key_Q1S = block_places(blocks, size, before, after, q.device)
     far_WS = (key_Q1S - query_QW1)[0]
-    near_WS = (far_WS <= (0 if causal else radius)) & (far_WS >= -radius)
-    local_BHQWS, remote_BHNG = q @ k.mT, q_BHNE @ kg_BHGE.mT
-    if labels is not None:
-        local_BHQWS = local_BHQWS + labels.by_distance(q, far_WS)
-        remote_BHNG = remote_BHNG + labels.by_segment(q_BHNE, own_BNG[:, None]) if count else remote_BHNG
-    near = near_WS & seen_places(key_Q1S, tokens, padding_BN)
+    near = (far_WS <= (0 if causal else radius)) & (far_WS >= -radius) & seen_places(key_Q1S, tokens, padding_BN)
     near = near if padding_BN is not None else near[None, None]
     remote = into_blocks(seen_BNG[:, None].expand(-1, -1, tokens, -1), size)
     rows = max(len(near), len(remote))
     seen = torch.cat([t.expand(rows, -1, -1, -1, -1) for t in (remote, near)], -1)
-    logits = torch.cat([into_blocks(remote_BHNG, size), local_BHQWS], -1) / math.sqrt(q.shape[-1])
-    weights, lse_BHQW = one_softmax(logits, seen, dropout)
-    far_weights, near_weights = weights.to(v.dtype).split([count, logits.shape[-1] - count], -1)
-    out = out_of_blocks(near_weights @ v, tokens) + out_of_blocks(far_weights, tokens) @ vg_BHGV
-    return out, out_of_blocks(lse_BHQW[..., None], tokens)[..., 0]
+    if labels is None:
+        # Fused kernels keep no logits, which outweighs a copy of the global keys for each block.
+        kg, vg = (t[:, :, None].expand(-1, -1, blocks, -1, -1) for t in global_kv)
+        out, lse = attend(q, torch.cat([kg, k], 3), torch.cat([vg, v], 3), seen, dropout=dropout, want_lse=want_lse)
+        out = out_of_blocks(out, tokens)
+    else:
+        scale = 1 / math.sqrt(q.shape[-1])
+        q_BHNE, q = qkv[0] * scale, q * scale
+        remote_BHNG = q_BHNE @ kg_BHGE.mT
+        remote_BHNG = remote_BHNG + labels.by_segment(q_BHNE, own_BNG[:, None]) if count else remote_BHNG
+        local_BHQWS = q @ k.mT + labels.by_distance(q, far_WS)
+        logits = torch.cat([into_blocks(remote_BHNG, size), local_BHQWS], -1)
+        weights, lse = one_softmax(logits, seen, dropout=dropout, want_lse=want_lse)
+        far_weights, near_weights = weights.to(v.dtype).split([count, logits.shape[-1] - count], -1)
+        out = out_of_blocks(near_weights @ v, tokens) + out_of_blocks(far_weights, tokens) @ vg_BHGV
+    return out, None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0]
 
 
 @ATTENTIONS.register(
@@ -179,8 +185,9 @@ class ETC(PatternAttention):
             padding_BN=call.key_padding_mask,
             causal=call.causal,
             dropout=self.drop,
+            want_lse=call.want_lse,
         )
-        return AttentionOutput(out, lse if call.want_lse else None)
+        return AttentionOutput(out, lse)
 
 
 def check_sizes(radius: int, clip: int | None) -> None:

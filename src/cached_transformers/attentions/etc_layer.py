@@ -32,13 +32,14 @@ def globals_see(
 ) -> Tensor:
     """What global tokens find among all global tokens and all tokens. Arguments as of `tokens_see`."""
     (q, kg, vg), (k, v) = global_qkv, kv
+    q = q / math.sqrt(q.shape[-1])
     to_globals, to_tokens = q @ kg.mT, q @ k.mT
     if labels is not None:
         place_G = torch.arange(q.shape[2], device=q.device)
         to_globals = to_globals + labels.by_distance(q[:, :, None], place_G - place_G[:, None])[:, :, 0]
         to_tokens = to_tokens + labels.by_segment(q, own_BNG.mT[:, None])
     seen_B11M = ~torch.cat([padding_BG, padding_BN], 1)[:, None, None]
-    weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1) / math.sqrt(q.shape[-1]), seen_B11M, dropout)
+    weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1), seen_B11M, dropout=dropout)
     return weights.to(v.dtype) @ torch.cat([vg, v], 2)
 
 

@@ -16,8 +16,9 @@ of which the second term is per head with `per_head`. The choice is quadratic: i
 
 What the paper leaves open or has otherwise: edges are drawn without replacement and never lead to the token itself,
 which is seen anyway; scores are divided by sqrt(F); no gradient of the predictor reaches the layer's input. The causal
-form chooses from the past. `learn="straight_through"` is no part of the paper: ln p of an edge, less its value, is
-added to the edge's logit, which changes no output and lets the task's own loss train the predictor.
+form chooses from the past. `learn="straight_through"` is no part of the paper: the most probable edges are taken in
+training too, and ln p of an edge, less its value, is added to the edge's logit, which changes no output and lets the
+task's own loss train the predictor.
 
 Legend: B rows, H heads, C choices (H or 1 for all heads), N tokens, M keys, E key width, V value width, A edges,
 K = A + 1, D model width, F width of the predictor, L distances.
@@ -34,13 +35,13 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import gather_keys, one_softmax
+from .building_blocks import one_softmax, pick_rows
 
 
 class Edges(NamedTuple):
     """What each token chose: places, which of them there are (a token may run out of nodes), and ln p of each (or 0).
 
-    There is no ln p of a choice in evaluation.
+    ln p is there where it was asked for.
     """
 
     index_BCNA: Tensor
@@ -57,8 +58,9 @@ def attend_edges(
     padding_BN: Tensor | None = None,
     added_BCNA: Tensor | None = None,
     dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Each token's softmax over itself and the tokens that its edges lead to, each once; and the log-sum-exp.
+    want_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's softmax over itself and the tokens that its edges lead to; and the log-sum-exp where it is wanted.
 
     Args:
         padding_BN: padding sees and is nothing.
@@ -70,11 +72,12 @@ def attend_edges(
     there_BCNK = F.pad(edges.there_BCNA, (0, 1), value=True)
     if padding_BN is not None:
         there_BCNK = there_BCNK & ~padding_BN[:, None, :, None]
-    k_BHNKE, v_BHNKV = (gather_keys(t, index_BCNK) for t in (k_BHNE, v_BHNV))
+    index_BHNK = index_BCNK.expand(-1, k_BHNE.shape[1], -1, -1)
+    k_BHNKE, v_BHNKV = (pick_rows(t, index_BHNK) for t in (k_BHNE, v_BHNV))
     logits_BHNK = (k_BHNKE @ q_BHNE[..., None])[..., 0] / math.sqrt(q_BHNE.shape[-1])
     if added_BCNA is not None:
         logits_BHNK = logits_BHNK + F.pad(added_BCNA, (0, 1))
-    weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout)
+    weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout=dropout, want_lse=want_lse)
     return (weights_BHNK.to(v_BHNV.dtype)[..., None, :] @ v_BHNKV)[..., 0, :], lse_BHN
 
 
@@ -103,6 +106,7 @@ class EdgePredictor(nn.Module):
         causal: bool = False,
         padding_BN: Tensor | None = None,
         draw: bool = False,
+        tell: bool = False,
         generator: torch.Generator | None = None,
         given_BCNA: Tensor | None = None,
     ) -> Edges:
@@ -110,8 +114,8 @@ class EdgePredictor(nn.Module):
 
         Args:
             causal: from the past alone. padding_BN: is not chosen, and chooses nothing.
-            draw: draw edges and tell ln p; the most probable ones without.
-            given_BCNA: tell ln p of these edges, which differ for each token, instead of drawing.
+            draw: draw edges; the most probable ones without. tell: also ln p of each edge.
+            given_BCNA: take these edges, which are different ones for each token.
         """
         (rows, tokens), choices = x_BND.shape[:2], len(self.source_CF)
         place_N = torch.arange(tokens, device=x_BND.device)
@@ -129,7 +133,7 @@ class EdgePredictor(nn.Module):
         for step in range(min(count, tokens - 1)):
             if step:
                 last_BCN = index[-1]
-                nodes_BCNF = gather_keys(n_BNF[:, None].expand(-1, choices, -1, -1), last_BCN[..., None])[..., 0, :]
+                nodes_BCNF = pick_rows(n_BNF[:, None].expand(-1, choices, -1, -1), last_BCN)
                 given_BCNF = nodes_BCNF + self.distance_LF[self._label(last_BCN - place_N)]
             state = self.cell(given_BCNF.flatten(0, 2), state)
             s_BCNF = state[0].view(rows, choices, tokens, -1)
@@ -146,7 +150,7 @@ class EdgePredictor(nn.Module):
             else:
                 chosen_BCN = scores.argmax(-1)
             there.append(free_BCNN.gather(-1, chosen_BCN[..., None])[..., 0])
-            if draw or given_BCNA is not None:
+            if tell:
                 told = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
                 log_p.append(torch.where(there[-1], told, 0))
             index.append(chosen_BCN)
@@ -169,6 +173,9 @@ class EdgePredictor(nn.Module):
 )
 class SAC(PatternAttention):
     """Attention over a few edges per token, which a recurrent predictor chooses from the layer's input.
+
+    With `learn="policy"` edges are drawn in training, so that two calls differ, as with dropout, and the task's loss
+    gives the predictor no gradient: without `PolicyGradient` its edges stay as random as they began.
 
     Args:
         width: D. heads: H.
@@ -223,7 +230,8 @@ class SAC(PatternAttention):
             self.edges,
             causal=call.causal,
             padding_BN=padding_BN,
-            draw=self.training,
+            draw=self.training and self.learn == "policy",
+            tell=self.training,
             generator=call.generator,
         )
         added = None
@@ -232,10 +240,17 @@ class SAC(PatternAttention):
                 self.log_p_B = edges.log_p_BCNA.sum((1, 2, 3))
             else:
                 added = edges.log_p_BCNA - edges.log_p_BCNA.detach()
-        out, lse = attend_edges(
-            q_BHNE, k_BHNE, v_BHNV, edges, padding_BN=padding_BN, added_BCNA=added, dropout=self.drop
+        result = attend_edges(
+            q_BHNE,
+            k_BHNE,
+            v_BHNV,
+            edges,
+            padding_BN=padding_BN,
+            added_BCNA=added,
+            dropout=self.drop,
+            want_lse=call.want_lse,
         )
-        return AttentionOutput(out, lse if call.want_lse else None)
+        return AttentionOutput(*result)
 
 
 class PolicyGradient(nn.Module):
