@@ -72,6 +72,7 @@ class InformerAttention(Attention):
 
     jitter_U: Tensor
     stride_U: Tensor
+    powers: Tensor
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class InformerAttention(Attention):
         # Whole numbers, which a change of dtype leaves alone.
         self.register_buffer("jitter_U", torch.randint(STEPS, (factor * len(POWERS),)))
         self.register_buffer("stride_U", torch.randint(STEPS, (factor * len(POWERS),)))
+        self.register_buffer("powers", torch.tensor(POWERS), persistent=False)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}, sampling={self.sampling!r}"
@@ -125,6 +127,7 @@ class InformerAttention(Attention):
         q_BHTE = _at(q_BHNE, place_BHT)
         chosen_BHTV = F.scaled_dot_product_attention(q_BHTE, k_BHNE, v_BHNV, seen, self.drop)
         lazy_BHNV = self._lazy(v_BHNV, seen_BM, slots if call.causal else None).expand(-1, -1, queries, -1)
+        lazy_BHNV = lazy_BHNV.to(chosen_BHTV.dtype)  # autocast may have changed that of the attention alone
         if there_BN is not None:
             real_BT = torch.arange(place_BHT.shape[2], device=q_BHNE.device) < self._shares(there_BN.sum(1))[:, None]
             chosen_BHTV = torch.where(real_BT[:, None, :, None], chosen_BHTV, _at(lazy_BHNV, place_BHT))
@@ -137,7 +140,7 @@ class InformerAttention(Attention):
 
     def _shares(self, count_B: Tensor) -> Tensor:
         """The same for the rows of a batch."""
-        logarithm_B = (count_B[:, None] > torch.tensor(POWERS, device=count_B.device)).sum(1)
+        logarithm_B = (count_B[:, None] > self.powers).sum(1)
         return torch.minimum(self.factor * logarithm_B.clamp(min=1), count_B)
 
     @torch.no_grad()
