@@ -13,7 +13,8 @@ Lloyd's algorithm takes the nearest centroid and then the majority of each bit. 
 -1 and 1. The assignment has no gradient, the means have one.
 
 Cost, for N queries, M keys, R bits and T iterations: N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a
-head, and N K (E + V) more when improved, which gathers N K (E + V) numbers a head.
+head. When improved, (N + C W) K (E + V) more: queries are laid out in blocks of W = ceil(N / C) of one cluster each, for which
+(N / W + C) K (E + V) numbers a head are gathered.
 
 * Everything is the same at every call: the first centroids are those of queries evenly spaced over the row (reference:
   of the first C queries), an empty cluster takes the query that is farthest from its centroid (reference: a random
@@ -24,7 +25,8 @@ head, and N K (E + V) more when improved, which gathers N K (E + V) numbers a he
 * A mean of queries sees everything that one of them sees, so there is no causal form; the reference's causal improved
   form puts queries together, and chooses keys, with the future in sight.
 
-Legend: B rows, H heads, N queries, M keys, E key width, V value width, C clusters, R bits, K best keys.
+Legend: B rows, H heads, N queries, M keys, E key width, V value width, C clusters, R bits, K best keys,
+Q blocks of W queries of one cluster.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ class ClusteredAttention(Attention):
     equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
     "m = sum_T A_c",
     order="N (C + K), C clusters, K best keys",
-    cost="that of clustered + N K (E + V) multiply-adds a head",
+    cost="that of clustered + (N + C W) K (E + V) multiply-adds a head, W = ceil(N / C)",
 )
 class ImprovedClusteredAttention(ClusteredAttention):
     """Clustered attention in which a query weighs the best keys of its cluster itself.
@@ -217,16 +219,49 @@ class ImprovedClusteredAttention(ClusteredAttention):
         best_BHCK, key_BHCK = weights_BHCM.topk(min(self.topk, k_BHME.shape[2]), sorted=False)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        key_BHNK = _of_each(key_BHCK, index_BHN)
-        k_BHNKE, v_BHNKV = gather_keys(k_BHME, key_BHNK), gather_keys(v_BHMV, key_BHNK)
-        seen_BHN1K = None
-        if seen_B11M is not None:
-            seen_BHN1K = seen_B11M.expand(-1, *key_BHNK.shape[1:3], -1).gather(3, key_BHNK)[:, :, :, None]
-        own_BHN1V, _ = attend(q_BHNE[:, :, :, None], k_BHNKE, v_BHNKV, seen_BHN1K, dropout=self.drop)
+        own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
         rest_BHNV, mass_BHN1 = _of_each(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
-        return mass_BHN1 * own_BHN1V[:, :, :, 0] + rest_BHNV
+        return mass_BHN1 * own_BHNV + rest_BHNV
+
+    def _of_queries(
+        self,
+        q_BHNE: Tensor,
+        index_BHN: Tensor,
+        key_BHCK: Tensor,
+        k_BHME: Tensor,
+        v_BHMV: Tensor,
+        seen_B11M: Tensor | None,
+    ) -> Tensor:
+        """(B, H, N, V): attention of each query to the best keys of its cluster.
+
+        Queries are laid out in blocks of one cluster each, so that keys are gathered for blocks, not for queries. The
+        clusters fill N // W + C blocks of W at most, whatever their sizes.
+        """
+        tokens, size = q_BHNE.shape[2], -(-q_BHNE.shape[2] // self.clusters)
+        clusters_C = torch.arange(self.clusters, device=q_BHNE.device)
+        blocks_Q = torch.arange(tokens // size + self.clusters, device=q_BHNE.device)
+        order_BHN = index_BHN.argsort(dim=-1, stable=True)
+        sorted_BHN = index_BHN.gather(2, order_BHN)
+        first_BHC = torch.searchsorted(sorted_BHN, clusters_C.expand(*index_BHN.shape[:2], -1).contiguous())
+        count_BHC = torch.cat([first_BHC[..., 1:], torch.full_like(first_BHC[..., :1], tokens)], -1) - first_BHC
+        end_BHC = ((count_BHC + size - 1) // size).cumsum(-1)
+        start_BHC = end_BHC - (count_BHC + size - 1) // size
+        # Place of the query that is the n-th in order: blocks of earlier clusters, then its rank in its own.
+        rank_BHN = torch.arange(tokens, device=q_BHNE.device) - first_BHC.gather(2, sorted_BHN)
+        slot_BHN = start_BHC.gather(2, sorted_BHN) * size + rank_BHN
+        slot_BHN = torch.empty_like(slot_BHN).scatter(2, order_BHN, slot_BHN)
+        slots = q_BHNE.new_zeros(*q_BHNE.shape[:2], len(blocks_Q) * size, q_BHNE.shape[3])
+        q_BHQWE = slots.scatter(2, slot_BHN[..., None].expand_as(q_BHNE), q_BHNE).unflatten(2, (-1, size))
+        cluster_BHQ = torch.searchsorted(end_BHC, blocks_Q.expand(*index_BHN.shape[:2], -1).contiguous(), right=True)
+        key_BHQK = _of_each(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
+        seen_BHQ1K = None
+        if seen_B11M is not None:
+            seen_BHQ1K = seen_B11M.expand(-1, *key_BHQK.shape[1:3], -1).gather(3, key_BHQK)[:, :, :, None]
+        k_BHQKE, v_BHQKV = gather_keys(k_BHME, key_BHQK), gather_keys(v_BHMV, key_BHQK)
+        out_BHQWV, _ = attend(q_BHQWE, k_BHQKE, v_BHQKV, seen_BHQ1K, dropout=self.drop)
+        return _of_each(out_BHQWV.flatten(2, 3), slot_BHN)
 
 
 def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | None = None) -> Tensor:
