@@ -13,8 +13,8 @@ Lloyd's algorithm takes the nearest centroid and then the majority of each bit. 
 -1 and 1. The assignment has no gradient, the means have one.
 
 Cost, for N queries, M keys, R bits and T iterations: N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a
-head. When improved, (N + C W) K (E + V) more: queries are laid out in blocks of W = ceil(N / C) of one cluster each, for which
-(N / W + C) K (E + V) numbers a head are gathered.
+head. When improved, (N + C W) K (E + V) more: queries are laid out in blocks of W = ceil(N / C) of one cluster each,
+for which (N / W + C) K (E + V) numbers a head are gathered.
 
 * Everything is the same at every call: the first centroids are those of queries evenly spaced over the row (reference:
   of the first C queries), an empty cluster takes the query that is farthest from its centroid (reference: a random

@@ -19,7 +19,8 @@ keys. It is refused unless `allow_leak=True`.
 * The mean is over the sampled keys (both codes divide the sum of U by M).
 * Padding is in no sample, mean or choice, and u and U are those of the trimmed row. Where queries are as many as keys,
   padding is taken to be of both.
-* Queries not chosen get the mean of the values up to them in the leaking causal form (both codes: the sum, `lazy_sum`).
+* In the leaking causal form, queries not chosen get the mean of the values up to them (both codes: the sum, which
+  grows with the place; `lazy_sum`).
 
 Legend: B rows, H heads, N queries, M keys of context and segment, E key width, V value width, U samples, T = u queries
 chosen, D width of a layer.

@@ -12,7 +12,7 @@ convolution), and 2 N W (E + V) for a local branch of W tokens, at least 128 (3 
 
 * The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
   a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
-  local attention. Tensor2tensor puts the first token, not compressed, in front instead.
+  local attention.
 * What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden. The
   packages: lucidrains pads on the left, so that the slots move with the length, and its masks hide everything but the
   null key.
