@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
-from cached_transformers.attentions.clustered import ClusteredAttention, lloyd
+from cached_transformers.attentions.clustered import ClusteredAttention
+from cached_transformers.attentions.hamming import lloyd
 from cached_transformers.memories.base import Context
 
 NAMES = ("clustered", "improved_clustered")

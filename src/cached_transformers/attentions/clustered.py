@@ -40,6 +40,7 @@ from torch.nn import functional as F
 from ..registry import ATTENTIONS
 from .base import Attention, AttentionOutput, Call
 from .building_blocks import attend, gather_keys
+from .hamming import lloyd, rows_of
 
 
 @ATTENTIONS.register(
@@ -126,7 +127,7 @@ class ClusteredAttention(Attention):
     ) -> Tensor:
         """(B, H, N, V) from the means and the clusters of the queries."""
         out_BHCV = F.scaled_dot_product_attention(means_BHCE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
-        return _of_each(out_BHCV, index_BHN)
+        return rows_of(out_BHCV, index_BHN)
 
     @torch.no_grad()
     def assign(
@@ -222,7 +223,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
-        rest_BHNV, mass_BHN1 = _of_each(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
+        rest_BHNV, mass_BHN1 = rows_of(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
         return mass_BHN1 * own_BHNV + rest_BHNV
 
     def _of_queries(
@@ -255,55 +256,13 @@ class ImprovedClusteredAttention(ClusteredAttention):
         slots = q_BHNE.new_zeros(*q_BHNE.shape[:2], len(blocks_Q) * size, q_BHNE.shape[3])
         q_BHQWE = slots.scatter(2, slot_BHN[..., None].expand_as(q_BHNE), q_BHNE).unflatten(2, (-1, size))
         cluster_BHQ = torch.searchsorted(end_BHC, blocks_Q.expand(*index_BHN.shape[:2], -1).contiguous(), right=True)
-        key_BHQK = _of_each(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
+        key_BHQK = rows_of(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
         seen_BHQ1K = None
         if seen_B11M is not None:
             seen_BHQ1K = seen_B11M.expand(-1, *key_BHQK.shape[1:3], -1).gather(3, key_BHQK)[:, :, :, None]
         k_BHQKE, v_BHQKV = gather_keys(k_BHME, key_BHQK), gather_keys(v_BHMV, key_BHQK)
         out_BHQWV, _ = attend(q_BHQWE, k_BHQKE, v_BHQKV, seen_BHQ1K, dropout=self.drop)
-        return _of_each(out_BHQWV.flatten(2, 3), slot_BHN)
-
-
-def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | None = None) -> Tensor:
-    """(B, H, N): the cluster of each hash, by Lloyd's algorithm in Hamming space; the first of the nearest ones.
-
-    Args:
-        bits_BHNR: bool. clusters: C <= N. iterations: of the assignment; one less of the majorities.
-        there_BN: bool, hashes that take part, at least C of them; all when None.
-    """
-    rows, heads, tokens, bits = bits_BHNR.shape
-    sign_BHNR = bits_BHNR.float() * 2 - 1
-    place_C = torch.arange(clusters, device=bits_BHNR.device)
-    if there_BN is None:
-        first_BC = (place_C * tokens // clusters).expand(rows, -1)
-    else:
-        order_BN = (~there_BN).long().argsort(dim=1, stable=True)
-        first_BC = order_BN.gather(1, place_C * there_BN.sum(1, keepdim=True) // clusters)
-    centroid_BHCR = _of_each(sign_BHNR, first_BC[:, None].expand(-1, heads, -1))
-    place_N = torch.arange(tokens, device=bits_BHNR.device)
-    for step in range(iterations):
-        nearest_BHN, index_BHN = (sign_BHNR @ centroid_BHCR.mT).max(-1)
-        if step == iterations - 1:
-            break
-        member_BHNC = F.one_hot(index_BHN, clusters).float()
-        if there_BN is not None:
-            member_BHNC = member_BHNC * there_BN[:, None, :, None]
-        majority_BHCR = (member_BHNC.mT @ sign_BHNR > 0).float() * 2 - 1
-        # The earlier of two hashes that are equally far comes first, so that the order does not depend on the sort.
-        far_BHN = (bits - nearest_BHN.long()) * tokens + (tokens - 1 - place_N)
-        if there_BN is not None:
-            far_BHN = far_BHN.masked_fill(~there_BN[:, None], -1)
-        farthest_BHC = far_BHN.topk(clusters, -1).indices
-        empty_BHC = member_BHNC.amax(2) == 0
-        # The n-th of the empty clusters takes the n-th of the farthest hashes.
-        taken_BHC = farthest_BHC.gather(2, (empty_BHC.cumsum(2) - 1).clamp(min=0))
-        centroid_BHCR = torch.where(empty_BHC[..., None], _of_each(sign_BHNR, taken_BHC), majority_BHCR)
-    return index_BHN
-
-
-def _of_each(t_BHCE: Tensor, index_BHN: Tensor) -> Tensor:
-    """(B, H, N, E): one row of a table for each index."""
-    return t_BHCE.gather(2, index_BHN[..., None].expand(-1, -1, -1, t_BHCE.shape[3]))
+        return rows_of(out_BHQWV.flatten(2, 3), slot_BHN)
 
 
 def _all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

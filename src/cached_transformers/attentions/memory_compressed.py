@@ -13,10 +13,9 @@ convolution), and 2 N W (E + V) for a local branch of W tokens, at least 128 (3 
 * The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
   a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
   local attention.
-* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden. The
-  packages: lucidrains pads on the left, so that the slots move with the length, and its masks hide everything but the
-  null key.
-* The convolution starts as the mean, so that a slot is a mean key; the packages start at random.
+* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden.
+  (Lucidrains pads on the left, so that the slots move with the length, and its masks hide all but the null key.)
+* The convolution starts as the mean, so that a slot is a mean key (lucidrains: at random).
 * One softmax with the keys of a memory; the log-sum-exp is that of the slots' (and local keys') logits.
 
 Legend: B rows, H heads, N queries, M keys, E key width, V value width, S slots, C = rate, Q blocks, W tokens of a block
