@@ -13,9 +13,11 @@ from typing import Any
 import contract.example_memories  # noqa: F401  (registers the examples)
 import pytest
 import torch
+from attentions.cases import CASES as ATTENTION_CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions import create_attention
 from cached_transformers.layers.block import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.base import LayerMemory
@@ -92,6 +94,12 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
         exact={"length": 64},
         model={"positions": "relative"},
+        detached=True,
+    ),
+    "transformer_xl/absolute": Contract(
+        options={"length": 8, "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64},
         detached=True,
     ),
     "transformer_xl/same_length": Contract(
@@ -300,6 +308,16 @@ CONTRACTS: dict[str, Contract] = {
 RULES = ("remembers", "empty", "learns", "recomputes")
 
 
+WITH_ALL = ("none", "transformer_xl/absolute", "grc", "grc_stream")
+"""Memories that are held to the contract with every attention; the others are with softmax attention alone, and
+`test_pairs` sees to it that they run with all that they can be paired with."""
+
+
+def attention_spec(name: str) -> dict[str, Any]:
+    """An attention with its sizes for short segments."""
+    return {"name": name, **ATTENTION_CASES[name].options} if name in ATTENTION_CASES else {"name": name}
+
+
 @dataclass(frozen=True)
 class Case:
     """One memory with one attention core in one model."""
@@ -338,7 +356,8 @@ class Case:
         torch.manual_seed(1)
         built = create_model(
             self.model,
-            **{"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "attention": self.attention},
+            **{"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH},
+            attention=attention_spec(self.attention),
             **sizes[self.model],
             memory=spec,
             **{**self.contract.model, **model},
@@ -377,9 +396,10 @@ def stream(model: nn.Module, inputs: list[Tensor], state: Any = None) -> Iterato
 
 def _cases() -> Iterator[Case]:
     facts = {"length": 5, "prefix": 0, "depth": DEPTH, "sequence": True}
+    every = [*CONTRACTS, *(name for name in MEMORIES.names() if name not in CONTRACTS)]
     for attention in ATTENTIONS:
-        core = ATTENTIONS.create(attention.name)
-        for label in [*CONTRACTS, *(name for name in MEMORIES.names() if name not in CONTRACTS)]:
+        core = create_attention(attention_spec(attention.name), width=WIDTH, heads=HEADS, **facts)
+        for label in every if attention.name == "softmax" else WITH_ALL:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
             if memory.insertion == "kv" and not core.accepts_context:

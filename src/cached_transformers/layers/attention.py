@@ -120,8 +120,22 @@ class SelfAttention(nn.Module):
                 f"memory {memory} shares one softmax with the layer, for which attention {core} would have to give its "
                 "log-sum-exp (gives_lse=False)"
             )
+        if not self.core.supports_bias:
+            if type(self.positions).bias is not Positions.bias:
+                raise ValueError(
+                    f"{type(self.positions).__name__} act on the logits, which attention {core} does not let them "
+                    "(supports_bias=False); take positions='rotary', 'sinusoidal' or 'none', and relative=False for a "
+                    "memory that brings relative ones"
+                )
+            if self.causal and self.memory.window() is not None:
+                raise ValueError(
+                    f"memory {memory} limits how far tokens see, by a mask that attention {core} cannot take "
+                    "(supports_bias=False)"
+                )
         if self.causal and not self.core.supports_causal:
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
+        if self.core.only_causal and not self.causal:
+            raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
         if self.own_keys and not self.keys:

@@ -241,7 +241,7 @@ class ModelMemory(nn.Module):
         step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
             other and with gradient. None for whole segments.
         causal: whether a causal model may use it.
-        masks: whether it sets `Entry.visible_NN`, which the attention core must then take as a bias.
+        masks: whether it sets `Entry.visible_NN` or `Recalled.visible_BNR`, which attention must then take as a bias.
         own_weights: whether its tokens (those outside `Entry.own`) have projections and a feed-forward of their own in
             every block.
         own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none

@@ -159,6 +159,7 @@ class CRTN(ModelMemory):
         self.weighted, self.alpha_grad, self.renormalise, self.rescale = weighted, alpha_grad, renormalise, rescale
         self.empty, self.placed, self.order = empty, placed, order
         self.causal = scope != "segment" or allow_leak
+        self.masks = scope == "token"  # each token sees the regions that it chose
         self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
         self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
 
