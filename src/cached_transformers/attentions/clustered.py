@@ -39,8 +39,8 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import Attention, AttentionOutput, Call
-from .building_blocks import attend, gather_keys
-from .hamming import lloyd, rows_of
+from .building_blocks import attend, pick_rows
+from .hamming import lloyd
 
 
 @ATTENTIONS.register(
@@ -127,7 +127,7 @@ class ClusteredAttention(Attention):
     ) -> Tensor:
         """(B, H, N, V) from the means and the clusters of the queries."""
         out_BHCV = F.scaled_dot_product_attention(means_BHCE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
-        return rows_of(out_BHCV, index_BHN)
+        return pick_rows(out_BHCV, index_BHN)
 
     @torch.no_grad()
     def assign(
@@ -223,7 +223,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
-        rest_BHNV, mass_BHN1 = rows_of(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
+        rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
         return mass_BHN1 * own_BHNV + rest_BHNV
 
     def _of_queries(
@@ -253,16 +253,18 @@ class ImprovedClusteredAttention(ClusteredAttention):
         rank_BHN = torch.arange(tokens, device=q_BHNE.device) - first_BHC.gather(2, sorted_BHN)
         slot_BHN = start_BHC.gather(2, sorted_BHN) * size + rank_BHN
         slot_BHN = torch.empty_like(slot_BHN).scatter(2, order_BHN, slot_BHN)
-        slots = q_BHNE.new_zeros(*q_BHNE.shape[:2], len(blocks_Q) * size, q_BHNE.shape[3])
-        q_BHQWE = slots.scatter(2, slot_BHN[..., None].expand_as(q_BHNE), q_BHNE).unflatten(2, (-1, size))
+        # A slot that stays empty holds the first query, whose result there nobody takes.
+        query_BHS = slot_BHN.new_zeros(*slot_BHN.shape[:2], len(blocks_Q) * size)
+        query_BHS = query_BHS.scatter(2, slot_BHN, torch.arange(tokens, device=q_BHNE.device).expand_as(slot_BHN))
+        q_BHQWE = pick_rows(q_BHNE, query_BHS).unflatten(2, (-1, size))
         cluster_BHQ = torch.searchsorted(end_BHC, blocks_Q.expand(*index_BHN.shape[:2], -1).contiguous(), right=True)
-        key_BHQK = rows_of(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
+        key_BHQK = pick_rows(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
         seen_BHQ1K = None
         if seen_B11M is not None:
             seen_BHQ1K = seen_B11M.expand(-1, *key_BHQK.shape[1:3], -1).gather(3, key_BHQK)[:, :, :, None]
-        k_BHQKE, v_BHQKV = gather_keys(k_BHME, key_BHQK), gather_keys(v_BHMV, key_BHQK)
+        k_BHQKE, v_BHQKV = pick_rows(k_BHME, key_BHQK), pick_rows(v_BHMV, key_BHQK)
         out_BHQWV, _ = attend(q_BHQWE, k_BHQKE, v_BHQKV, seen_BHQ1K, dropout=self.drop)
-        return rows_of(out_BHQWV.flatten(2, 3), slot_BHN)
+        return pick_rows(out_BHQWV.flatten(2, 3), slot_BHN)
 
 
 def _all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 What is in the products are whole numbers that float32 holds exactly, so the clusters do not depend on rounding, on the
 device or on the order of sums.
 
-Legend: B rows, H heads, N hashes, R bits, C clusters, E width of a table.
+Legend: B rows, H heads, N hashes, R bits, C clusters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .building_blocks import pick_rows
 
 
 def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | None = None) -> Tensor:
@@ -28,7 +30,7 @@ def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | 
     else:
         order_BN = (~there_BN).long().argsort(dim=1, stable=True)
         first_BC = order_BN.gather(1, place_C * there_BN.sum(1, keepdim=True) // clusters)
-    centroid_BHCR = rows_of(sign_BHNR, first_BC[:, None].expand(-1, heads, -1))
+    centroid_BHCR = pick_rows(sign_BHNR, first_BC[:, None].expand(-1, heads, -1))
     place_N = torch.arange(tokens, device=bits_BHNR.device)
     for step in range(iterations):
         nearest_BHN, index_BHN = (sign_BHNR @ centroid_BHCR.mT).max(-1)
@@ -46,10 +48,5 @@ def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | 
         empty_BHC = member_BHNC.amax(2) == 0
         # The n-th of the empty clusters takes the n-th of the farthest hashes.
         taken_BHC = farthest_BHC.gather(2, (empty_BHC.cumsum(2) - 1).clamp(min=0))
-        centroid_BHCR = torch.where(empty_BHC[..., None], rows_of(sign_BHNR, taken_BHC), majority_BHCR)
+        centroid_BHCR = torch.where(empty_BHC[..., None], pick_rows(sign_BHNR, taken_BHC), majority_BHCR)
     return index_BHN
-
-
-def rows_of(t_BHCE: Tensor, index_BHN: Tensor) -> Tensor:
-    """(B, H, N, E): one row of a table for each index."""
-    return t_BHCE.gather(2, index_BHN[..., None].expand(-1, -1, -1, t_BHCE.shape[3]))
