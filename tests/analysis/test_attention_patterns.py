@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attentions.cases import CASES
 from torch import Tensor
 
 from cached_transformers.analysis import attention_patterns as patterns
@@ -27,23 +28,32 @@ class Signed(Attention):
         return AttentionOutput(self.factor * (q_BHNE @ k_BHNE.mT) * near_NN @ v_BHNV)
 
 
+class Mixing(Attention):
+    """The last two tokens alike, rotated in their channels, and a bias."""
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        last_BH1V = 0.5 * v_BHNV[:, :, -2:].flip(-1).mean(2, keepdim=True) * (-1) ** torch.arange(v_BHNV.shape[-1])
+        return AttentionOutput((last_BH1V + 7).expand_as(v_BHNV))
+
+
 @pytest.fixture
 def signed(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(ATTENTIONS, "_entries", dict(ATTENTIONS._entries))
     ATTENTIONS.register("signed", order="N")(Signed)
+    ATTENTIONS.register("mixing", order="N")(Mixing)
     return "signed"
 
 
 def draws_of(seed: int, draws: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
-    q, k = torch.randn(2, draws, patterns.HEADS, N, patterns.HEAD_WIDTH, dtype=torch.double)
+    q, k = torch.randn(2, draws, patterns.HEADS, N, N, dtype=torch.double)
     return q, k
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_exact_attention_shows_its_dense_weights(causal: bool) -> None:
     q, k = draws_of(3, 5)
-    logits = q @ k.mT / patterns.HEAD_WIDTH**0.5
+    logits = q @ k.mT / N**0.5
     if causal:
         logits = logits.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     want = logits.softmax(-1).mean((0, 1))
@@ -73,9 +83,16 @@ def test_what_is_seen_through_a_summary_shows_its_share() -> None:
 
 
 def test_weights_of_a_mechanism_without_softmax_keep_their_sign(signed: str) -> None:
-    q, k = draws_of(0, 16)
+    q, k = draws_of(0, 4)
     want = (0.5 * q @ k.mT).mean((0, 1)) * torch.ones(N, N).tril(1).triu(-1)
     torch.testing.assert_close(attention_weights(signed, N), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("signed")
+def test_where_channels_mix_the_size_of_a_weight_is_measured() -> None:
+    weights = attention_weights("mixing", N, draws=64)
+    assert (weights[:, :-2] == 0).all()
+    torch.testing.assert_close(weights[:, -2:], torch.full((N, 2), 0.25).double(), rtol=0.1, atol=0)
 
 
 def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
@@ -109,7 +126,7 @@ def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
         assert torch.equal(blank, want.abs() < patterns.NEVER)
         torch.testing.assert_close(torch.from_numpy(drawn.data)[~blank], want[~blank], rtol=0, atol=1e-12)
     assert first.images[0].norm is second.images[0].norm and first.images[0].norm.vmin == 0
-    assert "16 draws" in bar.get_ylabel()
+    assert "4 draws" in bar.get_ylabel()
     alone, _ = pattern_figure(signed, N).axes
     norm = alone.images[0].norm
     assert norm.vmin == -norm.vmax and alone.get_title(loc="left") == "all keys"
@@ -118,8 +135,14 @@ def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
 
 @pytest.mark.parametrize("name", ATTENTIONS.names())
 def test_every_mechanism_draws_itself(name: str) -> None:
-    for _, weights_NN in patterns.attention_patterns(name, N, draws=2):
+    spec = {"name": name, **CASES[name].options}
+    titles = []
+    for title, weights_NN in patterns.attention_patterns(spec, N, draws=2):
+        titles.append(title)
         assert weights_NN.shape == (N, N) and weights_NN.isfinite().all() and (weights_NN != 0).any()
+        assert title == "all keys" or (weights_NN.triu(1).abs() < patterns.NEVER).all()
+    core = ATTENTIONS.entry(name).factory
+    assert titles == ["all keys"] * (not core.only_causal) + ["causal"] * core.supports_causal
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -130,9 +153,10 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "star.svg"
-    status, out, err = call(capsys, "explain", "star", "radius=2", "--plot", str(path), "--tokens", "9")
+    status, out, err = call(capsys, "explain", "star", "radius=2", "--plot", str(path), "--tokens", "9", "--draws", "1")
     assert (status, err) == (0, "") and out.startswith("star (attention)") and out.endswith(f"written: {path}\n")
-    assert "star (radius=2, embedding=True, relay=True)" in path.read_text()
+    drawn = path.read_text()
+    assert "star (radius=2, embedding=True, relay=True)" in drawn and "mean of 1 draw and 2 heads" in drawn
 
 
 @pytest.mark.parametrize(
@@ -145,6 +169,8 @@ def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path
             "unknown option of attention 'star' 'radios'; did you mean 'radius'?",
         ),
         (["star", "--tokens", "9"], "--tokens is for the figure of an attention; add --plot FILE"),
+        (["star", "--draws", "1"], "--draws is for the figure of an attention; add --plot FILE"),
+        (["star", "--plot", "x.png", "--draws", "0"], "draws=0 must be at least 1"),
         (["star", "radius=2"], "option=value is for the figure of an attention; add --plot FILE"),
     ],
 )

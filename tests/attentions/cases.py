@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
     "memory_compressed": Case({"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys"}),
     "performer": Case({"features": 16, "chunk": 4}),
     "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
-    "rfa": Case({"features": 8, "chunk": 4}),
+    "rfa": Case({"features": 64, "chunk": 4}),
     "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
     "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
     "set_transformer": Case({"points": 4}),

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import bp_transformer as bp
-from cached_transformers.attentions.bp_transformer import BPAttention, BPLayer
+from cached_transformers.attentions.bp_layer import BPLayer, tree_levels
+from cached_transformers.attentions.bp_transformer import BPAttention
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E
@@ -103,58 +104,98 @@ def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
 def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) -> None:
-    for tokens in (*range(1, 40), 63, 64, 65, 100):
-        table = bp.context_table(tokens, k, 5, causal=causal, device=torch.device("cpu"))
-        levels = bp.levels_used(tokens, k)
-        spans = [
-            (j * 2**level, (j + 1) * 2**level)
-            for level, n in enumerate(bp.level_sizes(tokens, levels))
-            for j in range(n)
-        ]
-        spans = spans or [(0, 1)]
-        held = torch.zeros(len(spans), tokens, dtype=torch.long)
-        for node, (first, end) in enumerate(spans):
-            held[node, first:end] = 1
-        counts = (held[table.node_NC] * table.seen_NC[..., None]).sum(1)
+    for tokens in (*range(1, 40), 63, 64, 65, 100, 333):
+        nearby = bp.reach(tokens, k, 5, causal=causal, device=torch.device("cpu"))
+        levels = nearby.levels
+        at_S = [at for at, level in enumerate(levels) for _ in range(level.width)]
+        height_S1 = torch.tensor([[levels[at].height] for at in at_S])
+        first_NS1 = nearby.node_NS[..., None] * height_S1
+        held = (torch.arange(tokens) >= first_NS1) & (torch.arange(tokens) < first_NS1 + height_S1)
+        counts = (held & nearby.seen_NS[..., None]).sum(1)
         want = torch.ones(tokens, tokens, dtype=torch.long)
         assert torch.equal(counts, want.tril() if causal else want)
         for i in {0, tokens // 3, tokens - 1}:
             got = {
-                (spans[int(node)][0], min(spans[int(node)][1], tokens), int(kind))
-                for node, seen, kind in zip(table.node_NC[i], table.seen_NC[i], table.type_C, strict=True)
+                (node << at, min(node + 1 << at, tokens), kind, at)
+                for at, node, seen, kind in zip(at_S, *(t[i].tolist() for t in nearby[1:]), strict=True)
                 if seen
             }
-            assert got == {span[:3] for span in spans_of(i, tokens, k, 5, causal)}
+            assert got == set(spans_of(i, tokens, k, 5, causal))
         if tokens > k:
-            assert levels <= 2 + math.log2(tokens / k) and levels <= bp.tree_levels(tokens)
+            assert len(levels) <= 2 + math.log2(tokens / k) and len(levels) <= tree_levels(tokens)
 
 
 def test_the_context_grows_with_the_logarithm() -> None:
     for tokens, k, most in [(64, 1, 12), (64, 2, 19), (64, 4, 27), (257, 4, 44), (4096, 4, 75)]:
-        table = bp.context_table(tokens, k, 5, causal=False, device=torch.device("cpu"))
-        assert int(table.seen_NC.sum(1).max()) == most, (tokens, k, int(table.seen_NC.sum(1).max()))
-        assert table.node_NC.shape[1] == 1 + 2 * k * bp.levels_used(tokens, k)
+        nearby = bp.reach(tokens, k, 5, causal=False, device=torch.device("cpu"))
+        assert int(nearby.seen_NS.sum(1).max()) == most
 
 
 def test_half_precision_sums_its_spans_in_single() -> None:
     ones = torch.full((1, 1, 4096, 1), 1.0, dtype=torch.float16)
-    means, _ = bp.span_means(ones, None, bp.tree_levels(4096))
-    assert means.dtype == torch.float16 and (means == 1).all()
+    means, _ = bp.span_means(ones, None, tree_levels(4096))
+    assert all(t.dtype == torch.float16 and (t == 1).all() for t in means)
+
+
+def products(tokens: int, k: int, causal: bool) -> int:
+    """Pairs of tokens and nodes in reach: all of a small level, else blocks of A nodes with their neighbours."""
+    block = 1 << math.ceil(math.log2(2 * k))
+    reach, total = block * (2 if causal else 3), 0
+    for level in range(bp.levels_used(tokens, k)):
+        nodes = math.ceil(tokens / 2**level)
+        total += tokens * nodes if nodes <= reach else math.ceil(nodes / block) * block * 2**level * reach
+    return total
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
-    n, k = 100, 3
-    core = BPAttention(D, H, k=k)
+@pytest.mark.parametrize(("n", "k"), [(256, 4), (100, 3), (7, 1)])
+def test_cost(n: int, k: int, causal: bool) -> None:
+    core = BPAttention(D, H, k=k, clip=3)
     q, keys, v = torch.randn(B, H, n, E), torch.randn(B, H, n, E), torch.randn(B, H, n, V)
-    want = n * (1 + (1 if causal else 2) * k * bp.levels_used(n, k)) * (E + V)
+    kinds = (2 * k + 1) * 4
+    want = products(n, k, causal) * (E + V) + n * kinds * E
     assert count_flops(core, q, keys, v, causal=causal) == 2 * B * H * want
-    n, layer = 64, BPLayer(D, H, 12, k=k)
+    if n == 256:  # no block is filled up
+        levels = bp.levels_used(n, k)
+        assert products(n, k, causal) <= n * (4 if causal else 6) * k * levels
+    if n < 64:
+        return
+    layer = BPLayer(D, H, 12, k=k, clip=3)
     nodes = BPLayer.first_nodes(torch.randn(B, n, D))
-    assert nodes.shape[1] == 2 * n - 1
-    mixing = n * (bp.tree_levels(n) + (1 if causal else 2) * k * bp.levels_used(n, k)) * 2 * E * H
+    spans = sum(math.ceil(n / 2**level) * 2**level for level in range(1, tree_levels(n)))
+    mixing = products(n, k, causal) * 2 * E * H + n * kinds * E * H + spans * 2 * E * H
     rest = nodes.shape[1] * (4 * D * D + 2 * D * 12)
     assert count_flops(layer, nodes, n, causal=causal) == 2 * B * (mixing + rest)
+    assert n != 256 or nodes.shape[1] == 2 * n - 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_and_their_neighbours_hold_all_that_is_seen(causal: bool) -> None:
+    """At lengths whose levels are cut into blocks: the same as a dense mask over the means of all spans."""
+    torch.manual_seed(0)
+    for tokens, k in [(40, 1), (77, 2), (131, 3)]:
+        core = BPAttention(D, H, k=k).double()
+        q, keys = torch.randn(2, B, H, tokens, E, dtype=torch.double)
+        v = torch.randn(B, H, tokens, V, dtype=torch.double)
+        padding = torch.zeros(B, tokens, dtype=torch.bool)
+        padding[0, tokens - 9 :] = True
+        for hidden in (None, padding):
+            got, lse, _ = core(q, keys, v, causal=causal, key_padding_mask=hidden, want_lse=True)
+            there = torch.ones(B, tokens, dtype=torch.double) if hidden is None else (~hidden).double()
+            for i in (0, tokens // 2, tokens - 10, tokens - 1):
+                spans = spans_of(i, tokens, k, 5, causal)
+                member_ST = torch.zeros(len(spans), tokens, dtype=torch.double)
+                for row, (first, end, *_) in zip(member_ST, spans, strict=True):
+                    row[first:end] = 1
+                member_BST = member_ST * there[:, None]
+                mean_B1ST = (member_BST / member_BST.sum(-1, keepdim=True).clamp(min=1))[:, None]
+                types = core.types_TE[[span[2] for span in spans]]  # type: ignore[index]
+                logits = (mean_B1ST @ keys + types) @ q[:, :, i, :, None] / math.sqrt(E)
+                seen = member_BST.any(-1)[:, None]
+                logits = torch.where(seen, logits[..., 0], -torch.inf)
+                torch.testing.assert_close(lse[:, :, i], logits.logsumexp(-1), rtol=0, atol=1e-10)
+                want = (logits.softmax(-1)[..., None, :] @ (mean_B1ST @ v))[..., 0, :]
+                torch.testing.assert_close(got[:, :, i], want, rtol=0, atol=1e-10)
 
 
 def test_bad_options() -> None:
@@ -170,7 +211,7 @@ def test_bad_options() -> None:
 
 def layer_twin(layer: BPLayer, nodes: Tensor, tokens: int, padding: Tensor, *, causal: bool) -> Tensor:
     """The layer as attention over the whole graph with a dense mask; nodes without a token are 0."""
-    levels = bp.tree_levels(tokens)
+    levels = tree_levels(tokens)
     sizes = bp.level_sizes(tokens, levels)
     spans = [(j * 2**level, min((j + 1) * 2**level, tokens)) for level, n in enumerate(sizes) for j in range(n)]
     level_of = [level for level, n in enumerate(sizes) for _ in range(n)]

@@ -15,6 +15,7 @@ from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.building_blocks import causal_scan
 from cached_transformers.attentions.delta_net import DeltaNet, delta_scan
+from cached_transformers.extras import require
 from cached_transformers.layers.attention import SelfAttention
 
 
@@ -119,8 +120,7 @@ def test_products_of_neighbours() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_it_is_the_delta_rule_of_transformers(chunked: bool) -> None:
     """Qwen3-Next without decay; it divides queries by sqrt(E) and adds 1e-6 under the root of the lengths."""
-    from transformers.models.qwen3_next import modeling_qwen3_next as peer
-
+    peer = require("transformers.models.qwen3_next.modeling_qwen3_next", extra="transformers")
     rule = peer.torch_chunk_gated_delta_rule if chunked else peer.torch_recurrent_gated_delta_rule
     core = core_of(features="silu", chunk=16).float()
     given = {key: t.detach().float() for key, t in leaves(70).items()}

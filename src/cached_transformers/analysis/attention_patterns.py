@@ -5,7 +5,10 @@ Every attention here is linear in its values once queries and keys are given. So
 is told to the picture by a mask or a formula; a mechanism that sees through a summary of tokens shows the shares that
 these have in it, and one without a softmax shows its weights the same way, negative ones, too.
 
-Legend: B draws, H heads, N tokens, E key width, D = H E.
+Where a mechanism also mixes the channels of its values (by a convolution, say), a weight is a matrix, out_i = sum_j
+W_ij v_j. Its size |W_ij| / sqrt(V), which is |w| where W is w times the identity, is measured with random values.
+
+Legend: B draws, H heads, N tokens, V value width, D model width.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from torch import Tensor
 
 from cached_transformers.analysis.plots import blank_figure
 from cached_transformers.analysis.style import MUTED, SERIES, style
-from cached_transformers.attentions import AttentionSpec, create_attention
+from cached_transformers.attentions import Attention, AttentionSpec, create_attention
 from cached_transformers.extras import require
 from cached_transformers.registry import ATTENTIONS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS, DRAWS, HEADS, HEAD_WIDTH = 64, 16, 2, 16
+TOKENS, DRAWS, HEADS = 64, 4, 2
 GIVEN = ("width", "heads", "length", "prefix", "size", "causal", "index", "depth", "dropout", "norm", "sequence")
 """Options that a model fills in: no choice of the reader's, so the title leaves them out."""
 FULL = 0.99
@@ -49,6 +52,8 @@ def attention_weights(
 ) -> Tensor:
     """(N, N), float64: the weight that each query gives each token, mean over draws of queries and keys and over heads.
 
+    Or its size, where channels are mixed.
+
     The core is built once, as it is before training; queries, keys and the layer's input are standard normal.
 
     Args:
@@ -56,43 +61,63 @@ def attention_weights(
         draws: rows of the batch. seed: of the core's own randomness and of the draws.
 
     Raises:
-        ValueError: unknown name or option, a core that has no causal form, or fewer than 1 token or draw.
+        ValueError: unknown name or option, a core without the form asked for, or fewer than 1 token or draw.
     """
     for name, value in {"tokens": tokens, "draws": draws}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
-    facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        core = create_attention(attention, width=HEADS * HEAD_WIDTH, heads=HEADS, causal=causal, **facts)
-        core = core.double().eval()
-        q_BHNE, k_BHNE = torch.randn(2, draws, HEADS, tokens, HEAD_WIDTH, dtype=torch.double)
-        x_BND = torch.randn(draws, tokens, HEADS * HEAD_WIDTH, dtype=torch.double)
+        core = _core(attention, tokens, causal=causal)
+        q_BHNV, k_BHNV = torch.randn(2, draws, HEADS, tokens, tokens, dtype=torch.double)
+        x_BND = torch.randn(draws, tokens, HEADS * tokens, dtype=torch.double)
+
+        def run(v_BHNV: Tensor, rows: slice = slice(None)) -> Tensor:
+            q, k, x = (t[rows].expand(len(v_BHNV), *t.shape[1:]) for t in (q_BHNV, k_BHNV, x_BND))
+            generator = torch.Generator().manual_seed(seed)
+            out: Tensor = core(q, k, v_BHNV, causal=causal, x_BND=x, generator=generator).out_BHNV
+            return out
+
         one_hot_BHNN = torch.eye(tokens, dtype=torch.double).expand(draws, HEADS, tokens, tokens)
-        generator = torch.Generator().manual_seed(seed)
-        out = core(q_BHNE, k_BHNE, one_hot_BHNN, causal=causal, x_BND=x_BND, generator=generator)
-    return out.out_BHNV.mean((0, 1))
+        weights_BHNN = run(one_hot_BHNN)
+        if torch.allclose(run(one_hot_BHNN.roll(1, -1)), weights_BHNN.roll(1, -1), rtol=0, atol=1e-9):
+            return weights_BHNN.mean((0, 1))
+        sizes_NN = torch.zeros(tokens, tokens, dtype=torch.double)
+        for row in range(draws):
+            # A row of the batch for each key, which alone has a value.
+            value_HNV = torch.randn(HEADS, tokens, tokens, dtype=torch.double)
+            alone_NHNV = value_HNV * torch.eye(tokens, dtype=torch.double)[:, None, :, None]
+            change_NHNV = run(alone_NHNV, slice(row, row + 1)) - run(torch.zeros_like(alone_NHNV), slice(row, row + 1))
+            sizes_NN += change_NHNV.square().mean(-1).sqrt().mean(1).T / draws
+        return sizes_NN
 
 
 def attention_patterns(
     attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0
 ) -> list[Pattern]:
     """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
-    name = attention if isinstance(attention, str) else attention.get("name")
-    forms = {"all keys": False}
-    if ATTENTIONS.entry(str(name)).factory.supports_causal:  # type: ignore[attr-defined]
-        forms["causal"] = True
+    with torch.random.fork_rng(devices=[]):
+        core = _core(attention, max(tokens, 1), causal=False)
+    forms = {"all keys": (False, not core.only_causal), "causal": (True, core.supports_causal)}
     return [
         Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
-        for title, causal in forms.items()
+        for title, (causal, there) in forms.items()
+        if there
     ]
+
+
+def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
+    """The core of a layer whose heads are as wide as the text is long: one may want values as wide as keys."""
+    height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
+    facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
+    return create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
 
 
 def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:
     """Heat maps of `attention_patterns` side by side on one scale; what no draw ever attends stays blank.
 
-    Colour grows with the square root of the weight, which shows weights of very different sizes.
+    Colour grows with the square root of the weight, which shows weights of very different sizes. Where content decides
+    what is seen, one draw shows a pattern and many show how often.
 
     Raises:
         ValueError: as `attention_weights`.
@@ -126,7 +151,9 @@ def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int
         above = greatest > most
         extend = "both" if above and signed else "max" if above else "neither"
         bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, pad=0.02, aspect=28, extend=extend)
-        bar.set_label(f"weight, mean of {draws} draws and {HEADS} heads", color=MUTED, fontsize=9)
+        bar.set_label(
+            f"weight, mean of {draws} draw{'' if draws == 1 else 's'} and {HEADS} heads", color=MUTED, fontsize=9
+        )
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=2)
         bar.set_ticks([most * part for part in ((-1, -0.25, 0, 0.25, 1) if signed else (0, 0.04, 0.25, 1))])

@@ -3,31 +3,36 @@
 A token sees K nodes of each level on each side, the tokens next to it first, then spans of 2, 4, 8 .. tokens: all of
 the sequence in some 2 K log2(N / K) keys, which together hold each token once.
 
-    out_i = softmax(q_i (K_i + A)^T / sqrt(E)) V_i,  K_i = [k_i; k of the nodes of token i], A one vector a column
+    out_i = softmax(q_i (K_i + a)^T / sqrt(E)) V_i,  K_i = [k_i; keys of the nodes of token i]
+    a learned, one vector for each level, side and rank (the node's place among the K)
 
 Nodes of a level are taken from where those of the level below ended. Where a level's first node would hold tokens that
 are covered already, its half that is not is taken in its place (of the level below, but as a node of this one).
 
     leaf 5 of 16, K = 1:   5 | left 4, 2-3, 0-1 | right 6, 7, 8-11, 12-15
 
-`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` is the
-paper's layer, in which spans have states of their own: each span attends all tokens in it, at the same time as the
-tokens attend their nodes, and states of spans start at 0. (A type that is added to all keys of a softmax changes
-nothing, so spans need no A.)
+`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` (bp_layer.py)
+is the paper's layer, in which spans have states of their own.
 
 Differences from the original implementation: its table names nodes that do not exist where N is no power of two, and
 misses tokens; here the tree is filled up to a power of two, and nodes without a token are not seen. Spans are of the
 tokens that are no padding. The causal form (the left side alone) is strict, as in the original.
 
-Cost: N (1 + s K J) (E + V) multiply-adds a head, s = 2 sides (1 when causal), J levels, at most 2 + log2(N / K). A
-layer has N (J' + s K J) (E + V), J' = 1 + log2(N) levels of the whole tree, and projections of 2 N nodes.
+No key is gathered: what token i sees of a level lies within 2 K nodes of the node that holds i. So blocks of A nodes
+(2 K, or the next power of two) and their neighbours, with the A 2^level tokens in a block as queries, make every level
+a dense product, in which a mask leaves some third of the weights.
 
-Legend: B rows, H heads, N tokens, M nodes of the levels laid end to end, C nodes that a token sees, K nodes of a level
-and side, E key width, V value width, D = H E model width.
+Cost: N S (E + V) + N T E multiply-adds a head, S = 3 A J (2 A J when causal), J <= 2 + log2(N / K) levels, T types,
+(2 K + 1) (clip + 1). Levels of at most 3 A (2 A) nodes take what there is, the others fill their last block up. A layer
+has N log2(2 N) (E + V) more for the spans, and projections of 2 N nodes.
+
+Legend: B rows, H heads, N tokens, M nodes (of a level, or of all laid end to end), K nodes of a level and side, A nodes
+of a block, S keys in reach of a token, T types, E key width, V value width, D = H E model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +41,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, gather_keys
+from .building_blocks import into_blocks, one_softmax, out_of_blocks, with_neighbours
 
 
 @ATTENTIONS.register(
@@ -44,7 +49,7 @@ from .building_blocks import attend, gather_keys
     paper="arXiv:1911.04070",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
-    cost="N (1 + 2 K J) (E + V) multiply-adds a head, J <= 2 + log2(N / K) levels; causal N (1 + K J) (E + V)",
+    cost="N (6 K J (E + V) + T E) multiply-adds a head (causal 4 K J), J <= 2 + log2(N / K) levels, T types",
 )
 class BPAttention(PatternAttention):
     """Near tokens one by one, far ones as spans of a binary tree that grow with the distance.
@@ -71,22 +76,44 @@ class BPAttention(PatternAttention):
         self.types_TE = new_types(k, clip, size) if types else None
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        tokens, padding_BN = k_BHNE.shape[2], call.key_padding_mask
-        table = context_table(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
-        both, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), padding_BN, levels_used(tokens, self.k))
-        k_BHME, v_BHMV = both.split([k_BHNE.shape[-1], v_BHNV.shape[-1]], -1)
-        seen = table.seen_NC if there is None else table.seen_NC & there[:, None][..., table.node_NC]
+        tokens = k_BHNE.shape[2]
+        nearby = reach(tokens, self.k, self.clip, causal=call.causal, device=q_BHNE.device)
+        means, there = span_means(torch.cat([k_BHNE, v_BHNV], -1), call.key_padding_mask, len(nearby.levels))
+        widths = [k_BHNE.shape[-1], v_BHNV.shape[-1]]
+        pairs = [tuple(both_BHME.split(widths, -1)) for both_BHME in means]
         return AttentionOutput(
-            *attend_nodes(q_BHNE, k_BHME, v_BHMV, table, seen, self.types_TE, self.drop, want_lse=call.want_lse)
+            *attend_levels(q_BHNE, pairs, there, nearby, self.types_TE, self.drop, want_lse=call.want_lse)
         )
 
 
-class Table(NamedTuple):
-    """The nodes that each token sees: index, whether there is one, and the type of each column."""
+class Level(NamedTuple):
+    """One level of the tree.
 
-    node_NC: Tensor
-    seen_NC: Tensor
-    type_C: Tensor
+    Attributes:
+        height: tokens of a node. size: nodes that hold a token.
+        width: nodes in reach of a token.
+        block: A, or 0 where all nodes are in reach of all tokens.
+    """
+
+    height: int
+    size: int
+    width: int
+    block: int
+
+
+class Reach(NamedTuple):
+    """The nodes in reach of each token, level after level; some do not exist, which are then not seen.
+
+    Attributes:
+        node_NS: place of the node in its level.
+        seen_NS: whether the token sees it.
+        type_NS: its type; any where it is not seen.
+    """
+
+    levels: list[Level]
+    node_NS: Tensor
+    seen_NS: Tensor
+    type_NS: Tensor
 
 
 def check_tree(width: int, heads: int, k: int, clip: int) -> int:
@@ -119,55 +146,61 @@ def level_sizes(tokens: int, levels: int) -> list[int]:
     return [-(-tokens // 2**level) for level in range(levels)]
 
 
-def context_table(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Table:
+def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device) -> Reach:
     """What each token sees: itself, then level by level K nodes on the left, and K on the right unless causal.
 
-    The nodes of a token hold each token once; when causal, each up to itself.
+    The nodes of a token hold each token once; when causal, each up to itself. A half that stands in for a node of the
+    next level is the node of this level behind the K that were taken, and has the type of the next level's first.
+
+    The first node on the left is i - 1, and where it was l, the one of the next level is floor((l - K) / 2): at level j
+    it is floor((i - 1 + K) / 2^j) - K, and its right half is taken already if the quotient before was even. The right
+    side is the mirror image.
     """
-    own_N1 = torch.arange(tokens, device=device)[:, None]
-    nodes, seen, types = [own_N1], [torch.ones_like(own_N1, dtype=torch.bool)], [0]
-    sizes = level_sizes(tokens, levels_used(tokens, k))
-    first = below = 0
-    left_N1, right_N1 = own_N1 - 1, own_N1 + 1
-    half_left_N1 = half_right_N1 = torch.zeros_like(own_N1, dtype=torch.bool)
-    rank_K = torch.arange(min(k, max(tokens - 1, 1)), device=device)
-    for level, size in enumerate(sizes):
-        begin = rank_K == 0
-        # A half is a child: the left one of a node whose right one is covered, and the other way round.
-        node_NK = left_N1 - rank_K
-        nodes.append(torch.where(half_left_N1 & begin, below + 2 * node_NK, first + node_NK))
-        seen.append(node_NK >= 0)
-        if not causal:
-            node_NK = right_N1 + rank_K
-            child_NK = 2 * node_NK + 1
-            half_NK = half_right_N1 & begin
-            nodes.append(torch.where(half_NK, below + child_NK, first + node_NK))
-            seen.append(torch.where(half_NK, child_NK < sizes[level - 1], node_NK < size))
-        start = (2 * k + 1) * min(level, clip) + 1
-        types += [start + side + 2 * rank for side in range(1 if causal else 2) for rank in range(len(rank_K))]
-        left_N1, right_N1 = left_N1 - k, right_N1 + k
-        half_left_N1, half_right_N1 = left_N1 % 2 == 0, right_N1 % 2 == 1
-        left_N1, right_N1 = left_N1 // 2, right_N1 // 2
-        first, below = first + size, first
-    seen_NC = torch.cat(seen, 1)
-    return Table(torch.where(seen_NC, torch.cat(nodes, 1), 0), seen_NC, torch.tensor(types, device=device))
+    block = 1 << (2 * k - 1).bit_length()
+    most = block * (2 if causal else 3)
+    levels = [
+        Level(1 << at, size, *((size, 0) if size <= most else (most, block)))
+        for at, size in enumerate(level_sizes(tokens, max(levels_used(tokens, k), 1)))
+    ]
+    columns = [
+        (at, level.size, column, min(level.block, 1))
+        for at, level in enumerate(levels)
+        for column in range(level.width)
+    ]
+    at_S, size_S, column_S, cut_S = torch.tensor(columns, device=device).T
+    place_N1 = torch.arange(tokens, device=device)[:, None]
+    node_NS = column_S + cut_S * block * ((place_N1 // block >> at_S) - 1)
+    seen_NS = (node_NS == place_N1) & (at_S == 0)
+    type_NS = torch.zeros_like(node_NS)
+    for side in (1, -1)[: 1 if causal else 2]:
+        shifted_N1 = place_N1 - side + side * k
+        taken = 0 if side == 1 else 1
+        rank_NS = side * ((shifted_N1 >> at_S) - node_NS) - k
+        half_NS = ((shifted_N1 >> (at_S - 1).clamp(min=0)) % 2 == taken) & (at_S > 0)
+        next_half_NS = (rank_NS == k) & ((shifted_N1 >> at_S) % 2 == taken)
+        full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_NS)
+        above_NS = at_S + next_half_NS.long()
+        own_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
+        type_NS = torch.where(full_NS | next_half_NS, own_NS, type_NS)
+        seen_NS = seen_NS | full_NS | next_half_NS
+    return Reach(levels, node_NS, seen_NS & (node_NS >= 0) & (node_NS < size_S), type_NS)
 
 
-def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[Tensor, Tensor | None]:
-    """(B, H, M, E): means of the tokens of each node, level after level; and which nodes (B, M) hold one if padded."""
+def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[list[Tensor], Tensor | None]:
+    """For each level the means (B, H, M, E) of its nodes; and which nodes of all (B, M) hold a token, if padded."""
     rows, _, tokens, _ = t_BHNE.shape
-    sum_BHNE = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
-    count_BN1 = torch.ones(rows, tokens, 1, dtype=sum_BHNE.dtype, device=t_BHNE.device)
+    sum_BHME = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
+    count_BM1 = torch.ones(rows, tokens, 1, dtype=sum_BHME.dtype, device=t_BHNE.device)
     if padding_BN is not None:
-        sum_BHNE = sum_BHNE.masked_fill(padding_BN[:, None, :, None], 0)
-        count_BN1 = count_BN1.masked_fill(padding_BN[..., None], 0)
+        sum_BHME = sum_BHME.masked_fill(padding_BN[:, None, :, None], 0)
+        count_BM1 = count_BM1.masked_fill(padding_BN[..., None], 0)
     means, counts = [], []
-    for level in range(max(levels, 1)):
+    for level in range(levels):
         if level:
-            sum_BHNE, count_BN1 = in_pairs(sum_BHNE).sum(-2), in_pairs(count_BN1).sum(-2)
-        means.append((sum_BHNE / count_BN1.clamp(min=1)[:, None]).to(t_BHNE.dtype))
-        counts.append(count_BN1[..., 0])
-    return torch.cat(means, 2), None if padding_BN is None else torch.cat(counts, 1) > 0
+            sum_BHME, count_BM1 = in_pairs(sum_BHME).sum(-2), in_pairs(count_BM1).sum(-2)
+        means.append((sum_BHME / count_BM1.clamp(min=1)[:, None]).to(t_BHNE.dtype))
+        counts.append(count_BM1[..., 0])
+    return means, None if padding_BN is None else torch.cat(counts, 1) > 0
 
 
 def in_pairs(t: Tensor) -> Tensor:
@@ -175,103 +208,53 @@ def in_pairs(t: Tensor) -> Tensor:
     return F.pad(t, (0, 0, 0, t.shape[-2] % 2)).unflatten(-2, (-1, 2))
 
 
-def attend_nodes(
+def attend_levels(
     q_BHNE: Tensor,
-    k_BHME: Tensor,
-    v_BHMV: Tensor,
-    table: Table,
-    seen: Tensor,
+    pairs: Sequence[tuple[Tensor, ...]],
+    there_BM: Tensor | None,
+    nearby: Reach,
     types_TE: Tensor | None,
     dropout: float,
     *,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token over its nodes; `seen` is (N, C), or (B, 1, N, C) if padded."""
-    k_BHNCE, v_BHNCV = gather_keys(k_BHME, table.node_NC), gather_keys(v_BHMV, table.node_NC)
-    if types_TE is not None:
-        k_BHNCE = k_BHNCE + types_TE[table.type_C]
-    out, lse = attend(q_BHNE[..., None, :], k_BHNCE, v_BHNCV, seen[..., None, :], dropout=dropout, want_lse=want_lse)
-    return out[..., 0, :], None if lse is None else lse[..., 0]
-
-
-class BPLayer(nn.Module):
-    """One layer of the BP-Transformer, with norms behind the sums; tokens and spans are updated at the same time.
-
-        nodes = BPLayer.first_nodes(embedded)
-        for layer in layers:
-            nodes = layer(nodes, tokens, causal=..., padding_BN=...)
-        tokens, root = nodes[:, :tokens], nodes[:, -1]
+    """One softmax of each token over what it sees of all levels.
 
     Args:
-        width: D. heads: H. hidden: width of the feed-forward.
-        k: K, nodes of each level on each side. clip: levels above it share its types.
-        dropout: of attention weights, and of what attention and feed-forward add.
-
-    Raises:
-        ValueError: as `BPAttention`.
+        pairs: keys (B, H, M, E) and values (B, H, M, V) of each level's nodes.
+        there_BM: whether nodes, those of all levels laid end to end, hold more than padding; None without padding.
     """
-
-    def __init__(self, width: int, heads: int, hidden: int, *, k: int = 4, clip: int = 5, dropout: float = 0.0) -> None:
-        super().__init__()
-        size = check_tree(width, heads, k, clip)
-        self.heads, self.k, self.clip, self.drop = heads, k, clip, nn.Dropout(dropout)
-        self.qkv, self.output = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        for weight in (*self.qkv.weight.chunk(3), self.output.weight):
-            nn.init.xavier_uniform_(weight)
-        self.types_TE = new_types(k, clip, size)
-        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, width)
-        )
-
-    @staticmethod
-    def first_nodes(x_BND: Tensor) -> Tensor:
-        """(B, M, D): the tokens, then a zero for each span, level by level up to the root."""
-        spans = sum(level_sizes(x_BND.shape[1], tree_levels(x_BND.shape[1]))[1:])
-        return F.pad(x_BND, (0, 0, 0, spans))
-
-    def forward(
-        self, nodes_BMD: Tensor, tokens: int, *, causal: bool = False, padding_BN: Tensor | None = None
-    ) -> Tensor:
-        """New nodes. What nodes without a token hold is of no meaning, and is seen by none.
-
-        Args:
-            nodes_BMD: of `first_nodes` or the layer before. tokens: N, how many of the nodes are tokens.
-            causal: tokens see nodes of their past alone; a span always sees the tokens in it.
-            padding_BN: bool, True = padding.
-        """
-        q, k, v = self.qkv(nodes_BMD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        drop = self.drop.p if self.training else 0.0
-        there_BN = None if padding_BN is None else ~padding_BN
-        counts = None if there_BN is None else self._there(there_BN)
-        table = context_table(tokens, self.k, self.clip, causal=causal, device=nodes_BMD.device)
-        seen = table.seen_NC if counts is None else table.seen_NC & counts[:, None][..., table.node_NC]
-        parts = [attend_nodes(q[:, :, :tokens], k, v, table, seen, self.types_TE, drop)[0]]
-        first = tokens
-        for level, size in list(enumerate(level_sizes(tokens, tree_levels(tokens))))[1:]:
-            own_BHM1E = q[:, :, first : first + size, None]
-            k_BHMWE, v_BHMWV = (_groups(t[:, :, :tokens], 2**level) for t in (k, v))
-            mask = nodes_BMD.new_ones(1, tokens, dtype=torch.bool) if there_BN is None else there_BN
-            mask = _groups(mask[:, None, :, None], 2**level).mT
-            parts.append(attend(own_BHM1E, k_BHMWE, v_BHMWV, mask, dropout=drop)[0][..., 0, :])
-            first += size
-        mixed_BMD = torch.cat(parts, 2).transpose(1, 2).flatten(2)
-        nodes_BMD = self.attention_norm(nodes_BMD + self.drop(self.output(mixed_BMD)))
-        return self.norm(nodes_BMD + self.drop(self.feed_forward(nodes_BMD)))
-
-    def _there(self, there_BN: Tensor) -> Tensor:
-        """(B, M): nodes that hold a token, of all levels."""
-        levels = [there_BN]
-        for _ in range(1, tree_levels(there_BN.shape[1])):
-            levels.append(in_pairs(levels[-1][..., None])[..., 0].any(-1))
-        return torch.cat(levels, 1)
+    tokens, levels, seen = q_BHNE.shape[2], nearby.levels, nearby.seen_NS
+    keys, values = zip(*pairs, strict=True)
+    slabs = _slabs(keys, levels)
+    parts = [out_of_blocks(into_blocks(q_BHNE, size) @ k.mT, tokens) for k, size in slabs]
+    logits_BHNS = torch.cat(parts, -1)
+    if types_TE is not None:
+        logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
+    if there_BM is not None:
+        firsts = [
+            sum(level.size for level in levels[:at]) for at, level in enumerate(levels) for _ in range(level.width)
+        ]
+        index_NS = torch.where(seen, nearby.node_NS + torch.tensor(firsts, device=seen.device), 0)
+        seen = seen & there_BM[:, None][..., index_NS]
+    weights_BHNS, lse_BHN = one_softmax(logits_BHNS / q_BHNE.shape[-1] ** 0.5, seen, dropout)
+    shares = weights_BHNS.to(q_BHNE.dtype).split([k.shape[-2] for k, _ in slabs], -1)
+    parts = [
+        out_of_blocks(into_blocks(share_BHNS, size) @ v, tokens)
+        for share_BHNS, (v, size) in zip(shares, _slabs(values, levels), strict=True)
+    ]
+    return torch.stack(parts).sum(0), lse_BHN if want_lse else None
 
 
-def tree_levels(tokens: int) -> int:
-    """Levels from the tokens to the root."""
-    return 1 + max(tokens - 1, 0).bit_length()
+def _slabs(nodes: Sequence[Tensor], levels: Sequence[Level]) -> list[tuple[Tensor, int]]:
+    """(B, H, Q, S, E), nodes in reach of the tokens of each block, and how many tokens these are.
 
-
-def _groups(t_BHNE: Tensor, size: int) -> Tensor:
-    """(B, H, N / size, size, E), filled up with zeros."""
-    return F.pad(t_BHNE, (0, 0, 0, -t_BHNE.shape[2] % size)).unflatten(2, (-1, size))
+    One for each level that is cut into blocks, and one for all those behind them, which all tokens have in reach.
+    """
+    slabs = []
+    for level, t_BHME in zip(levels, nodes, strict=True):
+        if level.block:
+            blocks = into_blocks(t_BHME, level.block)
+            slabs.append((with_neighbours(blocks, 1, level.width // level.block - 2), level.block * level.height))
+    whole = list(nodes[len(slabs) :])
+    return [*slabs, (torch.cat(whole, 2)[:, :, None], levels[0].size)]

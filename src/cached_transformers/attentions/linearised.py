@@ -108,6 +108,7 @@ class LinearisedAttention(Attention):
             context: keys and values that every token sees; slots that are not valid add nothing.
         """
         with torch.autocast(like.device.type, enabled=False):
+            # Of `like`, only the device and the dtype are wanted.
             state = self.empty(rows, heads, width, value_width, wide(like[..., :0]))
             return self._with_context(state, context, self.maps(), rows)
 

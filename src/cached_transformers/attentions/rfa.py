@@ -83,7 +83,7 @@ class RandomFeatureAttention(LinearisedAttention):
         kernel: Literal["gaussian", "arccos"] = "gaussian",
         gate: bool = False,
         pool: int | None = None,
-        floor: float = 1e-3,
+        floor: float = 0.01,
         chunk: int = 64,
     ) -> None:
         super().__init__()

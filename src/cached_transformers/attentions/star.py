@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, causal_scan, gather_keys, merge
+from .building_blocks import attend, causal_scan, merge, pick_rows
 
 
 @ATTENTIONS.register(
@@ -163,7 +163,8 @@ def attend_some(
     rows, tokens = len(q_BHNE), q_BHNE.shape[2]
     lead = (rows, 1, tokens) if padded else (tokens,)
     index, seen = (torch.cat([t.expand(*lead, t.shape[-1]) for t in part], -1) for part in zip(*columns, strict=True))
-    k_BHNKE, v_BHNKV = gather_keys(k_BHLE, index), gather_keys(v_BHLV, index)
+    index = index.expand(rows, k_BHLE.shape[1], -1, -1)
+    k_BHNKE, v_BHNKV = pick_rows(k_BHLE, index), pick_rows(v_BHLV, index)
     out, lse = attend(q_BHNE[..., None, :], k_BHNKE, v_BHNKV, seen[..., None, :], dropout=dropout, want_lse=want_lse)
     return out[..., 0, :], None if lse is None else lse[..., 0]
 

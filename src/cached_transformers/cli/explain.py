@@ -34,6 +34,9 @@ def add_parser(subparsers: Any) -> None:
         help="draw which keys each query of an attention attends (.png, .svg, .pdf)",
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="length of the sequence to be drawn (default: 64)")
+    parser.add_argument(
+        "--draws", type=int, metavar="B", help="random queries and keys to take the mean of (default: 4)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         known = [name for registry in registries().values() for name in registry.names()]
         raise ValueError(unknown_name("name", arguments.name, known))
     figure = None if arguments.plot is None else _draw(arguments)
-    for option, value in {"--tokens": arguments.tokens, "option=value": arguments.overrides or None}.items():
+    drawing = {"--tokens": arguments.tokens, "--draws": arguments.draws, "option=value": arguments.overrides or None}
+    for option, value in drawing.items():
         if figure is None and value is not None:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
     print("\n\n".join(explain(kind, entry) for kind, entry in found))
@@ -62,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
-    from cached_transformers.analysis.attention_patterns import TOKENS, pattern_figure
+    from cached_transformers.analysis.attention_patterns import DRAWS, TOKENS, pattern_figure
     from cached_transformers.analysis.style import SUFFIXES
 
     if arguments.name not in ATTENTIONS:
@@ -72,7 +76,8 @@ def _draw(arguments: argparse.Namespace) -> Any:
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)
-    return pattern_figure(spec, TOKENS if arguments.tokens is None else arguments.tokens)
+    tokens = TOKENS if arguments.tokens is None else arguments.tokens
+    return pattern_figure(spec, tokens, draws=DRAWS if arguments.draws is None else arguments.draws)
 
 
 def explain(kind: str, entry: Entry[Any]) -> str:

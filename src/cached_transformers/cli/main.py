@@ -22,6 +22,7 @@ EXAMPLES = """\
 examples:
   cached list memories                                     what there is
   cached explain grc                                       what one of them does, and its options
+  cached explain bp_transformer --plot tree.png            which keys each query attends
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached compare digits_vit_plain --with plain,grc --seeds 3
