@@ -132,6 +132,16 @@ def test_layers_share_one_projection() -> None:
         share_layers(torch.nn.ModuleList([make(**options), make(slots=5, **options)]))
 
 
+@pytest.mark.parametrize(("memory", "more"), [("memory_transformer", 4), ("rmt", 4), ("grc", 0)])
+def test_tokens_of_a_memory_have_places_too(memory: str, more: int) -> None:
+    spec = {"name": memory, "length": 4} if more else memory
+    sizes = {"width": 8, "depth": 1, "heads": 2, "classes": 3, "max_length": 12, "vocabulary": 7}
+    model = create_model("sequence_classifier", attention="linformer", memory=spec, **sizes)
+    (core,) = (m for m in model.modules() if isinstance(m, LinformerAttention))
+    assert core.length == 12 + 1 + more  # and the class token
+    assert model(torch.randint(7, (2, 12))).outputs.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

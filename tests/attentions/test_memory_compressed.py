@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.analysis.flops import count_flops
-from cached_transformers.attentions import SoftmaxAttention, create_attention
+from cached_transformers.attentions import SoftmaxAttention, create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
 
 
@@ -78,7 +78,10 @@ def twin(
     "options", [{}, {"grouping": "full", "null": True}, {"local": 2, "rate": 2}, {"local": 5, "null": True}]
 )
 @pytest.mark.parametrize("padded", [False, True])
-def test_loops_over_queries_and_slots_give_the_same(options: dict[str, Any], padded: bool) -> None:
+def test_loops_over_queries_and_slots_give_the_same(
+    options: dict[str, Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_compressed, "BLOCK", 3)
     core = make(**options)
     lengths = [(1, 1), (2, 2), (6, 6), (11, 11)] + ([] if core.local else [(4, 7)])
     for queries, keys in lengths:
@@ -128,15 +131,17 @@ def test_early_queries_see_no_slot_and_a_local_branch_serves_them() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_cost(causal: bool) -> None:
+def test_cost(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(12, 24)
     slots_and_products = 24 * (36 + 25), 12 * 8 * (6 + 5)
     assert count_flops(make(), q, k, v, causal=causal) == 2 * 2 * 2 * sum(slots_and_products)
     full = 2 * slots_and_products[0] + slots_and_products[1]
     assert count_flops(make(grouping="full"), q, k, v, causal=causal) == 2 * 2 * 2 * full
-    q, k, v = inputs(24)
-    local = 24 * (36 + 25) + 24 * 8 * (6 + 5) + (2 if causal else 3) * 4 * 24 * (6 + 5)
-    assert count_flops(make(local=4), q, k, v, causal=causal) == 2 * 2 * 2 * local
+    for window, block in ((4, 8), (12, 12)):
+        monkeypatch.setattr(memory_compressed, "BLOCK", 8)
+        q, k, v = inputs(24)
+        local = 24 * (36 + 25) + 24 * 8 * (6 + 5) + (2 if causal else 3) * block * 24 * (6 + 5)
+        assert count_flops(make(local=window), q, k, v, causal=causal) == 2 * 2 * 2 * local
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ Lloyd's algorithm takes the nearest centroid and then the majority of each bit. 
 -1 and 1. The assignment has no gradient, the means have one.
 
 Cost, for N queries, M keys, R bits and T iterations: N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a
-head, and N K (E + V) more when improved, which gathers N K (E + V) numbers a head.
+head. When improved, (N + C W) K (E + V) more: queries are laid out in blocks of W = ceil(N / C) of one cluster each,
+for which (N / W + C) K (E + V) numbers a head are gathered.
 
 * Everything is the same at every call: the first centroids are those of queries evenly spaced over the row (reference:
   of the first C queries), an empty cluster takes the query that is farthest from its centroid (reference: a random
@@ -24,7 +25,8 @@ head, and N K (E + V) more when improved, which gathers N K (E + V) numbers a he
 * A mean of queries sees everything that one of them sees, so there is no causal form; the reference's causal improved
   form puts queries together, and chooses keys, with the future in sight.
 
-Legend: B rows, H heads, N queries, M keys, E key width, V value width, C clusters, R bits, K best keys.
+Legend: B rows, H heads, N queries, M keys, E key width, V value width, C clusters, R bits, K best keys,
+Q blocks of W queries of one cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import Attention, AttentionOutput, Call
-from .building_blocks import attend, gather_keys
+from .building_blocks import attend, pick_rows
+from .hamming import lloyd
 
 
 @ATTENTIONS.register(
@@ -124,7 +127,7 @@ class ClusteredAttention(Attention):
     ) -> Tensor:
         """(B, H, N, V) from the means and the clusters of the queries."""
         out_BHCV = F.scaled_dot_product_attention(means_BHCE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
-        return _of_each(out_BHCV, index_BHN)
+        return pick_rows(out_BHCV, index_BHN)
 
     @torch.no_grad()
     def assign(
@@ -159,7 +162,7 @@ class ClusteredAttention(Attention):
     equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
     "m = sum_T A_c",
     order="N (C + K), C clusters, K best keys",
-    cost="that of clustered + N K (E + V) multiply-adds a head",
+    cost="that of clustered + (N + C W) K (E + V) multiply-adds a head, W = ceil(N / C)",
 )
 class ImprovedClusteredAttention(ClusteredAttention):
     """Clustered attention in which a query weighs the best keys of its cluster itself.
@@ -217,58 +220,51 @@ class ImprovedClusteredAttention(ClusteredAttention):
         best_BHCK, key_BHCK = weights_BHCM.topk(min(self.topk, k_BHME.shape[2]), sorted=False)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        key_BHNK = _of_each(key_BHCK, index_BHN)
-        k_BHNKE, v_BHNKV = gather_keys(k_BHME, key_BHNK), gather_keys(v_BHMV, key_BHNK)
-        seen_BHN1K = None
-        if seen_B11M is not None:
-            seen_BHN1K = seen_B11M.expand(-1, *key_BHNK.shape[1:3], -1).gather(3, key_BHNK)[:, :, :, None]
-        own_BHN1V, _ = attend(q_BHNE[:, :, :, None], k_BHNKE, v_BHNKV, seen_BHN1K, dropout=self.drop)
+        own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
-        rest_BHNV, mass_BHN1 = _of_each(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
-        return mass_BHN1 * own_BHN1V[:, :, :, 0] + rest_BHNV
+        rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
+        return mass_BHN1 * own_BHNV + rest_BHNV
 
+    def _of_queries(
+        self,
+        q_BHNE: Tensor,
+        index_BHN: Tensor,
+        key_BHCK: Tensor,
+        k_BHME: Tensor,
+        v_BHMV: Tensor,
+        seen_B11M: Tensor | None,
+    ) -> Tensor:
+        """(B, H, N, V): attention of each query to the best keys of its cluster.
 
-def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | None = None) -> Tensor:
-    """(B, H, N): the cluster of each hash, by Lloyd's algorithm in Hamming space; the first of the nearest ones.
-
-    Args:
-        bits_BHNR: bool. clusters: C <= N. iterations: of the assignment; one less of the majorities.
-        there_BN: bool, hashes that take part, at least C of them; all when None.
-    """
-    rows, heads, tokens, bits = bits_BHNR.shape
-    sign_BHNR = bits_BHNR.float() * 2 - 1
-    place_C = torch.arange(clusters, device=bits_BHNR.device)
-    if there_BN is None:
-        first_BC = (place_C * tokens // clusters).expand(rows, -1)
-    else:
-        order_BN = (~there_BN).long().argsort(dim=1, stable=True)
-        first_BC = order_BN.gather(1, place_C * there_BN.sum(1, keepdim=True) // clusters)
-    centroid_BHCR = _of_each(sign_BHNR, first_BC[:, None].expand(-1, heads, -1))
-    place_N = torch.arange(tokens, device=bits_BHNR.device)
-    for step in range(iterations):
-        nearest_BHN, index_BHN = (sign_BHNR @ centroid_BHCR.mT).max(-1)
-        if step == iterations - 1:
-            break
-        member_BHNC = F.one_hot(index_BHN, clusters).float()
-        if there_BN is not None:
-            member_BHNC = member_BHNC * there_BN[:, None, :, None]
-        majority_BHCR = (member_BHNC.mT @ sign_BHNR > 0).float() * 2 - 1
-        # The earlier of two hashes that are equally far comes first, so that the order does not depend on the sort.
-        far_BHN = (bits - nearest_BHN.long()) * tokens + (tokens - 1 - place_N)
-        if there_BN is not None:
-            far_BHN = far_BHN.masked_fill(~there_BN[:, None], -1)
-        farthest_BHC = far_BHN.topk(clusters, -1).indices
-        empty_BHC = member_BHNC.amax(2) == 0
-        # The n-th of the empty clusters takes the n-th of the farthest hashes.
-        taken_BHC = farthest_BHC.gather(2, (empty_BHC.cumsum(2) - 1).clamp(min=0))
-        centroid_BHCR = torch.where(empty_BHC[..., None], _of_each(sign_BHNR, taken_BHC), majority_BHCR)
-    return index_BHN
-
-
-def _of_each(t_BHCE: Tensor, index_BHN: Tensor) -> Tensor:
-    """(B, H, N, E): one row of a table for each index."""
-    return t_BHCE.gather(2, index_BHN[..., None].expand(-1, -1, -1, t_BHCE.shape[3]))
+        Queries are laid out in blocks of one cluster each, so that keys are gathered for blocks, not for queries. The
+        clusters fill N // W + C blocks of W at most, whatever their sizes.
+        """
+        tokens, size = q_BHNE.shape[2], -(-q_BHNE.shape[2] // self.clusters)
+        clusters_C = torch.arange(self.clusters, device=q_BHNE.device)
+        blocks_Q = torch.arange(tokens // size + self.clusters, device=q_BHNE.device)
+        order_BHN = index_BHN.argsort(dim=-1, stable=True)
+        sorted_BHN = index_BHN.gather(2, order_BHN)
+        first_BHC = torch.searchsorted(sorted_BHN, clusters_C.expand(*index_BHN.shape[:2], -1).contiguous())
+        count_BHC = torch.cat([first_BHC[..., 1:], torch.full_like(first_BHC[..., :1], tokens)], -1) - first_BHC
+        end_BHC = ((count_BHC + size - 1) // size).cumsum(-1)
+        start_BHC = end_BHC - (count_BHC + size - 1) // size
+        # Place of the query that is the n-th in order: blocks of earlier clusters, then its rank in its own.
+        rank_BHN = torch.arange(tokens, device=q_BHNE.device) - first_BHC.gather(2, sorted_BHN)
+        slot_BHN = start_BHC.gather(2, sorted_BHN) * size + rank_BHN
+        slot_BHN = torch.empty_like(slot_BHN).scatter(2, order_BHN, slot_BHN)
+        # A slot that stays empty holds the first query, whose result there nobody takes.
+        query_BHS = slot_BHN.new_zeros(*slot_BHN.shape[:2], len(blocks_Q) * size)
+        query_BHS = query_BHS.scatter(2, slot_BHN, torch.arange(tokens, device=q_BHNE.device).expand_as(slot_BHN))
+        q_BHQWE = pick_rows(q_BHNE, query_BHS).unflatten(2, (-1, size))
+        cluster_BHQ = torch.searchsorted(end_BHC, blocks_Q.expand(*index_BHN.shape[:2], -1).contiguous(), right=True)
+        key_BHQK = pick_rows(key_BHCK, cluster_BHQ.clamp(max=self.clusters - 1))
+        seen_BHQ1K = None
+        if seen_B11M is not None:
+            seen_BHQ1K = seen_B11M.expand(-1, *key_BHQK.shape[1:3], -1).gather(3, key_BHQK)[:, :, :, None]
+        k_BHQKE, v_BHQKV = pick_rows(k_BHME, key_BHQK), pick_rows(v_BHMV, key_BHQK)
+        out_BHQWV, _ = attend(q_BHQWE, k_BHQKE, v_BHQKV, seen_BHQ1K, dropout=self.drop)
+        return pick_rows(out_BHQWV.flatten(2, 3), slot_BHN)
 
 
 def _all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -19,7 +19,8 @@ keys. It is refused unless `allow_leak=True`.
 * The mean is over the sampled keys (both codes divide the sum of U by M).
 * Padding is in no sample, mean or choice, and u and U are those of the trimmed row. Where queries are as many as keys,
   padding is taken to be of both.
-* Queries not chosen get the mean of the values up to them in the leaking causal form (both codes: the sum, `lazy_sum`).
+* In the leaking causal form, queries not chosen get the mean of the values up to them (both codes: the sum, which
+  grows with the place; `lazy_sum`).
 
 Legend: B rows, H heads, N queries, M keys of context and segment, E key width, V value width, U samples, T = u queries
 chosen, D width of a layer.
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import Attention, AttentionOutput, Call
-from .building_blocks import gather_keys
+from .building_blocks import pick_rows
 
 POWERS = [math.floor(math.exp(power)) for power in range(22)]
 """ceil(ln n) is the number of those below n, in whole numbers: the same in and out of a graph and on every device."""
@@ -72,6 +73,7 @@ class InformerAttention(Attention):
 
     jitter_U: Tensor
     stride_U: Tensor
+    powers: Tensor
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class InformerAttention(Attention):
         # Whole numbers, which a change of dtype leaves alone.
         self.register_buffer("jitter_U", torch.randint(STEPS, (factor * len(POWERS),)))
         self.register_buffer("stride_U", torch.randint(STEPS, (factor * len(POWERS),)))
+        self.register_buffer("powers", torch.tensor(POWERS), persistent=False)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}, sampling={self.sampling!r}"
@@ -122,12 +125,13 @@ class InformerAttention(Attention):
         if call.causal:
             past_BHTM = torch.arange(-slots, own, device=q_BHNE.device) <= place_BHT[..., None]
             seen = past_BHTM if seen is None else seen & past_BHTM
-        q_BHTE = _at(q_BHNE, place_BHT)
+        q_BHTE = pick_rows(q_BHNE, place_BHT)
         chosen_BHTV = F.scaled_dot_product_attention(q_BHTE, k_BHNE, v_BHNV, seen, self.drop)
         lazy_BHNV = self._lazy(v_BHNV, seen_BM, slots if call.causal else None).expand(-1, -1, queries, -1)
+        lazy_BHNV = lazy_BHNV.to(chosen_BHTV.dtype)  # autocast may have changed that of the attention alone
         if there_BN is not None:
             real_BT = torch.arange(place_BHT.shape[2], device=q_BHNE.device) < self._shares(there_BN.sum(1))[:, None]
-            chosen_BHTV = torch.where(real_BT[:, None, :, None], chosen_BHTV, _at(lazy_BHNV, place_BHT))
+            chosen_BHTV = torch.where(real_BT[:, None, :, None], chosen_BHTV, pick_rows(lazy_BHNV, place_BHT))
         index_BHTV = place_BHT[..., None].expand(-1, -1, -1, v_BHNV.shape[3])
         return AttentionOutput(lazy_BHNV.scatter(2, index_BHTV, chosen_BHTV))
 
@@ -137,7 +141,7 @@ class InformerAttention(Attention):
 
     def _shares(self, count_B: Tensor) -> Tensor:
         """The same for the rows of a batch."""
-        logarithm_B = (count_B[:, None] > torch.tensor(POWERS, device=count_B.device)).sum(1)
+        logarithm_B = (count_B[:, None] > self.powers).sum(1)
         return torch.minimum(self.factor * logarithm_B.clamp(min=1), count_B)
 
     @torch.no_grad()
@@ -156,7 +160,7 @@ class InformerAttention(Attention):
             generator: of samples that are drawn anew.
         """
         index, used_BU, count_B = self._sample(len(q_BHNE), q_BHNE.shape[2], k_BHME.shape[2], seen_BM, generator)
-        sampled = gather_keys(k_BHME, index[:, None])
+        sampled = pick_rows(k_BHME, index[:, None].expand(-1, k_BHME.shape[1], -1, -1))
         if self.sampling == "shared":
             score_BHNU = q_BHNE @ sampled[:, :, 0].mT
         else:
@@ -214,11 +218,6 @@ class InformerAttention(Attention):
             if self.lazy_sum:
                 count = torch.ones_like(count)
         return (total / count.clamp(min=1)).to(v_BHMV.dtype)
-
-
-def _at(t_BHNE: Tensor, place_BHT: Tensor) -> Tensor:
-    """(B, H, T, E): the rows at these places."""
-    return t_BHNE.gather(2, place_BHT[..., None].expand(-1, -1, -1, t_BHNE.shape[3]))
 
 
 class Distilling(nn.Module):

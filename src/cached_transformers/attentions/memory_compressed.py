@@ -8,15 +8,14 @@ has a softmax over the slots.
     causal: query i sees slot b if its last token is not later, cb + c - 1 <= i
 
 Cost: M (E^2 + V^2) + N M (E + V) / c multiply-adds a head for N queries and M keys (M H (E^2 + V^2) with the full
-convolution), and about 2 N W (E + V) for a local branch of W tokens (3 W where it is not causal).
+convolution), and 2 N W (E + V) for a local branch of W tokens, at least 128 (3 N W where it is not causal).
 
 * The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
   a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
-  local attention. Tensor2tensor puts the first token, not compressed, in front instead.
-* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden. The
-  packages: lucidrains pads on the left, so that the slots move with the length, and its masks hide everything but the
-  null key.
-* The convolution starts as the mean, so that a slot is a mean key; the packages start at random.
+  local attention.
+* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden.
+  (Lucidrains pads on the left, so that the slots move with the length, and its masks hide all but the null key.)
+* The convolution starts as the mean, so that a slot is a mean key (lucidrains: at random).
 * One softmax with the keys of a memory; the log-sum-exp is that of the slots' (and local keys') logits.
 
 Legend: B rows, H heads, N queries, M keys, E key width, V value width, S slots, C = rate, Q blocks, W tokens of a block
@@ -31,15 +30,10 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import (
-    attend,
-    block_places,
-    into_blocks,
-    merge,
-    out_of_blocks,
-    seen_places,
-    with_neighbours,
-)
+from .building_blocks import attend, block_places, into_blocks, out_of_blocks, seen_places, with_neighbours
+
+BLOCK = 128
+"""Fewest queries that share a copy of the slots in a local branch."""
 
 
 class Compression(nn.Module):
@@ -142,13 +136,9 @@ class MemoryCompressedAttention(PatternAttention):
             if seen is not None:
                 anything = True if padding_BN is None else ~padding_BN.all(1)[:, None, None, None]
                 seen = F.pad(seen, (1, 0), value=True) & anything
-        want_lse = call.want_lse or self.local > 0
-        out_BHNV, lse_BHN = attend(q_BHNE, k_BHSE, v_BHSV, seen, dropout=self.drop, want_lse=want_lse)
         if self.local:
-            assert lse_BHN is not None
-            near, near_lse = self._near(q_BHNE, k_BHNE, v_BHNV, padding_BN, call.causal)
-            out_BHNV, lse_BHN = merge(out_BHNV, lse_BHN, near, near_lse)
-        return AttentionOutput(out_BHNV, lse_BHN if call.want_lse else None)
+            return self._with_local((q_BHNE, k_BHNE, v_BHNV), (k_BHSE, v_BHSV), seen, call)
+        return AttentionOutput(*attend(q_BHNE, k_BHSE, v_BHSV, seen, dropout=self.drop, want_lse=call.want_lse))
 
     def _seen_slots(self, q_BHNE: Tensor, k_BHSE: Tensor, padding_BN: Tensor | None, causal: bool) -> Tensor | None:
         """(B or 1, 1, N, S): slots that hold a token at all, none of them later than the query; None for all."""
@@ -163,18 +153,30 @@ class MemoryCompressedAttention(PatternAttention):
             seen = held_B1NS if seen is None else seen & held_B1NS
         return seen
 
-    def _near(
-        self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, padding_BN: Tensor | None, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The result and log-sum-exp over the tokens of the window, in blocks with their neighbours."""
-        tokens = q_BHNE.shape[2]
-        size, after = min(self.local, tokens), 0 if causal else 1
-        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in (q_BHNE, k_BHNE, v_BHNV))
-        query, key = block_places(q_BHQWE.shape[2], size, 1, after, q_BHNE.device)
+    def _with_local(
+        self, own: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
+    ) -> AttentionOutput:
+        """One softmax over the slots and the tokens of the window, in blocks that have both as their keys.
+
+        Slots are repeated for each block, which are therefore not smaller than `BLOCK`.
+        """
+        q_BHNE, tokens = own[0], own[0].shape[2]
+        size, after = min(max(self.local, BLOCK), tokens), 0 if call.causal else 1
+        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in own)
+        blocks = q_BHQWE.shape[2]
+        k_BHQSE, v_BHQSV = (
+            torch.cat([made[:, :, None].expand(-1, -1, blocks, -1, -1), with_neighbours(t, 1, after)], 3)
+            for made, t in zip(slots, (k_BHQWE, v_BHQWV), strict=True)
+        )
+        query, key = block_places(blocks, size, 1, after, q_BHNE.device)
         distance_QWS = query - key
-        seen = (distance_QWS < self.local) & (distance_QWS > (-1 if causal else -self.local))
-        seen = seen & seen_places(key, tokens, padding_BN)
-        k_BHQSE, v_BHQSV = (with_neighbours(t, 1, after) for t in (k_BHQWE, v_BHQWV))
-        out, lse = attend(q_BHQWE, k_BHQSE, v_BHQSV, seen, dropout=self.drop, want_lse=True)
-        assert lse is not None
-        return out_of_blocks(out, tokens), out_of_blocks(lse[..., None], tokens)[..., 0]
+        near = (distance_QWS < self.local) & (distance_QWS > (-1 if call.causal else -self.local))
+        near = near & seen_places(key, tokens, call.key_padding_mask)
+        near = near.view((1,) * (5 - near.dim()) + near.shape)
+        if seen is None:
+            seen = near.new_ones(1, 1, 1, slots[0].shape[2])
+        seen = F.pad(seen.expand(-1, -1, tokens, -1), (0, 0, 0, -tokens % size)).unflatten(2, (blocks, size))
+        both = torch.cat([t.expand(max(len(seen), len(near)), -1, -1, -1, -1) for t in (seen, near)], 4)
+        out, lse = attend(q_BHQWE, k_BHQSE, v_BHQSV, both, dropout=self.drop, want_lse=call.want_lse)
+        out_BHNV = out_of_blocks(out, tokens)
+        return AttentionOutput(out_BHNV, None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0])

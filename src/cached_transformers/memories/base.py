@@ -249,6 +249,7 @@ class ModelMemory(nn.Module):
         rewinds: another pass over the same segments takes place at the same positions: the loop gives the clock and the
             states of the layers the values that they had before the first pass; what `next_pass` returns counts for
             the model memory alone.
+        around: tokens that it puts round a segment, by which attention sees longer ones.
     """
 
     insertion: Literal["input", "kv", "sublayer", "none"] = "none"
@@ -258,6 +259,7 @@ class ModelMemory(nn.Module):
     own_weights: bool = False
     own_keys: bool = True
     rewinds: bool = False
+    around: int = 0
 
     def layer_keys(self, index: int) -> bool:
         """Whether the layer `index` has projections of keys and values; only without `own_keys` can one do without."""

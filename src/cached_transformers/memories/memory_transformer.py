@@ -82,6 +82,7 @@ class MemoryTransformer(ModelMemory):
                 "memory='rmt', which carries what is written behind the segment into the next one"
             )
         self.length, self.place, self.own_weights = length, place, control
+        self.around = length
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
         self.masks = (causal and self.full) or cache > 0

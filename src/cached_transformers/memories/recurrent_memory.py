@@ -93,6 +93,7 @@ class RecurrentMemory(ModelMemory):
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache
         self.full, self.causal_model, self.behind = mask == "full", causal, length if causal else 0
+        self.around = length + self.behind
         self.hides_cache = cache > 0 and not read_cache
         self.masks = (causal and self.full) or self.hides_cache
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)

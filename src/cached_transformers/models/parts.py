@@ -84,6 +84,9 @@ def make_stack(
     if causal and spec is not None and not first.causal:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
     slots_of = model_memory if first.insertion == "sublayer" else None
+    seen = dict(known)  # by attention, which has the memory's tokens in its segments
+    if model_memory is not None and "length" in seen:
+        seen["length"] += model_memory.around
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -96,7 +99,7 @@ def make_stack(
         layer = SelfAttention(
             width,
             heads,
-            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **known),
+            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **seen),
             memory=own,  # type: ignore[arg-type]
             positions=scheme,
             norm=nn.LayerNorm(width) if norm == "pre" else None,
