@@ -58,7 +58,8 @@ class Exchange:
     """
 
     def __init__(self, layer: nn.Module, host: Host, own_dropout: bool) -> None:
-        self.layer, self.padding, self.own_dropout = layer, host.inner.padding, own_dropout
+        self.layer, self.padding, self.causal = layer, host.inner.padding, host.inner.causal
+        self.own_dropout = own_dropout
         self.first = next(iter(inspect.signature(layer.forward).parameters))
         self.before = {name: getattr(layer, name) for name in host.inner.switches}
         self.uninstall = host.inner.uninstall
@@ -70,7 +71,8 @@ class Exchange:
         Raises:
             ValueError: it did not call `scaled_dot_product_attention` once, or what the core cannot do.
         """
-        with Intercept(self, args[0] if args else kwargs[self.first]) as mode:
+        mode = Intercept(self, args[0] if args else kwargs[self.first])
+        with mode:  # "with ... as mode" would give Dynamo another object
             out = type(self.layer).forward(self.layer, *args, **kwargs)
         if mode.calls != 1:
             raise ValueError(
@@ -99,6 +101,7 @@ class Exchange:
         padding_BM = None
         if self.padding and not isinstance(core, SoftmaxAttention):
             padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], PER_QUERY), None
+            is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a cache
         return through_core(
             core,
             query,
