@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -47,6 +48,8 @@ class Intercept(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and not self.exchange.aside:
             self.calls += 1
             return self.exchange.answer(self.x_BND, *args, **(kwargs or {}))
+        if func is Tensor.unflatten:  # a method in Python, whose `super()` Dynamo cannot trace from here
+            return torch.unflatten(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
