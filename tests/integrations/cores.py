@@ -96,7 +96,15 @@ class NeedsInput(Attention):
         return AttentionOutput(call.x_BND.unflatten(-1, (q_BHNE.shape[1], -1)).transpose(1, 2))
 
 
+class Constant(Attention):
+    """Gives the values as they are."""
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        return AttentionOutput(v_BHNV)
+
+
 CORES = {
+    "test_constant": Constant,
     "test_window": Window,
     "test_biased_window": BiasedWindow,
     "test_tempered": Tempered,
