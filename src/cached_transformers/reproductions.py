@@ -142,7 +142,9 @@ LANGUAGE_ROWS = {
     "compressive": Row(_compressive),
     "crtn": Row(_crtn),
     "ernie_doc": Row(),
-    "feedback": Row(model={"shared_biases": False}),  # its positions have no biases
+    # Its positions have no biases; and since no token attends itself, one whose embedding is small drowns in what it
+    # attends: without the scale perplexity stays that of the unigram model.
+    "feedback": Row(model={"shared_biases": False, "scale_embedding": True}),
     "grc_stream": Row(_grc, "relative"),
     "infinity_former": Row(_signal),
     "memformer": Row(lambda setup: {"length": 32}, "relative"),

@@ -38,28 +38,41 @@ class Case:
 CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
     "softmax": Case(exact={}),
-    # axial
-    # bigbird
-    # bp_transformer
-    # clustered
-    # delta_net
-    # etc
-    # image_transformer
-    # improved_clustered
-    # informer
-    # linear
-    # linformer
-    # longformer
-    # memory_compressed
-    # performer
-    # reformer
-    # rfa
-    # routing
-    # sac
-    # set_transformer
-    # sinkhorn
-    # sparse_transformer
-    # star
+    "axial": Case({"columns": 4, "prefix": 1}, exact={"columns": 48}),
+    "bigbird": Case({"block": 4, "random": 1}, exact={"block": 4, "random": 3}),
+    "bp_transformer": Case(
+        options={"k": 1},
+        exact={"k": 24, "types": False},
+        exempt={"lse": "the key of a span is a mean and no token's own"},
+    ),
+    "clustered": Case({"clusters": 4}, exact={"clusters": 24}),
+    "delta_net": Case({"chunk": 4}),
+    "etc": Case(
+        {"radius": 3, "segment": 4, "clip": 2},
+        exact={"radius": 24, "segment": None, "clip": None},
+        exempt={"lse": "weights are of labelled keys and of means over segments"},
+    ),
+    "image_transformer": Case(
+        {"block": (2, 3), "memory": (1, 2), "size": (4, 7), "prefix": 1}, exact={"block": 24, "memory": 0}
+    ),
+    "improved_clustered": Case({"clusters": 4, "topk": 3}, exact={"clusters": 4, "topk": 24}),
+    "informer": Case({"factor": 1, "sampling": "own"}, exact={"factor": 24}),
+    "linear": Case({"chunk": 4}),
+    "linformer": Case({"slots": 4, "sharing": "none"}, exempt={"lse": "its softmax is over slots, not keys"}),
+    "longformer": Case({"window": 4, "dilation": (1, 2), "prefix": 1, "global_tokens": (9,)}, exact={"window": 48}),
+    "memory_compressed": Case({"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys"}),
+    "performer": Case({"features": 16, "chunk": 4}),
+    "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
+    "rfa": Case({"features": 64, "chunk": 4}),
+    "routing": Case({"clusters": 3, "window": 4}, exact={"clusters": 1, "window": 24}),
+    "sac": Case({"edges": 3, "hidden": 5, "clip": 3}, exact={"edges": 24, "hidden": 5}),
+    "set_transformer": Case({"points": 4}),
+    "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),
+    "sparse_transformer": Case({"stride": 4, "pattern": "fixed", "summary": 2, "prefix": 1}, exact={"stride": 48}),
+    "star": Case(
+        exact={"radius": 24, "embedding": False, "relay": False},
+        exempt={"lse": "the relay's key is a mean of keys and no token's own"},
+    ),
 }
 
 

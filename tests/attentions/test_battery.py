@@ -40,11 +40,13 @@ def inputs(tokens: int, *, seed: int = 1, rows: int = B) -> dict[str, Tensor]:
 
 
 def run(core: Attention, given: dict[str, Tensor], **call: Any) -> Any:
+    call.setdefault("causal", core.only_causal)
     return core(given["q"], given["k"], given["v"], x_BND=given["x"], **call)
 
 
 def causal_forms(name: str) -> list[bool]:
-    return [False, True] if ATTENTIONS.entry(name).factory.supports_causal else [False]
+    kind = ATTENTIONS.entry(name).factory
+    return [causal for causal in (False, True) if (kind.supports_causal if causal else not kind.only_causal)]
 
 
 def test_each_mechanism_has_a_case() -> None:
@@ -135,6 +137,10 @@ def test_what_a_mechanism_cannot_do_is_refused(name: str) -> None:
     if not core.supports_cross:
         with pytest.raises(ValueError, match="supports_cross=False"):
             core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"][:, :5])
+    if core.only_causal:
+        assert core.supports_causal
+        with pytest.raises(ValueError, match="has no other than a causal form"):
+            run(core, given, causal=False)
     assert {*calls, "supports_cross", "exact_padding"} == set(ABILITIES)
 
 
@@ -237,6 +243,10 @@ def test_one_graph_is_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_under_a_closed_cache_it_is_itself(name: str) -> None:
+    if ATTENTIONS.entry(name).factory.only_causal:
+        with pytest.raises(ValueError, match="has no other than a causal form"):
+            GRCAttention(H * E, H, 13, core=build(name))
+        return
     torch.manual_seed(0)
     layer = GRCAttention(H * E, H, 13, core=build(name), initial_gate=-60.0).double()
     plain = SelfAttention(H * E, H, core=layer.core).double()

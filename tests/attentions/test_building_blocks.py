@@ -106,6 +106,19 @@ def test_tables_of_blocks_and_of_keys() -> None:
                 assert torch.equal(picked[b, h], keys[b, h][each[b, h]])
 
 
+def test_whole_rows_are_picked() -> None:
+    torch.manual_seed(0)
+    t = torch.randn(2, 3, 5, 4, dtype=torch.double, requires_grad=True)
+    index = torch.randint(5, (2, 3, 2, 6))
+    got, numbers = blocks.pick_rows(t, index), blocks.pick_rows(t[..., 0], index[:, :, 0])
+    want = torch.stack([torch.stack([t[b, h, index[b, h]] for h in range(3)]) for b in range(2)])
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(numbers, want[:, :, 0, :, 0], rtol=0, atol=0)
+    weight = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad((o * weight).sum(), t) for o in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 8, 13])
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("carried", [False, True])

@@ -411,7 +411,7 @@ def _cases() -> Iterator[Case]:
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
             suited = ["language_model"] if core.supports_causal else []
             if not getattr(memory, "causal", True):
-                suited = ["sequence_classifier", "vision_transformer"]
+                suited = [] if core.only_causal else ["sequence_classifier", "vision_transformer"]
             for model in CONTRACTS.get(label, Contract()).models or suited:
                 yield Case(label, attention.name, model, **kind)
 

@@ -18,6 +18,7 @@ REASONS = {
     "no bias for a window": r"limits how far tokens see, by a mask that attention \w+ cannot take",
     "no bias for a mask": r"chooses which tokens see each other, which attention \w+ cannot take",
     "no log-sum-exp": r"shares one softmax with the layer, .* \(gives_lse=False\)",
+    "unknown length": r"attention '\w+' needs length, which this model does not know",
     "no causal form": r"attention \w+ has no causal form",
     "causal only": r"attention \w+ has no other than a causal form",
     "no cross-attention": r"own_keys=False needs an attention of context alone",

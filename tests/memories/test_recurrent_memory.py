@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_bytes import LiveBytes
 from memories.learning import LATCH, accuracy, trained, untrained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
+from cached_transformers.analysis.live_bytes import LiveBytes
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, Stack

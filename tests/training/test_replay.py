@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers import state as states
 from cached_transformers.analysis.flops import saved_activation_bytes
+from cached_transformers.analysis.live_bytes import LiveBytes
 from cached_transformers.models import create_model
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop, token_losses

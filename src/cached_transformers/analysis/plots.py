@@ -246,6 +246,36 @@ def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figu
     return figure
 
 
+def cost_against_length(
+    costs: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], reference: str | None = None
+) -> Figure:
+    """Seconds and peak MiB over the number of tokens, both axes logarithmic: a slope of 2 is quadratic growth.
+
+    Args:
+        costs: (seconds by length, MiB by length) of each mechanism.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    if not costs or not all(seconds for seconds, _ in costs.values()):
+        raise ValueError("cost_against_length needs at least one mechanism, with at least one length each")
+    mechanism_looks = looks(costs, reference)
+    figure, axes = blank_figure(11.6, 4.6, 1, 2)
+    with style():
+        for index, (ax, label) in enumerate(zip(axes[0], ("seconds, forward and backward", "peak MiB"), strict=True)):
+            for name, both in costs.items():
+                colour, dash, marker = mechanism_looks[name]
+                lengths = sorted(both[index])
+                heights = [max(both[index][n], 1e-9) for n in lengths]
+                width = 2.4 if name == reference else 1.2
+                ax.plot(lengths, heights, color=colour, ls=dash, marker=marker, ms=3, lw=width, label=name)
+            ax.set(xscale="log", yscale="log", xlabel="tokens", title=label)
+            ax.set_xticks(lengths, [short_count(n) for n in lengths])
+            ax.minorticks_off()
+        axes[0][1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+    return figure
+
+
 class _Curve(NamedTuple):
     steps: Array
     mean: Array

@@ -77,6 +77,7 @@ class Attention(nn.Module):
         supports_bias: takes an additive bias on the logits.
         exact_padding: a padded row gives the same outputs as the trimmed row.
         gives_lse: gives the log-sum-exp of the logits, so that a memory can share one softmax with it.
+        only_causal: has a causal form alone; a call that is not causal is refused.
         can: these, in words.
     """
 
@@ -86,12 +87,14 @@ class Attention(nn.Module):
     supports_bias: bool = False
     exact_padding: bool = False
     gives_lse: bool = False
+    only_causal: bool = False
 
     can: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.can = ", ".join(word for flag, word in ABILITIES.items() if getattr(cls, flag)) or "only what all can"
+        can = ", ".join(word for flag, word in ABILITIES.items() if getattr(cls, flag)) or "only what all can"
+        cls.can = can.replace("causal", "causal alone") if cls.only_causal else can
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -142,6 +145,11 @@ class Attention(nn.Module):
                     f"attention {type(self).__name__} has {flag}=False and cannot serve this call; "
                     f"`cached list attentions` shows which cores can"
                 )
+        if self.only_causal and not causal:
+            raise ValueError(
+                f"attention {type(self).__name__} has no other than a causal form (only_causal=True); "
+                "call it with causal=True, or build the layer with it"
+            )
         call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse)
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)
 

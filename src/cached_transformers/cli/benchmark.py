@@ -10,6 +10,7 @@ from typing import Any
 
 BENCHMARKS = {
     "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
+    "attentions": "every attention mechanism against length, beside exact attention and published implementations",
     "memories": "every stream memory as a language model, beside published implementations where installed",
 }
 
@@ -31,6 +32,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--compile", action="store_true", help="grc: time every model through torch.compile")
     parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
+    parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
+    parser.add_argument("--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
     return parser
@@ -49,17 +52,23 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import grc, memories
+    from cached_transformers.benchmarks import attentions, grc, memories
     from cached_transformers.training.run import environment
 
     torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     facts = environment(device) | {"rounds": arguments.rounds}
     rows: list[Any]
+    curves: dict[str, Any] = {}
     if arguments.name == "grc":
         facts |= {"batch": arguments.batch, "compile": arguments.compile}
         rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
         print(grc.as_markdown(rows))
+    elif arguments.name == "attentions":
+        lengths = arguments.lengths or attentions.LENGTHS
+        rows = attentions.run(arguments.rounds, arguments.attentions, lengths, device)
+        print(attentions.as_markdown(rows))
+        curves = {row.attention: (row.seconds, row.mebibytes) for row in rows}
     else:
         rows = memories.run(arguments.rounds, arguments.memories)
         print(memories.as_markdown(rows))
@@ -68,4 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}
         arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if curves:
+            from cached_transformers.analysis.plots import cost_against_length
+            from cached_transformers.analysis.style import save
+
+            print(f"drawn: {save(cost_against_length(curves, attentions.EXACT), arguments.output.with_suffix('.png'))}")
     return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))

@@ -1,13 +1,18 @@
-"""`cached explain NAME`: what a registered part does, from its registry entry and its signature."""
+"""`cached explain NAME`: what a registered part does, from its registry entry and its signature.
+
+With `--plot FILE` an attention also draws which keys each query attends.
+"""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+from pathlib import Path
 from typing import Any
 
 from cached_transformers.cli.list import registries
-from cached_transformers.registry import Entry, unknown_name
+from cached_transformers.registry import ATTENTIONS, Entry, unknown_name
+from cached_transformers.yaml_tree import apply_override
 
 FACTS = ("equations", "state", "cost", "gradient")
 """Keys of an entry's `info` that come first, in this order."""
@@ -15,19 +20,59 @@ FACTS = ("equations", "state", "cost", "gradient")
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("explain", help="equations, state, cost and options of a registered part")
+    parser = subparsers.add_parser(
+        "explain",
+        help="equations, state, cost and options of a registered part; the pattern of an attention",
+        epilog="example: cached explain bp_transformer k=2 --tokens 48 --plot bp_transformer.png",
+    )
     parser.add_argument("name", help="a name from `cached list`")
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help="options of the attention to be drawn")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw which keys each query of an attention attends (.png, .svg, .pdf)",
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="length of the sequence to be drawn (default: 64)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every part of that name (a memory and a model may share one)."""
+    """Print every part of that name (a memory and a model may share one), and draw the attention if asked.
+
+    Raises:
+        ValueError: unknown name, option or suffix; something to be drawn that is no attention, or nothing to draw.
+        ImportError: a figure without matplotlib.
+    """
     found = [(r.kind, r.entry(arguments.name)) for r in registries().values() if arguments.name in r]
     if not found:
         known = [name for registry in registries().values() for name in registry.names()]
         raise ValueError(unknown_name("name", arguments.name, known))
+    figure = None if arguments.plot is None else _draw(arguments)
+    for option, value in {"--tokens": arguments.tokens, "option=value": arguments.overrides or None}.items():
+        if figure is None and value is not None:
+            raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
     print("\n\n".join(explain(kind, entry) for kind, entry in found))
+    if figure is not None:
+        from cached_transformers.analysis.style import save
+
+        print(f"\nwritten: {save(figure, arguments.plot)}")
     return 0
+
+
+def _draw(arguments: argparse.Namespace) -> Any:
+    """The figure of an attention."""
+    from cached_transformers.analysis.attention_patterns import TOKENS, pattern_figure
+    from cached_transformers.analysis.style import SUFFIXES
+
+    if arguments.name not in ATTENTIONS:
+        raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")
+    if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
+        raise ValueError(f"--plot {arguments.plot} must end in one of {', '.join(SUFFIXES)}")
+    spec = {"name": arguments.name}
+    for override in arguments.overrides:
+        apply_override(spec, override)
+    return pattern_figure(spec, TOKENS if arguments.tokens is None else arguments.tokens)
 
 
 def explain(kind: str, entry: Entry[Any]) -> str:

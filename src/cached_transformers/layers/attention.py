@@ -134,6 +134,8 @@ class SelfAttention(nn.Module):
                 )
         if self.causal and not self.core.supports_causal:
             raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
+        if self.core.only_causal and not self.causal:
+            raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
         if self.own_keys and not self.keys:

@@ -84,6 +84,7 @@ class MemoryTransformer(ModelMemory):
         self.length, self.place, self.own_weights = length, place, control
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
+        self.masks = (causal and self.full) or cache > 0
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def enter(

@@ -1,0 +1,286 @@
+"""Clustered and improved clustered attention (Vyas, Katharopoulos, Fleuret 2020, arXiv:2007.04825;
+github.com/idiap/fast-transformers).
+
+Queries are put into C clusters; attention is computed for the mean query of each. The improved form then goes back to
+the query itself for the K keys that its cluster weighs most:
+
+    Q_c = mean of the queries in c,   A_c = softmax(Q_c k^T / sqrt(E)),   out_i = A_c v for i in c
+    improved: T = the K largest of A_c, m = their sum,
+    out_i = m softmax_T(q_i k_T^T / sqrt(E)) v_T + (sum of A_cj v_j over j not in T)
+
+Clusters are found in Hamming space: a bit is the side of a random plane on which a query lies (`planes`, a buffer), and
+Lloyd's algorithm takes the nearest centroid and then the majority of each bit. Both steps are products of matrices of
+-1 and 1. The assignment has no gradient, the means have one.
+
+Cost, for N queries, M keys, R bits and T iterations: N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a
+head, and N K (E + V) more when improved, which gathers N K (E + V) numbers a head.
+
+* Everything is the same at every call: the first centroids are those of queries evenly spaced over the row (reference:
+  of the first C queries), an empty cluster takes the query that is farthest from its centroid (reference: a random
+  code, which is farther from all queries than any of them), and planes are kept (reference: drawn in each call; here
+  with `redraw`, in training). The numbers in the products are small integers, so results do not depend on rounding.
+* A row of at most C queries has one of its own for each: exact attention. The improved form is exact with K >= M, too.
+* Padding takes no part in clusters or sums. Where queries are not the keys, all queries take part.
+* A mean of queries sees everything that one of them sees, so there is no causal form; the reference's causal improved
+  form puts queries together, and chooses keys, with the future in sight.
+
+Legend: B rows, H heads, N queries, M keys, E key width, V value width, C clusters, R bits, K best keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..registry import ATTENTIONS
+from .base import Attention, AttentionOutput, Call
+from .building_blocks import attend, gather_keys
+
+
+@ATTENTIONS.register(
+    "clustered",
+    paper="arXiv:2007.04825",
+    equation="softmax(Q_c k^T / sqrt(E)) v, Q_c the mean of the query's cluster",
+    order="N C, C clusters",
+    cost="N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a head, R bits, T iterations",
+)
+class ClusteredAttention(Attention):
+    """Each query gets the attention of its cluster's mean query.
+
+    Args:
+        width: of all heads together. heads: H.
+        clusters: C. bits: R, of a hash. iterations: T, assignments of queries to clusters.
+        hash_bias: planes do not pass through the origin, so that the distance of hashes is that of queries rather than
+            the angle between them.
+        redraw: new planes in each call in training, from the call's generator.
+        dropout: on the weights.
+
+    Raises:
+        ValueError: fewer than one cluster, bit or iteration; a width that is no multiple of the heads.
+    """
+
+    accepts_context = True
+    supports_cross = True
+    exact_padding = True
+
+    planes_RE: Tensor
+    offsets_R: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        clusters: int = 100,
+        bits: int = 32,
+        iterations: int = 10,
+        hash_bias: bool = True,
+        redraw: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(dropout=dropout)
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        for name, value in {"clusters": clusters, "bits": bits, "iterations": iterations}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.clusters, self.iterations, self.hash_bias, self.redraw = clusters, iterations, hash_bias, redraw
+        self.register_buffer("planes_RE", torch.randn(bits, width // heads))
+        self.register_buffer("offsets_R", torch.randn(bits) * hash_bias)
+
+    def extra_repr(self) -> str:
+        return f"clusters={self.clusters}, bits={len(self.planes_RE)}, iterations={self.iterations}"
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        k_BHME, v_BHMV, seen_B11M = _all_keys(k_BHNE, v_BHNV, call)
+        queries = q_BHNE.shape[2]
+        if queries <= self.clusters:
+            return AttentionOutput(
+                F.scaled_dot_product_attention(q_BHNE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
+            )
+        padding_BN = call.key_padding_mask
+        there_BN = None if padding_BN is None or k_BHNE.shape[2] != queries else ~padding_BN
+        index_BHN = self.assign(q_BHNE, there_BN, call.generator)
+        member_BHNC = F.one_hot(index_BHN, self.clusters).to(q_BHNE.dtype)
+        if there_BN is not None:
+            member_BHNC = member_BHNC * there_BN[:, None, :, None]
+        # Half precision cannot count beyond 2048.
+        count_BHC = member_BHNC.sum(2, dtype=torch.promote_types(q_BHNE.dtype, torch.float32))
+        share_BHNC = (member_BHNC / count_BHC.clamp(min=1)[:, :, None]).to(q_BHNE.dtype)
+        means_BHCE = share_BHNC.mT @ q_BHNE
+        return AttentionOutput(self._of_clusters(q_BHNE, means_BHCE, index_BHN, k_BHME, v_BHMV, seen_B11M))
+
+    def _of_clusters(
+        self,
+        q_BHNE: Tensor,
+        means_BHCE: Tensor,
+        index_BHN: Tensor,
+        k_BHME: Tensor,
+        v_BHMV: Tensor,
+        seen_B11M: Tensor | None,
+    ) -> Tensor:
+        """(B, H, N, V) from the means and the clusters of the queries."""
+        out_BHCV = F.scaled_dot_product_attention(means_BHCE, k_BHME, v_BHMV, attn_mask=seen_B11M, dropout_p=self.drop)
+        return _of_each(out_BHCV, index_BHN)
+
+    @torch.no_grad()
+    def assign(
+        self, q_BHNE: Tensor, there_BN: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """(B, H, N): the cluster of each query.
+
+        Args:
+            there_BN: bool, queries that take part; others get the nearest cluster. All of them when None.
+            generator: of planes that are drawn anew.
+        """
+        planes_RE, offsets_R = self.planes_RE, self.offsets_R
+        if self.redraw and self.training:
+            planes_RE, offsets_R = (
+                torch.randn(t.shape, generator=generator, device=t.device, dtype=t.dtype)
+                for t in (planes_RE, offsets_R)
+            )
+            offsets_R = offsets_R * self.hash_bias
+        bits_BHNR = q_BHNE @ planes_RE.to(q_BHNE.dtype).T > -offsets_R.to(q_BHNE.dtype)
+        with torch.autocast(q_BHNE.device.type, enabled=False):  # counts of bits stay exact
+            index_BHN = lloyd(bits_BHNR, self.clusters, self.iterations, there_BN)
+        if there_BN is None:
+            return index_BHN
+        # A padded row is the trimmed row, of which each query would be a cluster if it were as short as that.
+        rank_BN, alone_B = there_BN.cumsum(1) - 1, there_BN.sum(1) <= self.clusters
+        return torch.where(alone_B[:, None, None], rank_BN.clamp(0, self.clusters - 1)[:, None], index_BHN)
+
+
+@ATTENTIONS.register(
+    "improved_clustered",
+    paper="arXiv:2007.04825",
+    equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
+    "m = sum_T A_c",
+    order="N (C + K), C clusters, K best keys",
+    cost="that of clustered + N K (E + V) multiply-adds a head",
+)
+class ImprovedClusteredAttention(ClusteredAttention):
+    """Clustered attention in which a query weighs the best keys of its cluster itself.
+
+    Args:
+        topk: K. Others as of `ClusteredAttention`.
+
+    Raises:
+        ValueError: fewer than one key, and as of `ClusteredAttention`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        clusters: int = 100,
+        topk: int = 32,
+        bits: int = 32,
+        iterations: int = 10,
+        hash_bias: bool = True,
+        redraw: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(
+            width,
+            heads,
+            clusters=clusters,
+            bits=bits,
+            iterations=iterations,
+            hash_bias=hash_bias,
+            redraw=redraw,
+            dropout=dropout,
+        )
+        if topk < 1:
+            raise ValueError(f"topk={topk} must be at least 1 key; attention 'clustered' does without")
+        self.topk = topk
+
+    def _of_clusters(
+        self,
+        q_BHNE: Tensor,
+        means_BHCE: Tensor,
+        index_BHN: Tensor,
+        k_BHME: Tensor,
+        v_BHMV: Tensor,
+        seen_B11M: Tensor | None,
+    ) -> Tensor:
+        logits_BHCM = means_BHCE @ k_BHME.mT / math.sqrt(q_BHNE.shape[-1])
+        logits_BHCM = logits_BHCM.to(torch.promote_types(logits_BHCM.dtype, torch.float32))
+        if seen_B11M is not None:
+            logits_BHCM = logits_BHCM.masked_fill(~seen_B11M, torch.finfo(logits_BHCM.dtype).min)
+        weights_BHCM = logits_BHCM.softmax(-1)
+        if seen_B11M is not None:
+            weights_BHCM = torch.where(seen_B11M, weights_BHCM, 0)
+        best_BHCK, key_BHCK = weights_BHCM.topk(min(self.topk, k_BHME.shape[2]), sorted=False)
+        rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
+        rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
+        key_BHNK = _of_each(key_BHCK, index_BHN)
+        k_BHNKE, v_BHNKV = gather_keys(k_BHME, key_BHNK), gather_keys(v_BHMV, key_BHNK)
+        seen_BHN1K = None
+        if seen_B11M is not None:
+            seen_BHN1K = seen_B11M.expand(-1, *key_BHNK.shape[1:3], -1).gather(3, key_BHNK)[:, :, :, None]
+        own_BHN1V, _ = attend(q_BHNE[:, :, :, None], k_BHNKE, v_BHNKV, seen_BHN1K, dropout=self.drop)
+        mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
+        # The rest and the mass in one look-up.
+        rest_BHNV, mass_BHN1 = _of_each(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
+        return mass_BHN1 * own_BHN1V[:, :, :, 0] + rest_BHNV
+
+
+def lloyd(bits_BHNR: Tensor, clusters: int, iterations: int, there_BN: Tensor | None = None) -> Tensor:
+    """(B, H, N): the cluster of each hash, by Lloyd's algorithm in Hamming space; the first of the nearest ones.
+
+    Args:
+        bits_BHNR: bool. clusters: C <= N. iterations: of the assignment; one less of the majorities.
+        there_BN: bool, hashes that take part, at least C of them; all when None.
+    """
+    rows, heads, tokens, bits = bits_BHNR.shape
+    sign_BHNR = bits_BHNR.float() * 2 - 1
+    place_C = torch.arange(clusters, device=bits_BHNR.device)
+    if there_BN is None:
+        first_BC = (place_C * tokens // clusters).expand(rows, -1)
+    else:
+        order_BN = (~there_BN).long().argsort(dim=1, stable=True)
+        first_BC = order_BN.gather(1, place_C * there_BN.sum(1, keepdim=True) // clusters)
+    centroid_BHCR = _of_each(sign_BHNR, first_BC[:, None].expand(-1, heads, -1))
+    place_N = torch.arange(tokens, device=bits_BHNR.device)
+    for step in range(iterations):
+        nearest_BHN, index_BHN = (sign_BHNR @ centroid_BHCR.mT).max(-1)
+        if step == iterations - 1:
+            break
+        member_BHNC = F.one_hot(index_BHN, clusters).float()
+        if there_BN is not None:
+            member_BHNC = member_BHNC * there_BN[:, None, :, None]
+        majority_BHCR = (member_BHNC.mT @ sign_BHNR > 0).float() * 2 - 1
+        # The earlier of two hashes that are equally far comes first, so that the order does not depend on the sort.
+        far_BHN = (bits - nearest_BHN.long()) * tokens + (tokens - 1 - place_N)
+        if there_BN is not None:
+            far_BHN = far_BHN.masked_fill(~there_BN[:, None], -1)
+        farthest_BHC = far_BHN.topk(clusters, -1).indices
+        empty_BHC = member_BHNC.amax(2) == 0
+        # The n-th of the empty clusters takes the n-th of the farthest hashes.
+        taken_BHC = farthest_BHC.gather(2, (empty_BHC.cumsum(2) - 1).clamp(min=0))
+        centroid_BHCR = torch.where(empty_BHC[..., None], _of_each(sign_BHNR, taken_BHC), majority_BHCR)
+    return index_BHN
+
+
+def _of_each(t_BHCE: Tensor, index_BHN: Tensor) -> Tensor:
+    """(B, H, N, E): one row of a table for each index."""
+    return t_BHCE.gather(2, index_BHN[..., None].expand(-1, -1, -1, t_BHCE.shape[3]))
+
+
+def _all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values of context and segment, and which of them are there (B, 1, 1, M)."""
+    rows, context = len(k_BHNE), call.context
+    own_BN = None if call.key_padding_mask is None else ~call.key_padding_mask
+    if context is None:
+        return k_BHNE, v_BHNV, None if own_BN is None else own_BN[:, None, None]
+    if own_BN is None:
+        own_BN = torch.ones(rows, k_BHNE.shape[2], dtype=torch.bool, device=k_BHNE.device)
+    k_BHME, v_BHMV = (
+        torch.cat([slots.expand(rows, -1, -1, -1), t], 2)
+        for slots, t in ((context.k_BHME, k_BHNE), (context.v_BHME, v_BHNV))
+    )
+    return k_BHME, v_BHMV, torch.cat([context.valid_BM.expand(rows, -1), own_BN], 1)[:, None, None]

@@ -1,0 +1,146 @@
+"""The Delta Network (Schlag, Irie and Schmidhuber 2021, arXiv:2102.11174; github.com/IDSIA/lmtool-fwp), in the chunked
+form of Yang et al. 2024 (arXiv:2406.06484; github.com/fla-org/flash-linear-attention).
+
+A fast weight matrix is corrected at each token: what its key retrieves now moves towards its value, by a share beta.
+
+    S_t = S_{t-1} + phi(k_t) beta_t (v_t - S_{t-1}^T phi(k_t))^T,   out_t = S_t^T phi(q_t),   beta_t = sigmoid(W x_t)
+
+    phi = "dpfp": y = [relu(x), relu(-x)], all products y_a y_{a-j} for j = 1 .. order; divided by their sum
+          "elu":  elu(x) + 1, divided by its sum
+          "silu": x sigmoid(x), divided by its length (of later work)
+
+Within a chunk of C tokens, all corrections solve one triangular system: with K, Q, V of the chunk, A the part of
+diag(beta) K K^T below the diagonal, and S the state before it,
+
+    (I + A) [U, W] = diag(beta) [V, K],   X = U - W S,   out = Q S + tril(Q K^T) X,   S <- S + K^T X
+
+U and W of all chunks are found at once; only S is carried from one to the next. A context is a sum of phi(k) v^T in the
+state before the first token.
+
+Cost, in multiply-adds a head: N (C (2 F + V) + 3 F V), and N C (F + V) / 2 for the triangular systems, F = 2 order E
+(dpfp) or E; N D for beta; a context adds M F V. State: F V numbers a head. Parameters: D a head.
+
+What differs from the original implementation: the output is not divided by sqrt(E), which the output projection can do.
+As there, no normaliser divides it. The sum that divides features is kept above 1e-5, so that features of 0 (dpfp) stay
+0. Every phi has length at most 1, without which the state could grow without bound.
+
+Legend: B rows, H heads, N tokens, M keys of a context, D model width, E key width, V value width, F features, Q chunks,
+C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..registry import ATTENTIONS
+from ..state import State
+from .building_blocks import into_blocks, out_of_blocks
+from .linearised import LinearisedAttention, elu_features, head_weights, hidden
+
+
+@ATTENTIONS.register(
+    "delta_net",
+    paper="arXiv:2102.11174",
+    equation="S_t = S_(t-1) + phi(k_t) beta_t (v_t - S_(t-1)^T phi(k_t))^T,  out_t = S_t^T phi(q_t)",
+    order="N",
+    cost="N (C (5 F + 3 E) / 2 + 3 F E + D) multiply-adds a head for F features (2 E with dpfp), in chunks of C tokens",
+)
+class DeltaNet(LinearisedAttention):
+    """A fast weight memory that corrects, at each token, what its key retrieves.
+
+    Args:
+        width: D. heads: H.
+        features: phi, one of "dpfp", "elu" and "silu".
+        order: of dpfp: how many products each entry is in; 2 * order * E features.
+        chunk: C, tokens that are taken at once; changes the cost alone.
+
+    Raises:
+        ValueError: width is no multiple of heads, unknown features, an order or a chunk that cannot be.
+    """
+
+    supports_cross = False
+    only_causal = True
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        features: Literal["dpfp", "elu", "silu"] = "dpfp",
+        order: int = 1,
+        chunk: int = 64,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        if features not in ("dpfp", "elu", "silu"):
+            raise ValueError(f'features={features!r} must be "dpfp", "elu" or "silu"')
+        if features != "dpfp" and order != 1:
+            raise ValueError(f'order={order} is an option of features="dpfp", and has no meaning for {features!r}')
+        if not 1 <= order < 2 * width // heads:
+            raise ValueError(
+                f"order={order} must be at least 1 and less than {2 * width // heads}, twice the key width: there are "
+                "no further products"
+            )
+        if chunk < 1:
+            raise ValueError(f"chunk={chunk} must be at least 1 token")
+        self.kind, self.order, self.chunk = features, order, chunk
+        self.share = nn.Linear(width, heads, bias=False)
+
+    def features(self, x_BHNE: Tensor, maps: Tensor | None) -> Tensor:
+        if self.kind == "silu":
+            return F.normalize(F.silu(x_BHNE), dim=-1)
+        if self.kind == "elu":
+            features = elu_features(x_BHNE)
+        else:
+            y = torch.cat([x_BHNE.relu(), (-x_BHNE).relu()], -1)
+            features = torch.cat([y * y.roll(shift, -1) for shift in range(1, self.order + 1)], -1)
+        return features / features.sum(-1, keepdim=True).clamp(min=1e-5)
+
+    def empty(self, rows: int, heads: int, width: int, value_width: int, like: Tensor) -> Tensor:
+        count = 2 * self.order * width if self.kind == "dpfp" else width
+        return like.new_zeros(rows, heads, count, value_width)
+
+    def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> Tensor:
+        weights_BHFV: Tensor = state + hidden(k_BHMF, seen_BM).mT @ v_BHMV
+        return weights_BHFV
+
+    def run(
+        self,
+        q_BHNF: Tensor,
+        k_BHNF: Tensor,
+        v_BHNV: Tensor,
+        state: State,
+        seen_BN: Tensor | None,
+        x_BND: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        beta_BHN1 = torch.sigmoid(head_weights(self.share, x_BND, "beta of delta_net"))[..., None]
+        return delta_scan(q_BHNF, k_BHNF, v_BHNV, hidden(beta_BHN1, seen_BN), state, self.chunk)
+
+
+def delta_scan(
+    q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, beta_BHN1: Tensor, state_BHFV: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the delta rule and the last state, in chunks. Beta of 0 (padding) leaves the state as it is."""
+    tokens = q_BHNF.shape[2]
+    if tokens == 0:
+        return v_BHNV, state_BHFV
+    size = min(chunk, tokens)
+    # What fills up the last chunk has beta 0 and keys of 0.
+    q, k, v, beta = (into_blocks(t, size) for t in (q_BHNF, k_BHNF, v_BHNV, beta_BHN1))
+    wanted = torch.cat([v, k], -1) * beta
+    if size > 1:
+        lower = (k * beta @ k.mT).tril(-1)
+        wanted = torch.linalg.solve_triangular(lower, wanted, upper=False, unitriangular=True)
+    u, w = wanted.split([v.shape[-1], k.shape[-1]], -1)
+    before, corrections = [], []
+    for index in range(k.shape[2]):
+        before.append(state_BHFV)
+        corrections.append(u[:, :, index] - w[:, :, index] @ state_BHFV)
+        state_BHFV = state_BHFV + k[:, :, index].mT @ corrections[-1]
+    inside = (q @ k.mT).tril() @ torch.stack(corrections, 2)
+    return out_of_blocks(inside + q @ torch.stack(before, 2), tokens), state_BHFV

@@ -1,0 +1,242 @@
+"""ProbSparse attention of Informer (Zhou, Zhang, Peng, Zhang, Li, Xiong, Zhang 2021, arXiv:2012.07436, algorithm 1;
+github.com/zhouhaoyi/Informer2020).
+
+The queries whose attention is furthest from uniform get it; all others get the mean of the values, which is what
+uniform attention is.
+
+    M_i = max_s q_i k_s - mean_s q_i k_s over U sampled keys
+    out_i = softmax(q_i k^T / sqrt(E)) v for the u queries of largest M, else mean_j v_j
+    u = c ceil(ln N), U = c ceil(ln M), at least c, at most all
+
+Cost: N U E + u M (E + V) multiply-adds a head for N queries and M keys.
+
+The causal form leaks, and cannot but leak: whether a query is among the u depends on all queries, and its M on later
+keys. It is refused unless `allow_leak=True`.
+
+* Keys are sampled one from each of U equal stretches of the keys that are there, at a place that is drawn once, in a
+  buffer; U = M are all keys. (The reference draws with replacement in each call: for each query, shared by rows and
+  heads; transformers' Informer, like the paper's algorithm, once for all queries: `sampling`.)
+* The mean is over the sampled keys (both codes divide the sum of U by M).
+* Padding is in no sample, mean or choice, and u and U are those of the trimmed row. Where queries are as many as keys,
+  padding is taken to be of both.
+* Queries not chosen get the mean of the values up to them in the leaking causal form (both codes: the sum, `lazy_sum`).
+
+Legend: B rows, H heads, N queries, M keys of context and segment, E key width, V value width, U samples, T = u queries
+chosen, D width of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..registry import ATTENTIONS
+from .base import Attention, AttentionOutput, Call
+from .building_blocks import gather_keys
+
+POWERS = [math.floor(math.exp(power)) for power in range(22)]
+"""ceil(ln n) is the number of those below n, in whole numbers: the same in and out of a graph and on every device."""
+STEPS = 2**20
+"""Places in a stretch of keys where a sample may lie."""
+
+
+@ATTENTIONS.register(
+    "informer",
+    paper="arXiv:2012.07436",
+    equation="softmax(q k^T / sqrt(E)) v for the u queries of largest max_s q k_s - mean_s q k_s, mean(v) for others",
+    order="N ln N",
+    cost="N U E + u M (E + V) multiply-adds a head, u = c ceil(ln N), U = c ceil(ln M)",
+)
+class InformerAttention(Attention):
+    """Attention for the few queries that are not content with the mean of the values.
+
+    Args:
+        factor: c.
+        sampling: one sample of keys for all queries ("shared"), or one for each ("own", which gathers N U E numbers a
+            head).
+        allow_leak: offer a causal form, in which outputs depend on later tokens through the choice of queries.
+        lazy_sum: in that form, queries not chosen get the sum of the values so far, not the mean.
+        redraw: new samples in each call in training, from the call's generator.
+        dropout: on the weights.
+
+    Raises:
+        ValueError: a factor below 1, an unknown sampling, `lazy_sum` without `allow_leak`.
+    """
+
+    accepts_context = True
+    supports_cross = True
+    exact_padding = True
+
+    jitter_U: Tensor
+    stride_U: Tensor
+
+    def __init__(
+        self,
+        *,
+        factor: int = 5,
+        sampling: str = "shared",
+        allow_leak: bool = False,
+        lazy_sum: bool = False,
+        redraw: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(dropout=dropout)
+        if factor < 1:
+            raise ValueError(f"factor={factor} must be at least 1")
+        if sampling not in ("shared", "own"):
+            raise ValueError(f"sampling={sampling!r} must be 'shared' or 'own'")
+        if lazy_sum and not allow_leak:
+            raise ValueError("lazy_sum=True belongs to the causal form, which needs allow_leak=True")
+        self.factor, self.sampling, self.lazy_sum, self.redraw = factor, sampling, lazy_sum, redraw
+        self.supports_causal = allow_leak
+        # Whole numbers, which a change of dtype leaves alone.
+        self.register_buffer("jitter_U", torch.randint(STEPS, (factor * len(POWERS),)))
+        self.register_buffer("stride_U", torch.randint(STEPS, (factor * len(POWERS),)))
+
+    def extra_repr(self) -> str:
+        return f"factor={self.factor}, sampling={self.sampling!r}"
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        padding_BN, context, slots = call.key_padding_mask, call.context, 0
+        rows, _, own, _ = k_BHNE.shape
+        queries = q_BHNE.shape[2]
+        seen_BM = None if padding_BN is None else ~padding_BN
+        there_BN = seen_BM if own == queries else None
+        if context is not None:
+            slots = context.k_BHME.shape[2]
+            own_BN = k_BHNE.new_ones(rows, own, dtype=torch.bool) if seen_BM is None else seen_BM
+            seen_BM = torch.cat([context.valid_BM.expand(rows, -1), own_BN], 1)
+            k_BHNE = torch.cat([context.k_BHME.expand(rows, -1, -1, -1), k_BHNE], 2)
+            v_BHNV = torch.cat([context.v_BHME.expand(rows, -1, -1, -1), v_BHNV], 2)
+        seen = None if seen_BM is None else seen_BM[:, None, None]
+        # A shorter row may need a choice where the longest one needs none.
+        if self.share(queries) == queries and there_BN is None:
+            if call.causal:
+                past_NM = torch.ones(queries, slots + own, dtype=torch.bool, device=q_BHNE.device).tril(slots)
+                seen = past_NM if seen is None else seen & past_NM
+            return AttentionOutput(F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNV, seen, self.drop))
+        place_BHT = self.choose(q_BHNE, k_BHNE, seen_BM, there_BN, call.generator)
+        if call.causal:
+            past_BHTM = torch.arange(-slots, own, device=q_BHNE.device) <= place_BHT[..., None]
+            seen = past_BHTM if seen is None else seen & past_BHTM
+        q_BHTE = _at(q_BHNE, place_BHT)
+        chosen_BHTV = F.scaled_dot_product_attention(q_BHTE, k_BHNE, v_BHNV, seen, self.drop)
+        lazy_BHNV = self._lazy(v_BHNV, seen_BM, slots if call.causal else None).expand(-1, -1, queries, -1)
+        if there_BN is not None:
+            real_BT = torch.arange(place_BHT.shape[2], device=q_BHNE.device) < self._shares(there_BN.sum(1))[:, None]
+            chosen_BHTV = torch.where(real_BT[:, None, :, None], chosen_BHTV, _at(lazy_BHNV, place_BHT))
+        index_BHTV = place_BHT[..., None].expand(-1, -1, -1, v_BHNV.shape[3])
+        return AttentionOutput(lazy_BHNV.scatter(2, index_BHTV, chosen_BHTV))
+
+    def share(self, count: int) -> int:
+        """u of so many queries, or U of so many keys."""
+        return min(self.factor * max(sum(count > power for power in POWERS), 1), count)
+
+    def _shares(self, count_B: Tensor) -> Tensor:
+        """The same for the rows of a batch."""
+        logarithm_B = (count_B[:, None] > torch.tensor(POWERS, device=count_B.device)).sum(1)
+        return torch.minimum(self.factor * logarithm_B.clamp(min=1), count_B)
+
+    @torch.no_grad()
+    def choose(
+        self,
+        q_BHNE: Tensor,
+        k_BHME: Tensor,
+        seen_BM: Tensor | None = None,
+        there_BN: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """(B, H, T): the queries whose attention is furthest from uniform, the furthest first.
+
+        Args:
+            seen_BM: bool, keys that are there; all when None. there_BN: the same of queries; the others come last.
+            generator: of samples that are drawn anew.
+        """
+        index, used_BU, count_B = self._sample(len(q_BHNE), q_BHNE.shape[2], k_BHME.shape[2], seen_BM, generator)
+        sampled = gather_keys(k_BHME, index[:, None])
+        if self.sampling == "shared":
+            score_BHNU = q_BHNE @ sampled[:, :, 0].mT
+        else:
+            score_BHNU = (sampled @ q_BHNE[..., None])[..., 0]
+        score_BHNU = score_BHNU.to(torch.promote_types(score_BHNU.dtype, torch.float32))
+        used_B11U = used_BU[:, None, None]
+        largest_BHN = score_BHNU.masked_fill(~used_B11U, -torch.inf).amax(-1)
+        mean_BHN = torch.where(used_B11U, score_BHNU, 0).sum(-1) / count_B.clamp(min=1)[:, None, None]
+        measure_BHN = largest_BHN - mean_BHN
+        if there_BN is not None:
+            measure_BHN = measure_BHN.masked_fill(~there_BN[:, None], -torch.inf)
+        # A stable sort: of equals the first one, in a padded row, too.
+        return measure_BHN.argsort(dim=-1, descending=True, stable=True)[..., : self.share(q_BHNE.shape[2])]
+
+    def _sample(
+        self, rows: int, queries: int, keys: int, seen_BM: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (B, 1 or N, U) that are sampled, which of these count (B, U), and how many do (B)."""
+        jitter_U, stride_U = self.jitter_U, self.stride_U
+        device, most = jitter_U.device, self.share(keys)
+        if self.redraw and self.training:
+            shape = (2, len(jitter_U))
+            jitter_U, stride_U = torch.randint(STEPS, shape, generator=generator, device=device)
+        stretch_U = torch.arange(most, device=device)
+        place_NU = jitter_U[:most].expand(1, -1)
+        if self.sampling == "own":
+            query_N1 = torch.arange(queries, device=device)[:, None]
+            place_NU = (place_NU + query_N1 * (2 * stride_U[:most] + 1)) % STEPS
+        there_B = torch.full((rows,), keys, device=device) if seen_BM is None else seen_BM.sum(1)
+        count_B = self._shares(there_B)
+        # The s-th of U stretches of the keys that are there, and a place in it, in whole numbers.
+        step_BNU = (stretch_U * STEPS + place_NU) * there_B[:, None, None]
+        index_BNU = step_BNU // (count_B.clamp(min=1)[:, None, None] * STEPS)
+        index_BNU = torch.minimum(index_BNU, (there_B - 1).clamp(min=0)[:, None, None])
+        if seen_BM is not None:
+            order_BM = (~seen_BM).long().argsort(dim=1, stable=True)
+            index_BNU = order_BM.gather(1, index_BNU.flatten(1)).view_as(index_BNU)
+        return index_BNU, stretch_U < count_B[:, None], count_B
+
+    def _lazy(self, v_BHMV: Tensor, seen_BM: Tensor | None, slots: int | None) -> Tensor:
+        """(B, H, 1, V): the mean of the values; with slots of a context, (B, H, N, V) up to each token of the segment.
+
+        Sums are made in float32 or wider.
+        """
+        dtype = torch.promote_types(v_BHMV.dtype, torch.float32)
+        counted_BM11 = torch.ones(1, v_BHMV.shape[2], 1, 1, device=v_BHMV.device, dtype=dtype)
+        if seen_BM is not None:
+            counted_BM11 = seen_BM[..., None, None].to(dtype)
+            v_BHMV = v_BHMV.masked_fill(~seen_BM[:, None, :, None], 0)
+        counted_B1M1 = counted_BM11.transpose(1, 2)
+        if slots is None:
+            total, count = v_BHMV.sum(2, keepdim=True, dtype=dtype), counted_B1M1.sum(2, keepdim=True)
+        else:
+            total, count = v_BHMV.cumsum(2, dtype=dtype)[:, :, slots:], counted_B1M1.cumsum(2)[:, :, slots:]
+            if self.lazy_sum:
+                count = torch.ones_like(count)
+        return (total / count.clamp(min=1)).to(v_BHMV.dtype)
+
+
+def _at(t_BHNE: Tensor, place_BHT: Tensor) -> Tensor:
+    """(B, H, T, E): the rows at these places."""
+    return t_BHNE.gather(2, place_BHT[..., None].expand(-1, -1, -1, t_BHNE.shape[3]))
+
+
+class Distilling(nn.Module):
+    """Layer between Informer's encoder layers, which halves the length: convolution, norm, ELU and maximum.
+
+    The convolution of three tokens is circular, so that the ends of a sequence are neighbours. Rows are taken to be of
+    one length: padding would take part in the convolution and in the statistics. N D^2 * 3 multiply-adds.
+
+    Args:
+        width: D.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(width, width, 3, padding=1, padding_mode="circular")
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """(B, ceil(N / 2), D)."""
+        h_BDN = F.elu(self.norm(self.convolution(x_BND.mT)))
+        return F.max_pool1d(h_BDN, 3, stride=2, padding=1).mT

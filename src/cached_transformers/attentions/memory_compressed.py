@@ -1,0 +1,180 @@
+"""Memory-compressed attention (Liu, Saleh, Pot, Goodrich, Sepassi, Kaiser, Shazeer 2018, arXiv:1801.10198, section
+4.2.3; github.com/tensorflow/tensor2tensor, github.com/lucidrains/memory-compressed-attention).
+
+A convolution whose stride is its kernel makes one slot of each c neighbouring keys, and of their values; every query
+has a softmax over the slots.
+
+    K~_b = W [K_cb ... K_cb+c-1],   V~ likewise,   out = softmax(q K~^T / sqrt(E)) V~;
+    causal: query i sees slot b if its last token is not later, cb + c - 1 <= i
+
+Cost: M (E^2 + V^2) + N M (E + V) / c multiply-adds a head for N queries and M keys (M H (E^2 + V^2) with the full
+convolution), and about 2 N W (E + V) for a local branch of W tokens (3 W where it is not causal).
+
+* The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
+  a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
+  local attention. Tensor2tensor puts the first token, not compressed, in front instead.
+* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden. The
+  packages: lucidrains pads on the left, so that the slots move with the length, and its masks hide everything but the
+  null key.
+* The convolution starts as the mean, so that a slot is a mean key; the packages start at random.
+* One softmax with the keys of a memory; the log-sum-exp is that of the slots' (and local keys') logits.
+
+Legend: B rows, H heads, N queries, M keys, E key width, V value width, S slots, C = rate, Q blocks, W tokens of a block
+of the local branch, G groups of heads that a convolution mixes, F = inputs and O = outputs of one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..registry import ATTENTIONS
+from .base import AttentionOutput, Call, PatternAttention
+from .building_blocks import (
+    attend,
+    block_places,
+    into_blocks,
+    merge,
+    out_of_blocks,
+    seen_places,
+    with_neighbours,
+)
+
+
+class Compression(nn.Module):
+    """Convolution over tokens whose stride is its kernel: one slot of each `rate` tokens; the mean at first.
+
+    Args:
+        heads: H. width: of a head. rate: C.
+        full: mixes the channels of all heads; else each head has its own.
+    """
+
+    def __init__(self, heads: int, width: int, rate: int, *, full: bool) -> None:
+        super().__init__()
+        self.rate, self.full = rate, full
+        mean_FO = torch.eye(width).repeat(rate, 1) / rate
+        weight = torch.block_diag(*[mean_FO] * heads)[None] if full else mean_FO.repeat(heads, 1, 1)
+        self.weight_GFO = nn.Parameter(weight)
+        self.bias_GO = nn.Parameter(torch.zeros(weight.shape[0], weight.shape[2]))
+
+    def forward(self, t_BHME: Tensor) -> Tensor:
+        """(B, H, S, E); the last slot may be of fewer tokens, and of zeros."""
+        heads, width = t_BHME.shape[1], t_BHME.shape[3]
+        if heads * width * self.rate != self.weight_GFO.shape[:2].numel():
+            raise ValueError(
+                f"{heads} heads of {width} channels came, but the convolution was made for "
+                f"{self.weight_GFO.shape[:2].numel() // self.rate} channels in all; give width, heads and value_width"
+            )
+        t_BHSF = into_blocks(t_BHME, self.rate).flatten(3)
+        if not self.full:
+            return torch.einsum("bhsf,hfo->bhso", t_BHSF, self.weight_GFO) + self.bias_GO[:, None]
+        slots_BSO = t_BHSF.transpose(1, 2).flatten(2) @ self.weight_GFO[0] + self.bias_GO[0]
+        return slots_BSO.unflatten(2, (heads, width)).transpose(1, 2)
+
+
+@ATTENTIONS.register(
+    "memory_compressed",
+    paper="arXiv:1801.10198",
+    equation="softmax(q conv(K)^T / sqrt(E)) conv(V), stride C",
+    order="N^2 / C, C tokens a slot",
+    cost="M (E^2 + V^2) + N M (E + V) / C multiply-adds a head, M H (E^2 + V^2) with a full convolution",
+)
+class MemoryCompressedAttention(PatternAttention):
+    """Softmax over keys and values that a strided convolution has made fewer.
+
+    Args:
+        width: of all heads together. heads: H.
+        rate: C, tokens of a slot.
+        grouping: a convolution for each head ("heads"), or one over all channels ("full").
+        local: W, the last tokens (itself included, and as many later ones where it is not causal) that a query sees as
+            they are, beside the slots; 0 for none.
+        null: a learned key and value, 0 at first, that every query sees.
+        value_width: V; that of the keys when None.
+        dropout: on the weights.
+
+    Raises:
+        ValueError: a rate below 1, a window below 0, an unknown grouping, a width that is no multiple of the heads;
+            with a local branch, other keys than queries.
+    """
+
+    supports_causal = True
+    supports_cross = True
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        rate: int = 3,
+        grouping: str = "heads",
+        local: int = 0,
+        null: bool = False,
+        value_width: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(dropout=dropout)
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        if rate < 1:
+            raise ValueError(f"rate={rate} must be at least 1 token a slot; 1 compresses nothing")
+        if local < 0:
+            raise ValueError(f"local={local} must be at least 0 tokens; 0 leaves the local branch out")
+        if grouping not in ("heads", "full"):
+            raise ValueError(f"grouping={grouping!r} must be 'heads' or 'full'")
+        self.rate, self.local = rate, local
+        self.supports_cross = not local
+        sizes = (width // heads, value_width or width // heads)
+        self.keys, self.values = (Compression(heads, size, rate, full=grouping == "full") for size in sizes)
+        self.null_HE, self.null_HV = (nn.Parameter(torch.zeros(heads, s)) if null else None for s in sizes)
+
+    def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        padding_BN = call.key_padding_mask
+        if padding_BN is not None:
+            k_BHNE, v_BHNV = (t.masked_fill(padding_BN[:, None, :, None], 0) for t in (k_BHNE, v_BHNV))
+        k_BHSE, v_BHSV = self.keys(k_BHNE), self.values(v_BHNV)
+        seen = self._seen_slots(q_BHNE, k_BHSE, padding_BN, call.causal)
+        if self.null_HE is not None and self.null_HV is not None:
+            k_BHSE, v_BHSV = (
+                torch.cat([null[:, None].expand(len(t), -1, -1, -1), t], 2)
+                for null, t in ((self.null_HE, k_BHSE), (self.null_HV, v_BHSV))
+            )
+            if seen is not None:
+                anything = True if padding_BN is None else ~padding_BN.all(1)[:, None, None, None]
+                seen = F.pad(seen, (1, 0), value=True) & anything
+        want_lse = call.want_lse or self.local > 0
+        out_BHNV, lse_BHN = attend(q_BHNE, k_BHSE, v_BHSV, seen, dropout=self.drop, want_lse=want_lse)
+        if self.local:
+            assert lse_BHN is not None
+            near, near_lse = self._near(q_BHNE, k_BHNE, v_BHNV, padding_BN, call.causal)
+            out_BHNV, lse_BHN = merge(out_BHNV, lse_BHN, near, near_lse)
+        return AttentionOutput(out_BHNV, lse_BHN if call.want_lse else None)
+
+    def _seen_slots(self, q_BHNE: Tensor, k_BHSE: Tensor, padding_BN: Tensor | None, causal: bool) -> Tensor | None:
+        """(B or 1, 1, N, S): slots that hold a token at all, none of them later than the query; None for all."""
+        queries, slots = q_BHNE.shape[2], k_BHSE.shape[2]
+        seen = None
+        if causal:
+            last_S = torch.arange(1, slots + 1, device=q_BHNE.device) * self.rate - 1
+            seen = (last_S <= torch.arange(queries, device=q_BHNE.device)[:, None])[None, None]
+        if padding_BN is not None:
+            there_BN = F.pad(~padding_BN, (0, -padding_BN.shape[1] % self.rate))
+            held_B1NS = there_BN.unflatten(1, (-1, self.rate)).any(2)[:, None, None].expand(-1, -1, queries, -1)
+            seen = held_B1NS if seen is None else seen & held_B1NS
+        return seen
+
+    def _near(
+        self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, padding_BN: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The result and log-sum-exp over the tokens of the window, in blocks with their neighbours."""
+        tokens = q_BHNE.shape[2]
+        size, after = min(self.local, tokens), 0 if causal else 1
+        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in (q_BHNE, k_BHNE, v_BHNV))
+        query, key = block_places(q_BHQWE.shape[2], size, 1, after, q_BHNE.device)
+        distance_QWS = query - key
+        seen = (distance_QWS < self.local) & (distance_QWS > (-1 if causal else -self.local))
+        seen = seen & seen_places(key, tokens, padding_BN)
+        k_BHQSE, v_BHQSV = (with_neighbours(t, 1, after) for t in (k_BHQWE, v_BHQWV))
+        out, lse = attend(q_BHQWE, k_BHQSE, v_BHQSV, seen, dropout=self.drop, want_lse=True)
+        assert lse is not None
+        return out_of_blocks(out, tokens), out_of_blocks(lse[..., None], tokens)[..., 0]

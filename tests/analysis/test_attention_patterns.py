@@ -1,0 +1,156 @@
+"""The picture of a mechanism holds the weights that it has, seen through values of one-hot vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cached_transformers.analysis import attention_patterns as patterns
+from cached_transformers.analysis.attention_patterns import attention_weights, describe, pattern_figure
+from cached_transformers.attentions import Attention, AttentionOutput, Call
+from cached_transformers.cli.main import main
+from cached_transformers.registry import ATTENTIONS
+
+N = 12
+
+
+class Signed(Attention):
+    """Weights of both signs, without a softmax."""
+
+    def __init__(self, *, factor: float = 0.5) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        near_NN = torch.ones(q_BHNE.shape[2], q_BHNE.shape[2], dtype=q_BHNE.dtype).tril(1).triu(-1)
+        return AttentionOutput(self.factor * (q_BHNE @ k_BHNE.mT) * near_NN @ v_BHNV)
+
+
+@pytest.fixture
+def signed(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ATTENTIONS, "_entries", dict(ATTENTIONS._entries))
+    ATTENTIONS.register("signed", order="N")(Signed)
+    return "signed"
+
+
+def draws_of(seed: int, draws: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, draws, patterns.HEADS, N, patterns.HEAD_WIDTH, dtype=torch.double)
+    return q, k
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_attention_shows_its_dense_weights(causal: bool) -> None:
+    q, k = draws_of(3, 5)
+    logits = q @ k.mT / patterns.HEAD_WIDTH**0.5
+    if causal:
+        logits = logits.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
+    want = logits.softmax(-1).mean((0, 1))
+    before = torch.random.get_rng_state()
+    got = attention_weights("softmax", N, causal=causal, draws=5, seed=3)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_sparse_pattern_is_that_of_its_definition() -> None:
+    spec = {"name": "star", "radius": 2, "embedding": False, "relay": False}
+    distance = (torch.arange(N)[:, None] - torch.arange(N)).abs()
+    near = torch.minimum(distance, N - distance) <= 2
+    weights = attention_weights(spec, N)
+    assert torch.equal(weights > patterns.NEVER, near)
+    torch.testing.assert_close(weights.sum(1), torch.ones(N).double())
+    causal = attention_weights(spec, N, causal=True)
+    assert torch.equal(causal > patterns.NEVER, (distance <= 2).tril())
+
+
+def test_what_is_seen_through_a_summary_shows_its_share() -> None:
+    weights = attention_weights({"name": "bp_transformer", "k": 1}, 16)
+    spans = [(0, 2), (2, 4), (8, 12), (12, 16)]  # of token 5: 5 | 4, 2-3, 0-1 | 6, 7, 8-11, 12-15
+    for first, end in spans:
+        assert (weights[5, first:end] - weights[5, first]).abs().max() < 1e-12
+    assert (weights > 0).all()
+
+
+def test_weights_of_a_mechanism_without_softmax_keep_their_sign(signed: str) -> None:
+    q, k = draws_of(0, 16)
+    want = (0.5 * q @ k.mT).mean((0, 1)) * torch.ones(N, N).tril(1).triu(-1)
+    torch.testing.assert_close(attention_weights(signed, N), want, rtol=0, atol=1e-12)
+
+
+def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
+    with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
+        attention_weights("softmax", 0)
+    with pytest.raises(ValueError, match="draws=0 must be at least 1"):
+        attention_weights("softmax", 4, draws=0)
+    with pytest.raises(ValueError, match="supports_causal=False"):
+        attention_weights(signed, 4, causal=True)
+    with pytest.raises(ValueError, match="unknown option of attention 'star' 'radios'"):
+        attention_weights({"name": "star", "radios": 2}, 4)
+
+
+def test_the_title_names_options_and_order() -> None:
+    assert describe("softmax") == "softmax: order N^2"
+    told = describe({"name": "star", "radius": 2})
+    assert told == "star (radius=2, embedding=True, relay=True): order N R"
+    assert "dropout=0.1" in describe({"name": "star", "dropout": 0.1})
+
+
+def test_the_figure_holds_the_weights_side_by_side(signed: str) -> None:
+    pytest.importorskip("matplotlib")
+    spec = {"name": "star", "relay": False}
+    figure = pattern_figure(spec, N)
+    first, second, bar = figure.axes
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["all keys", "causal"]
+    assert figure.get_suptitle().replace("\n", " ") == describe(spec)
+    for ax, causal in ((first, False), (second, True)):
+        drawn, want = ax.images[0].get_array(), attention_weights(spec, N, causal=causal)
+        blank = torch.from_numpy(drawn.mask)
+        assert torch.equal(blank, want.abs() < patterns.NEVER)
+        torch.testing.assert_close(torch.from_numpy(drawn.data)[~blank], want[~blank], rtol=0, atol=1e-12)
+    assert first.images[0].norm is second.images[0].norm and first.images[0].norm.vmin == 0
+    assert "16 draws" in bar.get_ylabel()
+    alone, _ = pattern_figure(signed, N).axes
+    norm = alone.images[0].norm
+    assert norm.vmin == -norm.vmax and alone.get_title(loc="left") == "all keys"
+    assert float(norm(0.0)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS.names())
+def test_every_mechanism_draws_itself(name: str) -> None:
+    for _, weights_NN in patterns.attention_patterns(name, N, draws=2):
+        assert weights_NN.shape == (N, N) and weights_NN.isfinite().all() and (weights_NN != 0).any()
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(list(words))
+    return status, *capsys.readouterr()
+
+
+def test_explain_draws_an_attention(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "star.svg"
+    status, out, err = call(capsys, "explain", "star", "radius=2", "--plot", str(path), "--tokens", "9")
+    assert (status, err) == (0, "") and out.startswith("star (attention)") and out.endswith(f"written: {path}\n")
+    assert "star (radius=2, embedding=True, relay=True)" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grc", "--plot", "x.png"], "--plot draws attentions, and 'grc' is none"),
+        (["star", "--plot", "x.gif"], "--plot x.gif must end in one of .png, .svg, .pdf"),
+        (
+            ["star", "--plot", "x.png", "radios=2"],
+            "unknown option of attention 'star' 'radios'; did you mean 'radius'?",
+        ),
+        (["star", "--tokens", "9"], "--tokens is for the figure of an attention; add --plot FILE"),
+        (["star", "radius=2"], "option=value is for the figure of an attention; add --plot FILE"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_draw(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, err = call(capsys, "explain", *words)
+    assert (status, out) == (2, "") and message in err

@@ -1,0 +1,219 @@
+"""Axial attention against the definition pair by pair, what its causal forms reach, its limits and its cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, paddings, softmax_over
+from torch import Tensor
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.axial import AxialAttention
+from cached_transformers.memories.base import Context
+
+LENGTHS = (1, 3, 4, 8, 13, 24)
+
+
+def definition(axis: str, causal: bool, columns: int, prefix: int = 0) -> Rule:
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        i, j = i - prefix, j - prefix
+        return i // columns == j // columns if axis == "row" else i % columns == j % columns
+
+    return sees
+
+
+def along(axis: str, sources: list[Tensor], causal: bool, columns: int, prefix: int, padding: Tensor | None) -> Tensor:
+    tokens = sources[0].shape[2]
+    return softmax_over(*sources, mask_of(definition(axis, causal, columns, prefix), 2, tokens), padding)
+
+
+def two_steps(sources: list[Tensor], causal: bool, columns: int, prefix: int, padding: Tensor | None) -> Tensor:
+    """Sequential, query by query; class tokens lie before the map, on no row of it."""
+    q, k, v = sources
+    own = along("row", sources, causal, columns, prefix, padding)
+    tokens = q.shape[2]
+    whole = own
+    if causal:
+
+        def rule(h: int, i: int, j: int) -> bool:
+            return definition("row", i < prefix or j < prefix, columns, prefix)(h, i, j)
+
+        whole = softmax_over(q, k, v, mask_of(rule, 2, tokens), padding)
+    mask = mask_of(definition("col", causal, columns, prefix), 2, tokens)
+    out = []
+    for i in range(tokens):
+        values = torch.cat([whole[:, :, :i], own[:, :, i : i + 1], whole[:, :, i + 1 :]], 2)
+        out.append(softmax_over(q[:, :, i : i + 1], k, values, mask[:, i : i + 1], padding))
+    return torch.cat(out, 2)
+
+
+@pytest.mark.parametrize("mode", ["row", "col"])
+@pytest.mark.parametrize(("columns", "prefix"), [(4, 0), (5, 2), (1, 0), (3, 1)])
+def test_one_axis_is_the_definition(mode: str, columns: int, prefix: int) -> None:
+    core = AxialAttention(mode=mode, columns=columns, prefix=prefix)
+    assert_is_pattern(core, lambda causal: definition(mode, causal, columns, prefix), LENGTHS)
+
+
+@pytest.mark.parametrize("mode", ["sum", "sequential"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("columns", "prefix"), [(4, 0), (5, 2), (1, 0), (3, 1)])
+def test_two_axes_are_the_definition(mode: str, causal: bool, columns: int, prefix: int) -> None:
+    core = AxialAttention(mode=mode, columns=columns, prefix=prefix)
+    for tokens in LENGTHS:
+        for padding in paddings(tokens):
+            sources = draw(tokens)
+            if mode == "sum":
+                want = sum(along(axis, sources, causal, columns, prefix, padding) for axis in ("row", "col"))
+                assert isinstance(want, Tensor)
+                there = torch.ones(2, tokens, dtype=torch.bool)
+            else:
+                want = two_steps(sources, causal, columns, prefix, padding)
+                there = torch.ones(2, tokens, dtype=torch.bool) if padding is None else ~padding
+            got = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
+            weight = there[:, None, :, None].double()
+            assert_same(got * weight, want * weight, sources)
+
+
+def test_layers_take_turns() -> None:
+    for index, axis in enumerate(("row", "col", "row")):
+        core = AxialAttention(columns=4, index=index)
+        assert_is_pattern(core, lambda causal, a=axis: definition(a, causal, 4), (13,))
+
+
+@pytest.mark.parametrize("mode", ["sum", "sequential"])
+def test_no_output_depends_on_a_later_token(mode: str) -> None:
+    for prefix in (0, 2):
+        core = AxialAttention(mode=mode, columns=4, prefix=prefix)
+        given, later = draw(22), draw(22, seed=1)
+        want = core(*given, causal=True).out_BHNV
+        for first in (1, 2, 5, 6, 13, 21):
+            changed = [torch.cat([t[:, :, :first], u[:, :, first:]], 2) for t, u in zip(given, later, strict=True)]
+            got = core(*changed, causal=True).out_BHNV
+            torch.testing.assert_close(got[:, :, :first], want[:, :, :first], rtol=0, atol=1e-12)
+            assert (got[:, :, first:] - want[:, :, first:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_sequence_both_axes_reach_everything(causal: bool) -> None:
+    q, k, _ = draw(23)
+    v = torch.eye(23, dtype=torch.double).expand(2, 2, 23, 23)
+    weights = AxialAttention(mode="sequential", columns=5)(q, k, v, causal=causal).out_BHNV
+    all_pairs = torch.ones(23, 23, dtype=torch.bool)
+    if causal:
+        assert torch.equal(weights[0, 0] > 0, all_pairs.tril())
+    else:
+        # The last row has three places, so that nothing of it reaches the last two columns.
+        assert torch.equal(weights[0, 0, :, :20] > 0, all_pairs[:, :20])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 23, dtype=torch.double))
+    # Two causal layers, a row and a column, leave out what lies above on the right.
+    both = AxialAttention(mode="row", columns=5)(q, k, v, causal=True).out_BHNV
+    both = AxialAttention(mode="col", columns=5)(q, k, both, causal=True).out_BHNV
+    assert both[0, 0, 6, 0] > 0 and both[0, 0, 6, 2] == 0
+
+
+@pytest.mark.parametrize("mode", ["row", "col", "sequential"])
+def test_a_map_of_one_line_is_softmax_attention(mode: str) -> None:
+    for columns in {"row": (24, 99), "col": (1,), "sequential": (1, 24)}[mode]:
+        core = AxialAttention(mode=mode, columns=columns)
+        for causal in (False, True):
+            for tokens in (1, 13, 24):
+                sources = draw(tokens)
+                mask = mask_of(lambda h, i, j, c=causal: j <= i or not c, 2, tokens)
+                assert_same(core(*sources, causal=causal).out_BHNV, softmax_over(*sources, mask), sources)
+
+
+def test_the_sum_over_one_row_adds_the_values() -> None:
+    sources = draw(13)
+    want = softmax_over(*sources, torch.ones(13, 13, dtype=torch.bool)) + sources[2]
+    assert_same(AxialAttention(mode="sum", columns=13)(*sources).out_BHNV, want, sources)
+
+
+def test_a_row_of_padding_alone_gives_zeros() -> None:
+    padding = torch.zeros(2, 13, dtype=torch.bool)
+    padding[1] = True
+    for mode in ("sum", "sequential"):
+        for prefix in (0, 1):
+            for causal in (False, True):
+                sources = draw(13)
+                core = AxialAttention(mode=mode, columns=4, prefix=prefix)
+                out = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
+                assert (out[1] == 0).all()
+                assert all(t.isfinite().all() for t in torch.autograd.grad(out.square().sum(), sources))
+
+
+@pytest.mark.parametrize(("mode", "causal"), [("sum", False), ("sequential", True)])
+def test_two_softmaxes_are_one_graph(mode: str, causal: bool) -> None:
+    core, sources = AxialAttention(mode=mode, columns=4, prefix=1), [t.detach() for t in draw(13)]
+    compiled = torch.compile(core, fullgraph=True, backend="aot_eager", dynamic=False)
+    want = core(*sources, causal=causal).out_BHNV
+    torch.testing.assert_close(compiled(*sources, causal=causal).out_BHNV, want)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["sum", "sequential"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_softmaxes_are_finite_in_half_precision(mode: str, causal: bool) -> None:
+    q, k, v = (t.detach() for t in draw(13))
+    half = [t.to(torch.float16) for t in (q * 20, k, v)]
+    out = AxialAttention(mode=mode, columns=4, prefix=1)(*half, causal=causal).out_BHNV
+    assert out.dtype == torch.float16 and out.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["sum", "sequential"])
+def test_two_softmaxes_take_no_context_and_have_no_log_sum_exp(mode: str) -> None:
+    core, (q, k, v) = AxialAttention(mode=mode, columns=4), draw(8, value=6)
+    with pytest.raises(ValueError, match="gives_lse=False"):
+        core(q, k, v, want_lse=True)
+    with pytest.raises(ValueError, match="accepts_context=False"):
+        core(q, k, v, context=Context(k, v, torch.zeros(2, 8, 1), torch.ones(2, 8, dtype=torch.bool)))
+
+
+def test_the_map_is_found_from_what_the_model_knows() -> None:
+    for known, columns in (
+        ({"size": (3, 7), "length": 22, "prefix": 1}, 7),
+        ({"length": 24}, 5),
+        ({"length": 25}, 5),
+        ({"length": 26}, 6),
+        ({"length": 26, "prefix": 1}, 5),
+        ({"length": 1}, 1),
+    ):
+        core = create_attention("axial", **known, width=12, heads=2)
+        assert isinstance(core, AxialAttention) and core.columns == columns
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost(causal: bool) -> None:
+    rows, columns = 6, 16
+    keys = {"row": columns, "col": rows, "sum": rows + columns}
+    keys["sequential"] = rows + columns * (2 if causal else 1)
+    for mode, count in keys.items():
+        core = AxialAttention(mode=mode, columns=columns)
+        assert count_flops(core, *draw(96), causal=causal) == 2 * 2 * 2 * 96 * count * 11
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both", "columns": 4}, "mode='both' must be one of"),
+        ({}, "needs the columns of its map"),
+        ({"columns": 0}, "columns=0 must be at least 1"),
+        ({"columns": 3, "size": (2, 4)}, r"those of size=\(2, 4\)"),
+        ({"size": (2, 0)}, r"size=\(2, 0\) must be"),
+        ({"columns": 4, "prefix": -1}, "prefix=-1 must be"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AxialAttention(**options)
+
+
+def test_a_sequence_longer_than_the_map_is_refused() -> None:
+    with pytest.raises(ValueError, match="13 tokens do not fit the map of 12 places"):
+        AxialAttention(size=(3, 4), prefix=1)(*draw(14))

@@ -1,0 +1,241 @@
+"""BP-Transformer against loops over tokens that cut spans from where the last ones ended."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import bp_transformer as bp
+from cached_transformers.attentions.bp_transformer import BPAttention, BPLayer
+
+B, H, E, V = 2, 2, 5, 3
+D = H * E
+Span = tuple[int, int, int, int]
+"""First token, token after the last, type, level."""
+
+
+def spans_of(place: int, tokens: int, k: int, clip: int, causal: bool) -> list[Span]:
+    """What a token sees, by the definition: spans of a level start where those of the level below ended."""
+    whole = 1 << max(tokens - 1, 0).bit_length()
+    result = [(place, place + 1, 0, 0)]
+    left, right, level = place, place + 1, 0
+    while left > 0 or (right < tokens and not causal):
+        for rank in range(k):
+            kind = (2 * k + 1) * min(level, clip) + 2 * rank + 1
+            if left > 0:
+                own = level if left % 2**level == 0 else level - 1
+                assert left % 2**own == 0
+                result.append((left - 2**own, left, kind, own))
+                left -= 2**own
+            if right < whole and not causal:
+                own = level if right % 2**level == 0 else level - 1
+                assert right % 2**own == 0
+                if right < tokens:
+                    result.append((right, min(right + 2**own, tokens), kind + 1, own))
+                right += 2**own
+        level += 1
+    return result
+
+
+def mean_of(t_NE: Tensor, span: Span, there: Tensor) -> Tensor | None:
+    first, end, *_ = span
+    some = [t_NE[j] for j in range(first, end) if there[j]]
+    return torch.stack(some).mean(0) if some else None
+
+
+def softmax_of(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    weights = torch.stack([(q_E @ k_E / math.sqrt(len(q_E))).exp() for k_E in keys])
+    return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
+
+
+def twin(core: BPAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *, causal: bool) -> Tensor:
+    """The core, token by token."""
+    tokens = q.shape[2]
+    rows = []
+    for b in range(B):
+        for h in range(H):
+            for i in range(tokens):
+                keys, values = [], []
+                for span in spans_of(i, tokens, core.k, core.clip, causal):
+                    key, value = (mean_of(t[b, h], span, ~padding[b]) for t in (k, v))
+                    if key is not None and value is not None:
+                        keys.append(key if core.types_TE is None else key + core.types_TE[span[2]])
+                        values.append(value)
+                rows.append(softmax_of(q[b, h, i], keys, values) if keys else torch.zeros(V).double())
+    return torch.stack(rows).view(B, H, tokens, V)
+
+
+def paddings(tokens: int) -> list[Tensor | None]:
+    """None, at the end, and anywhere."""
+    end = torch.zeros(B, tokens, dtype=torch.bool)
+    end[0, tokens - tokens // 3 :] = True
+    anywhere = torch.rand(B, tokens) < 0.4
+    anywhere[1, : tokens // 2] = True
+    return [None, end, anywhere]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("k", "clip", "types"), [(1, 5, True), (2, 1, True), (3, 0, False)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 13])
+def test_the_core_is_its_loop_over_tokens(tokens: int, k: int, clip: int, types: bool, causal: bool) -> None:
+    torch.manual_seed(0)
+    core = BPAttention(D, H, k=k, clip=clip, types=types).double()
+    for padding in paddings(tokens):
+        sources = [torch.randn(B, H, tokens, size, dtype=torch.double, requires_grad=True) for size in (E, E, V)]
+        got = core(*sources, causal=causal, key_padding_mask=padding).out_BHNV
+        hidden = torch.zeros(B, tokens, dtype=torch.bool) if padding is None else padding
+        want = twin(core, *sources, hidden, causal=causal)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+        weight, wanted = torch.randn_like(want), [*sources, *core.parameters()]
+        if not want.requires_grad:
+            continue
+        gradients = [torch.autograd.grad((o * weight).sum(), wanted, allow_unused=True) for o in (got, want)]
+        for source, a, b in zip(wanted, *gradients, strict=True):
+            a, b = (torch.zeros_like(source) if g is None else g for g in (a, b))
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 7])
+def test_a_token_sees_each_token_once_whatever_the_length(k: int, causal: bool) -> None:
+    for tokens in (*range(1, 40), 63, 64, 65, 100):
+        table = bp.context_table(tokens, k, 5, causal=causal, device=torch.device("cpu"))
+        levels = bp.levels_used(tokens, k)
+        spans = [
+            (j * 2**level, (j + 1) * 2**level)
+            for level, n in enumerate(bp.level_sizes(tokens, levels))
+            for j in range(n)
+        ]
+        spans = spans or [(0, 1)]
+        held = torch.zeros(len(spans), tokens, dtype=torch.long)
+        for node, (first, end) in enumerate(spans):
+            held[node, first:end] = 1
+        counts = (held[table.node_NC] * table.seen_NC[..., None]).sum(1)
+        want = torch.ones(tokens, tokens, dtype=torch.long)
+        assert torch.equal(counts, want.tril() if causal else want)
+        for i in {0, tokens // 3, tokens - 1}:
+            got = {
+                (spans[int(node)][0], min(spans[int(node)][1], tokens), int(kind))
+                for node, seen, kind in zip(table.node_NC[i], table.seen_NC[i], table.type_C, strict=True)
+                if seen
+            }
+            assert got == {span[:3] for span in spans_of(i, tokens, k, 5, causal)}
+        if tokens > k:
+            assert levels <= 2 + math.log2(tokens / k) and levels <= bp.tree_levels(tokens)
+
+
+def test_the_context_grows_with_the_logarithm() -> None:
+    for tokens, k, most in [(64, 1, 12), (64, 2, 19), (64, 4, 27), (257, 4, 44), (4096, 4, 75)]:
+        table = bp.context_table(tokens, k, 5, causal=False, device=torch.device("cpu"))
+        assert int(table.seen_NC.sum(1).max()) == most, (tokens, k, int(table.seen_NC.sum(1).max()))
+        assert table.node_NC.shape[1] == 1 + 2 * k * bp.levels_used(tokens, k)
+
+
+def test_half_precision_sums_its_spans_in_single() -> None:
+    ones = torch.full((1, 1, 4096, 1), 1.0, dtype=torch.float16)
+    means, _ = bp.span_means(ones, None, bp.tree_levels(4096))
+    assert means.dtype == torch.float16 and (means == 1).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost(causal: bool) -> None:
+    n, k = 100, 3
+    core = BPAttention(D, H, k=k)
+    q, keys, v = torch.randn(B, H, n, E), torch.randn(B, H, n, E), torch.randn(B, H, n, V)
+    want = n * (1 + (1 if causal else 2) * k * bp.levels_used(n, k)) * (E + V)
+    assert count_flops(core, q, keys, v, causal=causal) == 2 * B * H * want
+    n, layer = 64, BPLayer(D, H, 12, k=k)
+    nodes = BPLayer.first_nodes(torch.randn(B, n, D))
+    assert nodes.shape[1] == 2 * n - 1
+    mixing = n * (bp.tree_levels(n) + (1 if causal else 2) * k * bp.levels_used(n, k)) * 2 * E * H
+    rest = nodes.shape[1] * (4 * D * D + 2 * D * 12)
+    assert count_flops(layer, nodes, n, causal=causal) == 2 * B * (mixing + rest)
+
+
+def test_bad_options() -> None:
+    for more in ((), (8,)):
+        build = BPLayer if more else BPAttention
+        with pytest.raises(ValueError, match="k=0 must be at least 1"):
+            build(D, H, *more, k=0)
+        with pytest.raises(ValueError, match="clip=-1 must be at least 0"):
+            build(D, H, *more, clip=-1)
+        with pytest.raises(ValueError, match="width=10 must be a multiple of heads=3"):
+            build(10, 3, *more)
+
+
+def layer_twin(layer: BPLayer, nodes: Tensor, tokens: int, padding: Tensor, *, causal: bool) -> Tensor:
+    """The layer as attention over the whole graph with a dense mask; nodes without a token are 0."""
+    levels = bp.tree_levels(tokens)
+    sizes = bp.level_sizes(tokens, levels)
+    spans = [(j * 2**level, min((j + 1) * 2**level, tokens)) for level, n in enumerate(sizes) for j in range(n)]
+    level_of = [level for level, n in enumerate(sizes) for _ in range(n)]
+    out = torch.zeros_like(nodes)
+    for b in range(len(nodes)):
+        there = [bool((~padding[b, first:end]).any()) for first, end in spans]
+        mask = torch.zeros(len(spans), len(spans), dtype=torch.bool)
+        kind = torch.zeros(len(spans), len(spans), dtype=torch.long)
+        for node, (first, end) in enumerate(spans):
+            if node >= tokens:
+                mask[node, first:end] = True
+                kind[node, first:end] = (2 * layer.k + 1) * min(level_of[node], layer.clip)
+                continue
+            for start, _, own_kind, level in spans_of(node, tokens, layer.k, layer.clip, causal):
+                other = sum(sizes[:level]) + start // 2**level
+                mask[node, other] = True
+                kind[node, other] = own_kind
+        mask &= torch.tensor(there)
+        q, k, v = layer.qkv(nodes[b]).chunk(3, -1)
+        mixed = []
+        for h in range(H):
+            part = slice(h * E, (h + 1) * E)
+            logits = q[:, part] @ k[:, part].T + torch.einsum("me,mne->mn", q[:, part], layer.types_TE[kind])
+            weights = (logits / math.sqrt(E)).masked_fill(~mask, -1e300).softmax(-1) * mask
+            mixed.append(weights @ v[:, part])
+        y = layer.attention_norm(nodes[b] + layer.output(torch.cat(mixed, -1)))
+        y = layer.norm(y + layer.feed_forward(y))
+        out[b] = torch.where(torch.tensor(there)[:, None], y, 0)
+    return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (2, 1), (6, 1), (8, 2), (13, 2)])
+def test_the_layer_is_attention_over_its_graph(tokens: int, k: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    layer = BPLayer(D, H, 7, k=k, clip=9).double()
+    for padding in paddings(tokens):
+        hidden = torch.zeros(B, tokens, dtype=torch.bool) if padding is None else padding
+        nodes = torch.randn_like(BPLayer.first_nodes(torch.zeros(B, tokens, D).double())).requires_grad_()
+        want = layer_twin(layer, nodes, tokens, hidden, causal=causal)
+        got = torch.where(want == 0, 0, layer(nodes, tokens, causal=causal, padding_BN=padding))
+        keep = ~hidden  # a token of padding asks, but nobody reads what it becomes
+        keep = F.pad(keep, (0, nodes.shape[1] - tokens), value=True)[..., None]
+        torch.testing.assert_close(got * keep, want * keep, rtol=0, atol=1e-10)
+        weight, wanted = torch.randn_like(want) * keep, [nodes, *layer.parameters()]
+        gradients = [torch.autograd.grad((o * weight).sum(), wanted) for o in (got, want)]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_carry_the_spans_and_ignore_padding(causal: bool) -> None:
+    torch.manual_seed(0)
+    layers = [BPLayer(D, H, 7, k=1).double() for _ in range(3)]
+
+    def run(x: Tensor, padding: Tensor | None = None) -> Tensor:
+        nodes = BPLayer.first_nodes(x)
+        for layer in layers:
+            nodes = layer(nodes, x.shape[1], causal=causal, padding_BN=padding)
+        return nodes[:, : x.shape[1]]
+
+    x = torch.randn(B, 13, D, dtype=torch.double)
+    padding = torch.zeros(B, 13, dtype=torch.bool)
+    padding[0, 6:] = True
+    torch.testing.assert_close(run(x, padding)[:1, :6], run(x[:1, :6]), rtol=0, atol=1e-10)
+    changed = torch.cat([x[:, :5], torch.randn(B, 8, D).double()], 1)
+    moved = (run(changed) - run(x))[:, :5].abs().max()
+    assert moved < 1e-12 if causal else moved > 1e-3

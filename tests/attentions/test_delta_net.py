@@ -1,0 +1,179 @@
+"""The Delta Network: its chunked form is the recurrence, which writes what a key retrieves and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H
+from attentions.linearised_twins import V, compare, leaves
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.building_blocks import causal_scan
+from cached_transformers.attentions.delta_net import DeltaNet, delta_scan
+from cached_transformers.extras import require
+from cached_transformers.layers.attention import SelfAttention
+
+
+def core_of(**options: Any) -> DeltaNet:
+    torch.manual_seed(0)
+    return DeltaNet(H * E, H, **options).double().eval()
+
+
+def features(x: Tensor, kind: str, order: int) -> Tensor:
+    if kind == "silu":
+        x = x * torch.sigmoid(x)
+        return x / x.norm(dim=-1, keepdim=True)
+    if kind == "elu":
+        phi = F.elu(x) + 1
+    else:
+        y = torch.cat([F.relu(x), F.relu(-x)], -1)
+        size = y.shape[-1]
+        phi = torch.stack([y[..., a] * y[..., (a - j) % size] for j in range(1, order + 1) for a in range(size)], -1)
+    return phi / phi.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 1},
+        {"chunk": 4},
+        {"chunk": 64},
+        {"chunk": 4, "order": 3},
+        {"chunk": 4, "features": "elu"},
+        {"chunk": 4, "features": "silu"},
+    ],
+)
+def test_it_is_the_recurrence(options: dict[str, Any]) -> None:
+    core = core_of(**options)
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: Any) -> Tensor:
+        beta = torch.sigmoid(core.share(x)).mT * seen[:, None]  # B, H, N
+        of_q, of_k = (features(t, core.kind, core.order) for t in (q, k))
+        weights = torch.zeros(B, H, of_k.shape[-1], V).double()
+        if context is not None:
+            of_c = features(context.k_BHME, core.kind, core.order) * context.valid_BM[:, None, :, None]
+            weights = of_c.mT @ context.v_BHME
+        outs = []
+        for t in range(q.shape[2]):
+            retrieved = (of_k[:, :, t, None] @ weights)[:, :, 0]
+            wrong = beta[:, :, t, None] * (v[:, :, t] - retrieved)
+            weights = weights + of_k[:, :, t, :, None] * wrong[:, :, None]
+            outs.append((of_q[:, :, t, None] @ weights)[:, :, 0])
+        return torch.stack(outs, 2)
+
+    compare(core, twin, forms=(True,))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 32])
+def test_a_key_retrieves_the_last_value_written_to_it(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(8, 8, dtype=torch.double, generator=generator))[0]
+    which = torch.randint(0, 8, (1, 1, 21), generator=generator)
+    k, v = basis[which], torch.randn(1, 1, 21, 3, dtype=torch.double, generator=generator)
+    out, state = delta_scan(k, k, v, torch.ones(1, 1, 21, 1).double(), torch.zeros(1, 1, 8, 3).double(), chunk)
+    torch.testing.assert_close(out, v, rtol=0, atol=1e-12)
+    for key in range(8):
+        places = (which[0, 0] == key).nonzero()
+        want = v[0, 0, places[-1, 0]] if len(places) else torch.zeros(3).double()
+        torch.testing.assert_close(basis[key] @ state[0, 0], want, rtol=0, atol=1e-12)
+
+
+def test_with_keys_that_are_all_orthogonal_it_is_a_sum() -> None:
+    torch.manual_seed(0)
+    k = torch.linalg.qr(torch.randn(2, 3, 12, 12, dtype=torch.double))[0][:, :, :9]
+    q, v = torch.randn(2, 3, 9, 12).double(), torch.randn(2, 3, 9, 5).double()
+    out, _ = delta_scan(q, k, v, torch.ones(2, 3, 9, 1).double(), torch.zeros(2, 3, 12, 5).double(), 4)
+    torch.testing.assert_close(out, causal_scan(q, k, v)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dpfp", "elu", "silu"])
+def test_a_long_text_leaves_float32_exact_and_the_state_small(kind: str) -> None:
+    core = core_of(features=kind)
+    given = {key: t.detach() for key, t in leaves(2000).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    assert core.features(k, None).norm(dim=-1).max() < 1 + 1e-9
+    state = core.init_step(B, H, E, V, like=q)
+    out, last = core.scan(q, k, v, state, x_BND=x)
+    core.float()
+    short, _ = core.scan(q.float(), k.float(), v.float(), state.float(), x_BND=x.float())
+    torch.testing.assert_close(short.double(), out, rtol=0, atol=1e-4)
+    # The most that the features' length of at most 1 lets it be, by far: what a key retrieves is of the size of values.
+    assert (core.features(k, None) @ last).abs().max() < 10 * v.abs().max()
+
+
+def test_products_of_neighbours() -> None:
+    core = DeltaNet(2, 1, order=2)
+    x = torch.tensor([2.0, -3.0])  # y = 2, 0, 0, 3
+    want = torch.tensor([2 * 3.0, 0, 0, 0, 0, 0, 0, 0])  # y_a y_{a-1}, then y_a y_{a-2}
+    torch.testing.assert_close(core.features(x, None), want / 6)
+    flat = torch.zeros(1, 1, 3, 2, requires_grad=True)
+    out = core(flat, flat, flat + 1, causal=True, x_BND=torch.zeros(1, 3, 2)).out_BHNV
+    assert not out.any()
+    assert torch.autograd.grad(out.sum(), flat)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_it_is_the_delta_rule_of_transformers(chunked: bool) -> None:
+    """Qwen3-Next without decay; it divides queries by sqrt(E) and adds 1e-6 under the root of the lengths."""
+    peer = require("transformers.models.qwen3_next.modeling_qwen3_next", extra="transformers")
+    rule = peer.torch_chunk_gated_delta_rule if chunked else peer.torch_recurrent_gated_delta_rule
+    core = core_of(features="silu", chunk=16).float()
+    given = {key: t.detach().float() for key, t in leaves(70).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    active = [F.silu(t).transpose(1, 2) for t in (q, k)]
+    beta = torch.sigmoid(core.share(x))
+    want, last = rule(
+        *active,
+        v.transpose(1, 2),
+        torch.zeros_like(beta),
+        beta,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    out, state = core.scan(q, k, v, core.init_step(B, H, E, V, like=q), x_BND=x)
+    torch.testing.assert_close(out, want.transpose(1, 2) * E**0.5, rtol=0, atol=2e-5)
+    torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
+
+
+def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
+    n, e, v, chunk = 32, 8, 6, 8
+    q, k = torch.randn(2, 1, 1, n, e)
+    values, x = torch.randn(1, 1, n, v), torch.randn(1, n, e)
+    for options, f in (({}, 2 * e), ({"order": 2}, 4 * e), ({"features": "elu"}, e)):
+        core = DeltaNet(e, 1, chunk=chunk, **options)  # type: ignore[arg-type]
+        want = n * (chunk * (2 * f + v) + 3 * f * v) + n * e
+        assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": "relu"}, "features='relu'"),
+        ({"order": 0}, "order=0"),
+        ({"order": 12}, "order=12 must be at least 1 and less than 12"),
+        ({"order": 2, "features": "elu"}, 'order=2 is an option of features="dpfp"'),
+        ({"chunk": 0}, "chunk=0"),
+        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_attention({"name": "delta_net", **options}, width=12, heads=2)
+
+
+def test_it_is_causal_alone_and_needs_the_input() -> None:
+    core, given = core_of(), leaves(3)
+    q, k, v = (given[name] for name in "qkv")
+    with pytest.raises(ValueError, match=r"no other than a causal form \(only_causal=True\)"):
+        core(q, k, v, x_BND=given["x"])
+    with pytest.raises(ValueError, match="beta of delta_net is made of the layer's input; give it as x_BND"):
+        core(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="take causal=True"):
+        SelfAttention(H * E, H, core=core)
+    layer = SelfAttention(H * E, H, core=core, causal=True).double()
+    assert layer(given["x"]).y_BND.isfinite().all() and "causal alone" in DeltaNet.can

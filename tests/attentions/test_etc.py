@@ -1,0 +1,217 @@
+"""ETC against dense attention in which every pair has its own label vector; the core and the layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import SoftmaxAttention
+from cached_transformers.attentions.etc import ETC, Labels
+from cached_transformers.attentions.etc_layer import ETCLayer
+
+B, H, E = 2, 2, 5
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, labels_HNME: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over labelled keys of one row; a query that sees nothing gives 0."""
+    keys = k[:, None] if labels_HNME is None else k[:, None] + labels_HNME
+    logits = torch.einsum("hne,hnme->hnm", q, keys.expand(-1, q.shape[1], -1, -1)) / math.sqrt(q.shape[-1])
+    weights = logits.exp() * mask
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.where(total > 0, 1) @ v, total[..., 0].log()
+
+
+def by_distance(labels: Labels, far: int) -> Tensor:
+    return labels.distance_HLE[:, max(-labels.clip, min(labels.clip, far)) + labels.clip]
+
+
+def by_segment(labels: Labels, own: bool) -> Tensor:
+    assert labels.segment_H2E is not None
+    return labels.segment_H2E[:, 0 if own else 1]
+
+
+def stacked(rows: list[list[Tensor]]) -> Tensor:
+    """(H, N, M, E) from a label (H, E) for each pair."""
+    return torch.stack([torch.stack(row, 1) for row in rows], 1)
+
+
+def core_twin(core: ETC, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """One row without padding, key by key."""
+    tokens, size = q.shape[1], core.segment or q.shape[1]
+    firsts = [] if core.segment is None else range(0, tokens, size)
+    kg, vg = ([t[:, g : g + size].mean(1) for g in firsts] for t in (k, v))
+    labels, mask = [], torch.zeros(tokens, len(firsts) + tokens, dtype=torch.bool)
+    for i in range(tokens):
+        for place, g in enumerate(firsts):
+            mask[i, place] = not causal or g + size - 1 <= i
+        for j in range(tokens):
+            mask[i, len(firsts) + j] = abs(i - j) <= core.radius and (not causal or j <= i)
+        if core.labels is not None:
+            to_globals = [by_segment(core.labels, g <= i < g + size) for g in firsts]
+            labels.append([*to_globals, *(by_distance(core.labels, j - i) for j in range(tokens))])
+    keys, values = (torch.cat([torch.stack(g, 1), t], 1) if g else t for g, t in ((kg, k), (vg, v)))
+    return dense(q, keys, values, stacked(labels) if labels else None, mask)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": None}, {"segment": None}, {"radius": 50, "segment": 7}])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 17])
+def test_the_core_is_softmax_over_labelled_keys(tokens: int, causal: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    core = ETC(H * E, H, **{"radius": 3, "segment": 4, "clip": 2, **options}).double()
+    q, k, v = (torch.randn(B, H, tokens, width, dtype=torch.double, requires_grad=True) for width in (E, E, 3))
+    for lengths in ([tokens, tokens], [tokens, max(1, tokens - 6)]):
+        padding = torch.arange(tokens) >= torch.tensor(lengths)[:, None]
+        mask = padding if padding.any() else None
+        got = core(q, k, v, causal=causal, key_padding_mask=mask, want_lse=True)
+        rows = [core_twin(core, *(t[b, :, :n] for t in (q, k, v)), causal) for b, n in enumerate(lengths)]
+        want = torch.stack([F.pad(out, (0, 0, 0, tokens - n)) for (out, _), n in zip(rows, lengths, strict=True)])
+        weight = torch.randn_like(want) * ~padding[:, None, :, None]
+        torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
+        for b, n in enumerate(lengths):
+            torch.testing.assert_close(got.lse_BHN[b, :, :n], rows[b][1], rtol=0, atol=1e-10)
+        sources = [q, k, v, *core.parameters()]
+        gradients = [torch.autograd.grad((o * weight).sum(), sources) for o in (got.out_BHNV, want)]
+        for a, b_ in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b_, rtol=0, atol=1e-10)
+
+
+def layer_twin(layer: ETCLayer, x: Tensor, g: Tensor, segment: list[int]) -> tuple[Tensor, Tensor]:
+    """One row (N, D), (G, D) without padding: one dense attention over [global tokens, tokens]."""
+    tokens, count = len(x), len(g)
+    q, k, v = (t.unflatten(-1, (H, -1)).transpose(0, 1) for t in layer.qkv(torch.cat([g, x])).chunk(3, -1))
+    mask = torch.ones(count + tokens, count + tokens, dtype=torch.bool)
+    labels = []
+    for i in range(-count, tokens):
+        row = []
+        for j in range(-count, tokens):
+            table = layer.labels if i >= 0 else layer.global_labels
+            if (i < 0) == (j < 0):
+                row.append(None if table is None else by_distance(table, j - i))
+            else:
+                row.append(None if table is None else by_segment(table, segment[max(i, j)] == min(i, j) + count))
+            mask[i + count, j + count] = min(i, j) < 0 or abs(i - j) <= layer.radius
+        labels.append(row)
+    heads, _ = dense(q, k, v, None if layer.labels is None else stacked(labels), mask)  # type: ignore[arg-type]
+    joined = heads.transpose(0, 1).flatten(1)
+    out_g, out_x = layer.global_output(joined[:count]), layer.output(joined[count:])
+    x, g = layer.norm(x + out_x), layer.global_norm(g + out_g)
+    x, g = (layer.last_norm(t + layer.feed_forward(t)) for t in (x, g))
+    return x, g
+
+
+@pytest.mark.parametrize("clip", [2, None])
+@pytest.mark.parametrize(("tokens", "count", "radius"), [(1, 1, 3), (9, 3, 3), (13, 4, 2), (5, 2, 20)])
+def test_the_layer_is_one_dense_attention(tokens: int, count: int, radius: int, clip: int | None) -> None:
+    torch.manual_seed(1)
+    layer = ETCLayer(H * E, H, radius=radius, clip=clip).double()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x = torch.randn(B, tokens, H * E, dtype=torch.double, requires_grad=True)
+    g = torch.randn(B, count, H * E, dtype=torch.double, requires_grad=True)
+    segment = torch.randint(-1, count, (B, tokens))
+    for lengths in ([(tokens, count)] * 2, [(tokens, count), (max(1, tokens - 4), max(1, count - 1))]):
+        padding, padding_g = (
+            torch.arange(size) >= torch.tensor([pair[i] for pair in lengths])[:, None]
+            for i, size in enumerate((tokens, count))
+        )
+        got = layer(x, g, segment_BN=segment, padding_BN=padding, padding_BG=padding_g)
+        rows = [layer_twin(layer, x[b, :n], g[b, :m], segment[b].tolist()) for b, (n, m) in enumerate(lengths)]
+        total, want_total = torch.zeros(()), torch.zeros(())
+        for part in range(2):
+            for b, pair in enumerate(lengths):
+                ours, theirs = got[part][b, : pair[part]], rows[b][part]
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+                weight = torch.randn_like(ours)
+                total, want_total = total + (ours * weight).sum(), want_total + (theirs * weight).sum()
+        sources = [x, g, *layer.parameters()]
+        for a, b_ in zip(*(torch.autograd.grad(t, sources) for t in (total, want_total)), strict=True):
+            torch.testing.assert_close(a, b_, rtol=0, atol=1e-9)
+
+
+def test_a_wide_layer_without_labels_is_exact_attention_over_both_sequences() -> None:
+    torch.manual_seed(1)
+    layer = ETCLayer(H * E, H, radius=20, clip=None).double()
+    layer.global_output, layer.global_norm = layer.output, layer.norm
+    x, g = torch.randn(B, 13, H * E).double(), torch.randn(B, 3, H * E).double()
+    both = torch.cat([g, x], 1)
+    q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in layer.qkv(both).chunk(3, -1))
+    heads = SoftmaxAttention()(q, k, v).out_BHNV.transpose(1, 2).flatten(2)
+    y = layer.norm(both + layer.output(heads))
+    y = layer.last_norm(y + layer.feed_forward(y))
+    got_x, got_g = layer(x, g)
+    torch.testing.assert_close(torch.cat([got_g, got_x], 1), y, rtol=0, atol=1e-10)
+
+
+def test_a_global_token_carries_news_across_the_text_in_two_layers() -> None:
+    torch.manual_seed(1)
+    layers = [ETCLayer(H * E, H, radius=2).double() for _ in range(2)]
+    x, g = torch.randn(1, 30, H * E).double(), torch.randn(1, 2, H * E).double()
+    other, other_g = x.clone(), g
+    other[0, 0] += 1
+    for layer, arrived in zip(layers, (False, True), strict=True):
+        x, g = layer(x, g)
+        other, other_g = layer(other, other_g)
+        assert ((x - other)[0, -1].abs().max() > 1e-9) == arrived
+
+
+def test_a_causal_token_sees_the_means_of_complete_segments_alone() -> None:
+    core = ETC(H * E, H, radius=1, segment=4, clip=None).double()
+    q, k, v = torch.randn(3, 1, H, 12, E, dtype=torch.double)
+    v = torch.eye(12, dtype=torch.double).expand(1, H, 12, 12)
+    weights = core(q, k, v, causal=True).out_BHNV[0, 0]
+    seen = [sorted((weights[i] > 0).nonzero().flatten().tolist()) for i in range(12)]
+    assert seen[2] == [1, 2] and seen[3] == [0, 1, 2, 3] and seen[6] == [0, 1, 2, 3, 5, 6]
+
+
+def test_labels_start_at_the_scale_of_keys() -> None:
+    torch.manual_seed(0)
+    labels = Labels(8, 64, 12, between=True)
+    values = torch.cat([p.flatten() for p in labels.parameters()])
+    assert abs(values).max() <= 1 and 0.42 < values.std() < 0.46 and abs(values.mean()) < 0.02
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_it_costs(causal: bool) -> None:
+    tokens, radius, segment, clip, width = 48, 4, 6, 2, 3
+    q, k, v = (torch.randn(B, H, tokens, size) for size in (E, E, width))
+    slab = (2 if causal else 3) * radius
+    products = tokens * ((E + width) * (slab + tokens // segment) + (2 * clip + 3) * E)
+    core = ETC(H * E, H, radius=radius, segment=segment, clip=clip)
+    assert count_flops(core, q, k, v, causal=causal) == 2 * B * H * products
+    if not causal:
+        layer, count = ETCLayer(H * E, H, radius=radius, clip=clip, hidden=7), 8
+        products = tokens * (2 * E * (slab + count) + (2 * clip + 3) * E)
+        products += count * (2 * E * (tokens + count) + (2 * clip + 3) * E)
+        products = H * products + (tokens + count) * (4 * (H * E) ** 2 + 2 * H * E * 7)
+        x, g = torch.randn(B, tokens, H * E), torch.randn(B, count, H * E)
+        assert count_flops(layer, x, g) == 2 * B * products
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"radius": 0}, "on either side"),
+        ({"segment": 0}, "leaves the global keys out"),
+        ({"clip": 0}, "leaves the labels"),
+    ],
+)
+def test_bad_options_are_refused(option: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        ETC(H * E, H, **option)
+    if "segment" not in option:
+        with pytest.raises(ValueError, match=why):
+            ETCLayer(H * E, H, **option)
+
+
+def test_bad_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of heads=3"):
+        ETCLayer(10, 3)
+    with pytest.raises(ValueError, match=r"dropout=1.0 must lie in \[0, 1\)"):
+        ETCLayer(10, 2, dropout=1.0)

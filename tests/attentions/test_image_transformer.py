@@ -1,0 +1,140 @@
+"""Local attention of the Image Transformer against the definition pair by pair, its limits and its cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions.image_transformer import ImageTransformerAttention
+
+LENGTHS = (1, 3, 8, 13, 24)
+
+
+def along(causal: bool, block: int, memory: int, prefix: int = 0) -> Rule:
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        first = (i - prefix) // block * block
+        return first - memory <= j - prefix < first + block + (0 if causal else memory)
+
+    return sees
+
+
+def cells(size: tuple[int, int], block: tuple[int, int], order: str) -> list[tuple[int, int]]:
+    """(row, column) of each token of the sequence, by going through the map."""
+    raster = [(row, column) for row in range(size[0]) for column in range(size[1])]
+    if order == "raster":
+        return raster
+    return sorted(raster, key=lambda cell: (cell[0] // block[0], cell[1] // block[1], *cell))
+
+
+def on_map(
+    causal: bool, size: tuple[int, int], block: tuple[int, int], memory: tuple[int, int], order: str, prefix: int = 0
+) -> Rule:
+    cell = cells(size, block, order)
+
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        (row, column), (other_row, other_column) = cell[i - prefix], cell[j - prefix]
+        top, left = row // block[0] * block[0], column // block[1] * block[1]
+        below = 0 if causal else memory[0]
+        return (
+            top - memory[0] <= other_row < top + block[0] + below
+            and left - memory[1] <= other_column < left + block[1] + memory[1]
+        )
+
+    return sees
+
+
+@pytest.mark.parametrize(("block", "memory", "prefix"), [(4, 4, 0), (4, 0, 0), (3, 5, 2), (1, 2, 1), (5, 1, 0)])
+def test_along_the_sequence_it_is_the_definition(block: int, memory: int, prefix: int) -> None:
+    core = ImageTransformerAttention(block=block, memory=memory, prefix=prefix)
+    assert_is_pattern(core, lambda causal: along(causal, block, memory, prefix), LENGTHS)
+
+
+@pytest.mark.parametrize("order", ["raster", "blocks"])
+@pytest.mark.parametrize(
+    ("size", "block", "memory", "prefix"),
+    [
+        ((12, 2), (2, 2), (1, 0), 0),
+        ((5, 5), (2, 3), (1, 2), 1),
+        ((2, 13), (1, 2), (1, 1), 0),
+        ((6, 4), (9, 2), (0, 9), 0),
+    ],
+)
+def test_on_the_map_it_is_the_definition(order: str, size: Any, block: Any, memory: Any, prefix: int) -> None:
+    core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order, prefix=prefix)
+    assert_is_pattern(core, lambda causal: on_map(causal, size, block, memory, order, prefix), LENGTHS)
+
+
+@pytest.mark.parametrize("order", ["raster", "blocks"])
+@pytest.mark.parametrize("block", [(2, 4), (3, 2)])
+def test_many_blocks_on_a_larger_map(order: str, block: tuple[int, int]) -> None:
+    size, memory = (9, 8), (1, 1)
+    core = ImageTransformerAttention(block=block, memory=memory, size=size, order=order)
+    for causal in (False, True):
+        for tokens in (72, 61):
+            sources = draw(tokens)
+            want = softmax_over(*sources, mask_of(on_map(causal, size, block, memory, order), 2, tokens))
+            assert_same(core(*sources, causal=causal).out_BHNV, want, sources)
+
+
+@pytest.mark.parametrize("order", ["raster", "blocks"])
+def test_one_block_of_the_whole_map_is_softmax_attention(order: str) -> None:
+    core = ImageTransformerAttention(block=(4, 6), memory=(0, 0), size=(4, 6), order=order)
+    assert_is_pattern(core, lambda causal: lambda h, i, j: j <= i or not causal, (13, 24))
+    assert count_flops(core, *draw(24)) == 2 * 2 * 2 * 24 * 24 * 11
+
+
+def test_an_image_is_generated_block_by_block() -> None:
+    """In the order of blocks a token sees all of the block on its left, and nothing of the one on its right."""
+    core = ImageTransformerAttention(block=(2, 2), memory=(0, 2), size=(2, 6), order="blocks")
+    q, k, _ = draw(12)
+    weights = core(q, k, torch.eye(12, dtype=torch.double).expand(2, 2, 12, 12), causal=True).out_BHNV
+    assert (weights[0, 0, 4] > 0).tolist() == [True] * 5 + [False] * 7
+    assert (weights[0, 0, 9] > 0).tolist() == [False] * 4 + [True] * 6 + [False] * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost(causal: bool) -> None:
+    flat = ImageTransformerAttention(block=8, memory=12)
+    keys = 8 + 12 * (1 if causal else 2)
+    assert count_flops(flat, *draw(96), causal=causal) == 2 * 2 * 2 * 96 * keys * 11
+    flat = ImageTransformerAttention(block=8, memory=12, prefix=3)
+    assert count_flops(flat, *draw(99)) == 2 * 2 * 2 * (96 * (8 + 24 + 3) + 3 * 99) * 11
+    mapped = ImageTransformerAttention(block=(2, 4), memory=(2, 1), size=(10, 8))
+    keys = (2 + 2 * (1 if causal else 2)) * (4 + 2)
+    assert count_flops(mapped, *draw(80), causal=causal) == 2 * 2 * 2 * 80 * keys * 11
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 0}, "block=0 must be at least 1"),
+        ({"memory": -1}, "memory=-1 at least 0"),
+        ({"block": (2, 2), "memory": 3}, "must both be numbers"),
+        ({"block": (2, 2), "memory": (3, 3)}, "give size="),
+        ({"block": (2, 2, 2), "memory": (3, 3), "size": (4, 4)}, "as numbers or pairs"),
+        ({"block": (2, 2), "memory": (1, 1), "size": (4, 0)}, r"size=\(4, 0\) must be"),
+        ({"order": "random"}, "order='random' must be"),
+        ({"prefix": -1}, "prefix=-1 must be"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageTransformerAttention(**options)
+
+
+def test_a_sequence_longer_than_the_map_is_refused() -> None:
+    core = ImageTransformerAttention(block=(2, 2), memory=(1, 1), size=(3, 4))
+    with pytest.raises(ValueError, match="13 tokens do not fit the map"):
+        core(*draw(13))

@@ -1,0 +1,95 @@
+"""What all linearised mechanisms share: the recurrent form is the causal pass, cut anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H, build
+from attentions.linearised_twins import V, leaves
+
+from cached_transformers.attentions.linearised import LinearisedAttention
+from cached_transformers.memories.base import Context
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.state import map_state, named_tensors, reorder
+
+NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]
+FORMS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
+FORMS += [("rfa", {"gate": True}), ("performer", {"kernel": "relu"}), ("delta_net", {"features": "silu"})]
+
+
+def some_context(slots: int = 4) -> Context:
+    given = leaves(1, slots, seed=7)
+    valid = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    return Context(given["context_k"].detach(), given["context_v"].detach(), torch.zeros(B, slots, 1), valid)
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+@pytest.mark.parametrize("with_context", [False, True])
+def test_steps_are_the_causal_pass(name: str, options: dict[str, Any], with_context: bool) -> None:
+    core, given = build(name, **options), leaves(13)
+    assert isinstance(core, LinearisedAttention)
+    context = some_context() if with_context else None
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    want = core(q, k, v, x_BND=x, causal=True, context=context).out_BHNV
+    for prompt in (0, 6):
+        state = core.init_step(B, H, E, V, like=q, context=context)
+        kinds = [(path, t.shape, t.dtype) for path, t in named_tensors(state)]
+        outs = []
+        if prompt:
+            head = (t[:, :, :prompt] for t in (q, k, v))
+            out, state = core.scan(*head, state, x_BND=x[:, :prompt])
+            outs = list(out.unbind(2))
+        for i in range(prompt, 13):
+            out, state = core.step(q[:, :, i], k[:, :, i], v[:, :, i], state, x_BD=x[:, i])
+            outs.append(out)
+        got = torch.stack(outs, 2)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+        assert kinds == [(path, t.shape, t.dtype) for path, t in named_tensors(state)]
+        gradients = [torch.autograd.grad(t.square().sum(), [q, k, v], retain_graph=True) for t in (got, want)]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_padding_leaves_the_state_and_rows_of_it_can_be_moved(name: str, options: dict[str, Any]) -> None:
+    core, given = build(name, **options), {key: t.detach() for key, t in leaves(7).items()}
+    assert isinstance(core, LinearisedAttention)
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    padding = torch.zeros(B, 7, dtype=torch.bool)
+    padding[:, 4:] = True
+    fresh = core.init_step(B, H, E, V, like=q)
+    _, padded = core.scan(q, k, v, fresh, key_padding_mask=padding, x_BND=x)
+    _, trimmed = core.scan(q[:, :, :4], k[:, :, :4], v[:, :, :4], fresh, x_BND=x[:, :4])
+    map_state(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), padded, trimmed)
+    swapped = core.step(q[:, :, 4], k[:, :, 4], v[:, :, 4], reorder(padded, torch.tensor([1, 0])), x_BD=x[:, 4])[0]
+    mirror = [t[:, :, 4].flip(0) for t in (q, k, v)]
+    want = core.step(*mirror, padded, x_BD=x[:, 4].flip(0))[0].flip(0)
+    torch.testing.assert_close(swapped, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_and_sums_are_of_float32(name: str) -> None:
+    """4000 keys of one direction: bfloat16 sums would stop growing at 256."""
+    core = build(name, **({"chunk": 64} if "chunk" in ATTENTIONS.entry(name).options else {})).float()
+    assert isinstance(core, LinearisedAttention)
+    given = {key: t.detach().float() for key, t in leaves(4000, rows=1).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    k = k[:, :, :1].expand_as(k)
+    want = core(q, k, v, x_BND=x, causal=True).out_BHNV
+    half = core(*(t.bfloat16() for t in (q, k, v)), x_BND=x.bfloat16(), causal=True).out_BHNV
+    with torch.autocast("cpu", torch.bfloat16):
+        auto = core(q, k, v, x_BND=x, causal=True).out_BHNV
+    scale = want.abs().mean()
+    assert half.dtype == torch.bfloat16 and (half.float() - want).abs().mean() < 0.02 * scale
+    torch.testing.assert_close(auto, want, rtol=1e-5, atol=1e-5)
+    state = core.init_step(1, H, E, V, like=q.bfloat16())
+    assert {t.dtype for _, t in named_tensors(state)} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_causal_call_needs_one_key_a_query(name: str) -> None:
+    core, given = build(name), leaves(8)
+    with pytest.raises(ValueError, match=r"supports_cross=False|a causal call of \w+ needs one key a query"):
+        core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"], causal=True)

@@ -1,0 +1,159 @@
+"""Memory-compressed attention against loops over queries and slots."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attentions.agreement import agree, inputs, tail
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import SoftmaxAttention, create_attention
+from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
+
+
+def make(**options: Any) -> MemoryCompressedAttention:
+    """With parameters that are not those it starts with."""
+    spec = {"name": "memory_compressed", "width": 12, "heads": 2, "value_width": 5, **options}
+    core = create_attention(spec).double().eval()
+    assert isinstance(core, MemoryCompressedAttention)
+    for parameter in core.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    return core
+
+
+def slots(compression: Compression, t: Tensor, padding: list[bool]) -> list[list[Tensor]]:
+    """(H of S of E): every slot as a sum over its tokens, of one row (H, M, E)."""
+    heads, tokens, width = t.shape
+    shape = (compression.rate, width)
+    made: list[list[Tensor]] = [[] for _ in range(heads)]
+    for start in range(0, tokens, compression.rate):
+        inside = [j for j in range(start, min(start + compression.rate, tokens)) if not padding[j]]
+        for h in range(heads):
+            if compression.full:
+                weight = compression.weight_GFO[0].view(heads, *shape, heads, width)[..., h, :]
+                total = compression.bias_GO[0].view(heads, width)[h]
+                for j in inside:
+                    total = total + sum(t[g, j] @ weight[g, j - start] for g in range(heads))
+            else:
+                total = compression.bias_GO[h]
+                for j in inside:
+                    total = total + t[h, j] @ compression.weight_GFO[h].view(*shape, width)[j - start]
+            made[h].append(total)
+    return made
+
+
+def twin(
+    core: MemoryCompressedAttention, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding: Tensor | None
+) -> Tensor:
+    """One query at a time; the keys that it sees are put in a list."""
+    c, rows = core.rate, []
+    for b in range(len(q)):
+        gone = [False] * k.shape[2] if padding is None else padding[b].tolist()
+        keys, values = slots(core.keys, k[b], gone), slots(core.values, v[b], gone)
+        for h in range(q.shape[1]):
+            for i in range(q.shape[2]):
+                pairs = []
+                if core.null_HE is not None and core.null_HV is not None and not all(gone):
+                    pairs.append((core.null_HE[h], core.null_HV[h]))
+                for s, pair in enumerate(zip(keys[h], values[h], strict=True)):
+                    if not all(gone[s * c : (s + 1) * c]) and (not causal or (s + 1) * c - 1 <= i):
+                        pairs.append(pair)
+                for j in range(k.shape[2]):
+                    if not gone[j] and (i >= j if causal else j - i < core.local) and i - j < core.local:
+                        pairs.append((k[b, h, j], v[b, h, j]))
+                weights = torch.stack(
+                    [(q[b, h, i] @ key / math.sqrt(q.shape[-1])).exp() for key, _ in pairs] or [q[0, 0, 0, 0]]
+                )
+                mixed = [w / weights.sum() * value for w, (_, value) in zip(weights, pairs, strict=False)]
+                rows.append(sum(mixed, v.new_zeros(v.shape[-1])))
+    return torch.stack(rows).view(*q.shape[:3], -1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"grouping": "full", "null": True}, {"local": 2, "rate": 2}, {"local": 5, "null": True}]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_loops_over_queries_and_slots_give_the_same(options: dict[str, Any], padded: bool) -> None:
+    core = make(**options)
+    lengths = [(1, 1), (2, 2), (6, 6), (11, 11)] + ([] if core.local else [(4, 7)])
+    for queries, keys in lengths:
+        for causal in (False, True):
+            q, k, v = inputs(queries, keys)
+            padding = tail(2, keys) if padded else None
+            got = core(q, k, v, causal=causal, key_padding_mask=padding).out_BHNV
+            want = twin(core, q, k, v, causal=causal, padding=padding)
+            agree(got, want, [q, k, v, *core.parameters()])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_convolution_is_one_and_starts_as_the_mean(full: bool) -> None:
+    compression = Compression(2, 6, 3, full=full).double()
+    t = torch.randn(2, 2, 9, 6).double()
+    torch.testing.assert_close(compression(t), t.unflatten(2, (3, 3)).mean(3))
+    for parameter in compression.parameters():
+        parameter.data.normal_()
+    groups = 1 if full else 2
+    inputs_of_group = 12 // groups
+    weight = compression.weight_GFO.mT.reshape(groups * inputs_of_group, -1)
+    kernel = weight.view(12, 2, 3, 6).transpose(2, 3).reshape(12, 12, 3) if full else weight.view(12, 3, 6).mT
+    want = F.conv1d(t.transpose(2, 3).flatten(1, 2), kernel, compression.bias_GO.flatten(), 3, groups=groups)
+    torch.testing.assert_close(compression(t), want.unflatten(1, (2, 6)).transpose(2, 3))
+
+
+def test_one_token_a_slot_is_exact_attention_and_a_null_key_has_a_logit_of_0() -> None:
+    q, k, v = inputs(11)
+    for causal in (False, True):
+        options = {"name": "memory_compressed", "width": 12, "heads": 2, "value_width": 5, "rate": 1}
+        core, nulled = (create_attention({**options, "null": null}).double() for null in (False, True))
+        want = SoftmaxAttention()(q, k, v, causal=causal, want_lse=True)
+        agree(core(q, k, v, causal=causal).out_BHNV, want.out_BHNV, [q, k, v])
+        share = want.lse_BHN.sigmoid()[..., None]
+        agree(nulled(q, k, v, causal=causal).out_BHNV, share * want.out_BHNV, [q, k, v])
+
+
+def test_early_queries_see_no_slot_and_a_local_branch_serves_them() -> None:
+    q, k, v = inputs(8)
+    out = make()(q, k, v, causal=True).out_BHNV
+    assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
+    local = make(local=3)(q, k, v, causal=True).out_BHNV
+    agree(local[:, :, :2], SoftmaxAttention()(q, k, v, causal=True).out_BHNV[:, :, :2], [q, k, v])
+    assert make().supports_cross and not make(local=3).supports_cross
+    with pytest.raises(ValueError, match="supports_cross=False"):
+        make(local=3)(q[:, :, :5], k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost(causal: bool) -> None:
+    q, k, v = inputs(12, 24)
+    slots_and_products = 24 * (36 + 25), 12 * 8 * (6 + 5)
+    assert count_flops(make(), q, k, v, causal=causal) == 2 * 2 * 2 * sum(slots_and_products)
+    full = 2 * slots_and_products[0] + slots_and_products[1]
+    assert count_flops(make(grouping="full"), q, k, v, causal=causal) == 2 * 2 * 2 * full
+    q, k, v = inputs(24)
+    local = 24 * (36 + 25) + 24 * 8 * (6 + 5) + (2 if causal else 3) * 4 * 24 * (6 + 5)
+    assert count_flops(make(local=4), q, k, v, causal=causal) == 2 * 2 * 2 * local
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"rate": 0}, "rate=0 must be at least 1"),
+        ({"local": -1}, "local=-1 must be at least 0"),
+        ({"grouping": "none"}, "grouping='none' must be 'heads' or 'full'"),
+        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make(**options)
+
+
+def test_channels_that_do_not_fit() -> None:
+    for grouping in ("heads", "full"):
+        with pytest.raises(ValueError, match=r"2 heads of 7 channels came, but .* for 10 channels in all"):
+            make(grouping=grouping)(*inputs(4, values=7))

@@ -1,0 +1,306 @@
+"""Reformer's hashed attention against its definition, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H, build
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions.reformer import ReformerAttention, usual_buckets
+from cached_transformers.memories.base import Context
+
+WIDTH = H * E
+
+
+def reformer(**options: Any) -> ReformerAttention:
+    torch.manual_seed(3)
+    core = ReformerAttention(WIDTH, H, **{"chunk": 4, "rounds": 2, "buckets": 4, **options})
+    return core.double().eval()
+
+
+def tokens_of(count: int, width: int = E, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, H, count, E, dtype=torch.double, generator=generator)
+    return q.requires_grad_(), torch.randn(B, H, count, width, dtype=torch.double, generator=generator).requires_grad_()
+
+
+def buckets_of(core: ReformerAttention, q: Tensor, head: int, turn: int) -> list[int]:
+    found = []
+    for vector in q:
+        bucket, count, column = 0, 1, 0
+        for factor in core.factors:
+            turned = vector @ core.rotations[head, :, turn, column : column + factor // 2]
+            bucket += count * int(torch.cat([turned, -turned]).argmax()) if factor > 1 else 0
+            count, column = count * factor, column + factor // 2
+        found.append(bucket)
+    return found
+
+
+def seen_by(core: ReformerAttention, buckets: list[int], valid: list[int], *, causal: bool) -> list[set[int]]:
+    """The keys of each token in one round."""
+    order = sorted(valid, key=lambda i: (buckets[i], i))
+    chunks = [order[at : at + core.chunk] for at in range(0, len(order), core.chunk)]
+    result: list[set[int]] = [set() for _ in buckets]
+    for at, chunk in enumerate(chunks):
+        for i in chunk:
+            if causal and not core.allow_leak:
+                fellows = [j for j in valid if buckets[j] == buckets[i] and j <= i]
+                result[i] = set(fellows[-core.chunk - 1 :])
+                continue
+            result[i] = {*chunk, *chunks[at - 1]}
+            if not core.across_buckets:
+                result[i] = {j for j in result[i] if buckets[j] == buckets[i]}
+            if causal:
+                result[i] = {j for j in result[i] if j <= i}
+    return result
+
+
+def twin(
+    core: ReformerAttention, q: Tensor, v: Tensor, *, causal: bool = False, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values and log-sum-exps by the paper's sum over rounds, with N_ij; 0 for padding."""
+    rows, heads, count, width = q.shape
+    factor = {"scaled": width**-0.5, "unscaled": 1.0, "lra": width**0.5}[core.logits]
+    outs, lses = torch.zeros_like(v), torch.zeros(rows, heads, count, dtype=q.dtype)
+    for b in range(rows):
+        valid = [i for i in range(count) if padding is None or not padding[b, i]]
+        for h in range(heads):
+            rounds = [
+                seen_by(core, buckets_of(core, q[b, h], h, turn), valid, causal=causal) for turn in range(core.rounds)
+            ]
+            for i in valid:
+                found = [place[i] if core.see_self == "always" else place[i] - {i} for place in rounds]
+                if not any(found):
+                    found = [{i}]
+                terms = []
+                for keys in found:
+                    for j in sorted(keys):
+                        times = sum(j in other for other in found) if core.count_once else 1
+                        key = q[b, h, j] if core.logits == "lra" else q[b, h, j] / q[b, h, j].norm()
+                        terms.append((factor * q[b, h, i] @ key - math.log(times), v[b, h, j]))
+                logits = torch.stack([logit for logit, _ in terms])
+                lses[b, h, i] = logits.logsumexp(0)
+                outs[b, h, i] = logits.softmax(0) @ torch.stack([value for _, value in terms])
+    return outs, lses
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"rounds": 1},
+    {"rounds": 3, "logits": "unscaled", "across_buckets": False},
+    {"logits": "lra", "see_self": "always", "buckets": [2, 2]},
+    {"count_once": False},
+    {"allow_leak": True, "rounds": 3},
+    {"buckets": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 9, 14])
+def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
+    core = reformer(**options)
+    padding = torch.zeros(B, count, dtype=torch.bool)
+    padding[0, count // 2 :] = True
+    padding[1, : count // 3] = True
+    for causal in (False, True):
+        for mask in (None, padding):
+            q, v = tokens_of(count, E + 1)
+            want, want_lse = twin(core, q, v, causal=causal, padding=mask)
+            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
+            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
+            lse_weight = torch.randn(want_lse.shape, dtype=torch.double) * there[:, None]
+            call = {"causal": causal, "key_padding_mask": mask}
+            got = core(q, torch.randn_like(q), v, want_lse=True, **call)
+            plain = core(q, torch.randn_like(q), v, **call).out_BHNV
+            torch.testing.assert_close(plain * weight, want * weight, rtol=0, atol=1e-10)
+            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
+            torch.testing.assert_close(got.lse_BHN * lse_weight, want_lse * lse_weight, rtol=0, atol=1e-10)
+            got_loss = (got.out_BHNV * weight).sum() + (got.lse_BHN * lse_weight).sum()
+            want_loss = (want * weight).sum() + (want_lse * lse_weight).sum()
+            if want_loss.requires_grad:
+                for a, b in zip(
+                    torch.autograd.grad(got_loss, [q, v]), torch.autograd.grad(want_loss, [q, v]), strict=True
+                ):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def shared_softmax(q: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Softmax over all keys q/||q|| but the own one, which counts where it is the only one."""
+    logits = q @ F.normalize(q, dim=-1).mT / math.sqrt(E)
+    logits = logits - 1e4 * torch.eye(q.shape[2], dtype=q.dtype)
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_two_chunks_see_everything_in_any_number_of_rounds(rounds: int) -> None:
+    core = reformer(rounds=rounds, chunk=8)
+    for count in (1, 7, 8, 13, 16):
+        q, v = tokens_of(count)
+        torch.testing.assert_close(core(q, q, v).out_BHNV, shared_softmax(q, v, causal=False), rtol=0, atol=1e-10)
+    leaky = reformer(rounds=rounds, chunk=8, allow_leak=True)
+    want = shared_softmax(q, v, causal=True)
+    torch.testing.assert_close(leaky(q, q, v, causal=True).out_BHNV, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_one_bucket_and_a_chunk_of_all_tokens_is_causal_attention(rounds: int) -> None:
+    core = reformer(rounds=rounds, chunk=16, buckets=1)
+    q, v = tokens_of(16)
+    want = shared_softmax(q, v, causal=True)
+    torch.testing.assert_close(core(q, q, v, causal=True).out_BHNV, want, rtol=0, atol=1e-10)
+
+
+def test_the_published_causal_form_leaks_and_the_strict_one_does_not() -> None:
+    q, v = tokens_of(32)
+    later = torch.cat([q[:, :, :20], tokens_of(32, seed=7)[0][:, :, 20:]], 2)
+    for leak in (False, True):
+        core = reformer(allow_leak=leak)
+        moved = (core(q, q, v, causal=True).out_BHNV - core(later, later, v, causal=True).out_BHNV)[:, :, :20]
+        assert (moved.abs().max() > 0.1) == leak
+
+
+def test_a_context_is_compared_as_the_keys_of_the_segment_are() -> None:
+    for logits in ("scaled", "unscaled", "lra"):
+        core = reformer(chunk=16, logits=logits, see_self="always")
+        q, v = tokens_of(9)
+        k, value = torch.randn(2, B, H, 5, E, dtype=torch.double)
+        valid = torch.rand(B, 5) < 0.6
+        got = core(q, q, v, context=Context(k, value, torch.zeros(B, 5, 1), valid), want_lse=True)
+        factor = {"scaled": E**-0.5, "unscaled": 1.0, "lra": E**0.5}[logits]
+        keys = torch.cat([k, q], 2)
+        keys = keys if logits == "lra" else F.normalize(keys, dim=-1)
+        all_logits = factor * q @ keys.mT
+        hidden = F.pad(~valid, (0, 9))[:, None, None]
+        all_logits = all_logits.masked_fill(hidden, -torch.inf)
+        want = all_logits.softmax(-1) @ torch.cat([value, v], 2)
+        torch.testing.assert_close(got.out_BHNV, want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(got.lse_BHN, all_logits.logsumexp(-1), rtol=0, atol=1e-10)
+
+
+def test_vectors_meet_as_often_as_their_angle_says() -> None:
+    """With 2 buckets a rotation is one random plane: vectors at an angle t share a bucket with 1 - t / pi."""
+    torch.manual_seed(0)
+    core = ReformerAttention(2, 1, rounds=5_000, buckets=2).eval()
+    for angle in (0.3, 1.2, 2.5):
+        q = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]])[None, None]
+        placed = core._sort(q, torch.ones(1, 2, dtype=torch.bool), None)
+        met = sum(int(place.bucket_BHN[0, 0, 0] == place.bucket_BHN[0, 0, 1]) for place in placed) / core.rounds
+        assert abs(met - (1 - angle / math.pi)) < 4 * 0.5 / math.sqrt(core.rounds)
+
+
+def test_more_rounds_come_closer_to_all_keys() -> None:
+    q, v = tokens_of(64)
+    q = 6 * q
+    want = shared_softmax(q, v, causal=False)
+    errors = [(reformer(rounds=r, buckets=8)(q, q, v).out_BHNV - want).square().mean().item() for r in (1, 4, 16)]
+    assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
+
+
+@pytest.mark.parametrize("want_lse", [False, True])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_cost_is_the_formula(rounds: int, want_lse: bool) -> None:
+    core = reformer(rounds=rounds, buckets=[4, 8])
+    for count, filled, keys in ((16, 16, 8), (14, 16, 8), (3, 3, 3)):
+        q, v = tokens_of(count, E + 1)
+        cost = rounds * filled * (E * (4 + 8) // 2 + keys * (E + E + 1))
+        assert count_flops(core, q, q, v, want_lse=want_lse) == 2 * B * H * cost
+
+
+def test_redrawing_happens_in_training_alone_and_follows_the_generator() -> None:
+    core, (q, v) = reformer(redraw=True), tokens_of(32)
+    saved = core.rotations.clone()
+    core.train()
+    first, again = (core(q, q, v, generator=torch.Generator().manual_seed(1)).out_BHNV for _ in range(2))
+    other = core(q, q, v, generator=torch.Generator().manual_seed(2)).out_BHNV
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert (first - other).abs().max() > 0.1
+    assert (core.rotations == saved).all()
+    core.eval()
+    torch.testing.assert_close(core(q, q, v).out_BHNV, core(q, q, v).out_BHNV, rtol=0, atol=0)
+
+
+def test_keys_are_not_read_and_can_be_checked() -> None:
+    q, v = tokens_of(9)
+    k = torch.randn_like(q)
+    core = reformer()
+    torch.testing.assert_close(core(q, k, v).out_BHNV, core(q, q, v).out_BHNV, rtol=0, atol=0)
+    strict = reformer(check_shared=True)
+    torch.testing.assert_close(strict(q, q.clone(), v).out_BHNV, core(q, q, v).out_BHNV, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="keys differ from queries; make both by one projection"):
+        strict(q, k, v)
+
+
+def test_zero_vectors_have_zero_keys_in_half_precision() -> None:
+    core = build("reformer").half()
+    q = torch.zeros(B, H, 9, E, dtype=torch.half, requires_grad=True)
+    out = core(q, q, torch.ones_like(q)).out_BHNV
+    assert (out == 1).all()
+    out.sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+def test_how_many_buckets_there_are() -> None:
+    assert usual_buckets(256, 64) == [8] and usual_buckets(300, 64) == [8] and usual_buckets(10, 64) == [2]
+    assert usual_buckets(4096, 64) == [128] and usual_buckets(8192, 64) == [16, 16]
+    assert ReformerAttention(WIDTH, H, length=512).rotations.shape == (H, E, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+        ({"buckets": 5}, "buckets=5 must be even"),
+        ({"buckets": [4, 1]}, "must be even"),
+        ({"buckets": []}, "must be even"),
+        ({"buckets": None}, "give buckets, or length"),
+        ({"logits": "cosine"}, "logits='cosine' must be one of scaled, unscaled, lra"),
+        ({"see_self": "never"}, "see_self='never' must be 'alone' or 'always'"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        reformer(**options)
+    with pytest.raises(ValueError, match="width=13 must be a multiple of heads=2"):
+        ReformerAttention(13, 2, buckets=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("buckets", [4, [2, 4]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_round_is_that_of_transformers(causal: bool, buckets: int | list[int]) -> None:
+    try:
+        modeling = pytest.importorskip("transformers.models.reformer.modeling_reformer")
+    except RuntimeError as reason:  # a torchvision of another torch, which transformers imports where it finds it
+        pytest.skip(f"transformers cannot be imported: {reason}")
+    config = modeling.ReformerConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=H,
+        attention_head_size=E,
+        num_hashes=1,
+        num_buckets=buckets,
+        lsh_attn_chunk_length=4,
+        lsh_attention_probs_dropout_prob=0.0,
+        hash_seed=5,
+        is_decoder=causal,
+        attn_layers=["lsh"],
+        axial_pos_embds=False,
+    )
+    theirs = modeling.LSHSelfAttention(config, layer_idx=0).double().eval()
+    core = reformer(rounds=1, logits="unscaled", buckets=buckets, allow_leak=True)
+    x = torch.randn(B, 16, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    q, v = (p(x).unflatten(-1, (H, E)).transpose(1, 2) for p in (theirs.query_key, theirs.value))
+    torch.manual_seed(5)
+    core.rotations.copy_(torch.randn(H, E, 1, core.rotations.shape[-1], dtype=torch.double))
+    want = theirs(x).hidden_states
+    got = core(q, q, v, causal=causal).out_BHNV.transpose(1, 2).flatten(2)
+    # Their keys have 1e-6 added below the root of the mean square.
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

@@ -1,0 +1,221 @@
+"""Random feature attention: the quadratic form of its features, the gate's weights, and what the estimate tends to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H
+from attentions.linearised_twins import V, compare, keys_and_mask, leaves
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.rfa import RandomFeatureAttention
+from cached_transformers.memories.base import Context
+
+
+def core_of(seed: int = 0, **options: Any) -> RandomFeatureAttention:
+    torch.manual_seed(seed)
+    core = RandomFeatureAttention(H * E, H, **{"features": 7, **options}).double().eval()
+    with torch.no_grad():
+        core.scale_H1E.add_(0.3 * torch.randn_like(core.scale_H1E))
+    return core
+
+
+def features(core: RandomFeatureAttention, x: Tensor) -> Tensor:
+    """As the paper writes them, head by head."""
+    found = []
+    for head in range(H):
+        w = core.frequencies_PRE[head] * core.scale_H1E[head] / core.temperature
+        angles = (x[:, head] / x[:, head].norm(dim=-1, keepdim=True)) @ w.mT
+        parts = [angles.relu()] if core.kernel == "arccos" else [angles.sin(), angles.cos()]
+        found.append(torch.cat(parts, -1) / math.sqrt(len(w)))
+    return torch.stack(found, 1)
+
+
+def bounded(core: RandomFeatureAttention, weights: Tensor, kernel: Tensor, v: Tensor) -> Tensor:
+    """sum w f v / sum w f, with |sum w f| at least `floor` times sum w."""
+    total, whole = (weights * kernel).sum(-1, keepdim=True), weights.sum(-1, keepdim=True)
+    sign = torch.where(total < 0, -1.0, 1.0).double()
+    total = sign * torch.maximum(total.abs(), core.floor * whole)
+    return (weights * kernel) @ v / torch.where(whole == 0, 1, total)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk": 1}, {"chunk": 4, "temperature": 0.5}, {"kernel": "arccos", "chunk": 64}, {"chunk": 4, "floor": 0.4}],
+)
+def test_it_is_the_quadratic_form_of_its_features(options: dict[str, Any]) -> None:
+    core = core_of(**options)
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: Any) -> Tensor:
+        keys, values, mask = keys_and_mask(k, v, causal, seen, context)
+        return bounded(core, mask.double(), features(core, q) @ features(core, keys).mT, values)
+
+    compare(core, twin)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_with_the_gate_it_is_the_recurrence(chunk: int) -> None:
+    core = core_of(gate=True, chunk=chunk)
+    assert core.gate is not None
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: Any) -> Tensor:
+        assert causal and core.gate is not None
+        gates = torch.sigmoid(core.gate(x)).mT  # B, H, N
+        of_q, of_k = features(core, q), features(core, k)
+        sums, z = torch.zeros(B, H, of_q.shape[-1], V).double(), torch.zeros(B, H, of_q.shape[-1]).double()
+        whole = torch.zeros(B, H).double()
+        if context is not None:
+            of_c = features(core, context.k_BHME) * context.valid_BM[:, None, :, None]
+            sums, z = of_c.mT @ context.v_BHME, of_c.sum(2)
+            whole = whole + context.valid_BM.sum(-1)[:, None]
+        outs = []
+        for t in range(q.shape[2]):
+            there = seen[:, t, None]
+            g = torch.where(there, gates[:, :, t], 1.0)
+            new = torch.where(there, 1 - gates[:, :, t], 0.0)
+            sums = g[..., None, None] * sums + new[..., None, None] * of_k[:, :, t, :, None] * v[:, :, t, None]
+            z = g[..., None] * z + new[..., None] * of_k[:, :, t]
+            whole = g * whole + new
+            total = (of_q[:, :, t] * z).sum(-1)
+            total = torch.where(total < 0, -1.0, 1.0) * torch.maximum(total.abs(), core.floor * whole)
+            read = (of_q[:, :, t, None] @ sums)[:, :, 0]
+            outs.append(read / torch.where(whole == 0, 1, total)[..., None])
+        return torch.stack(outs, 2)
+
+    compare(core, twin, forms=(True,))
+
+
+def test_gates_that_weigh_all_tokens_alike_give_the_form_without_gate() -> None:
+    tokens = 11
+    gated, plain = core_of(gate=True, chunk=4), core_of(chunk=4)
+    assert gated.gate is not None
+    plain.load_state_dict({k: v for k, v in gated.state_dict().items() if not k.startswith("gate.")})
+    with torch.no_grad():
+        gated.gate.weight.zero_()
+        gated.gate.weight[:, 0] = 1.0
+        gated.gate.bias.zero_()
+    given = leaves(tokens)
+    x = torch.zeros(B, tokens, H * E).double()
+    x[:, 0, 0] = -50.0
+    x[:, 1:, 0] = torch.arange(1, tokens).double().log()  # g = t / (t + 1), t tokens before
+    got = gated(given["q"], given["k"], given["v"], causal=True, x_BND=x).out_BHNV
+    want = plain(given["q"], given["k"], given["v"], causal=True).out_BHNV
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+def test_a_constant_gate_is_a_geometric_decay() -> None:
+    core, given, decay = core_of(gate=True, chunk=4), leaves(13), 0.7
+    assert core.gate is not None
+    with torch.no_grad():
+        core.gate.weight.zero_()
+        core.gate.bias.fill_(math.log(decay / (1 - decay)))
+    place = torch.arange(13).double()
+    weights = torch.where(place[:, None] >= place, decay ** (place[:, None] - place), 0) * (1 - decay)
+    kernel = features(core, given["q"]) @ features(core, given["k"]).mT
+    got = core(given["q"], given["k"], given["v"], causal=True, x_BND=given["x"]).out_BHNV
+    torch.testing.assert_close(got, bounded(core, weights.expand(B, H, -1, -1), kernel, given["v"]))
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+def test_the_kernel_is_unbiased_and_many_features_are_softmax_attention(temperature: float) -> None:
+    torch.manual_seed(0)
+    core = RandomFeatureAttention(H * E, H, features=40_000, temperature=temperature).double()
+    given = {name: F.normalize(t.detach(), dim=-1) for name, t in leaves(9).items()}
+    q, k, v = (given[name] for name in "qkv")
+    of_q, of_k = (core.features(5 * t, core.maps()) for t in (q, k))
+    want = (-(q[:, :, :, None] - k[:, :, None]).square().sum(-1) / (2 * temperature**2)).exp()
+    assert ((of_q @ of_k.mT - want).abs() < 5 / math.sqrt(2 * 40_000)).all()  # of a mean of cosines
+    for causal in (False, True):
+        softmax = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1 / temperature**2)
+        got = core(5 * q, 0.2 * k, v, causal=causal).out_BHNV
+        torch.testing.assert_close(got, softmax, rtol=0, atol=0.05)
+
+
+def test_the_arccosine_kernel_is_what_it_tends_to() -> None:
+    torch.manual_seed(0)
+    core = RandomFeatureAttention(H * E, H, features=40_000, kernel="arccos").double()
+    q, k = (F.normalize(leaves(9)[name].detach(), dim=-1) for name in "qk")
+    angle = (q @ k.mT).clamp(-1, 1).acos()
+    want = (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
+    of_q, of_k = (core.features(t, core.maps()) for t in (q, k))
+    assert ((of_q @ of_k.mT - want).abs() < 0.04).all()
+
+
+def test_a_normaliser_near_zero_stays_away_from_it() -> None:
+    """One frequency: the kernel of one key is cos(w (q - k)), which passes through 0."""
+    core = RandomFeatureAttention(1, 1, features=1, floor=0.01).double()
+    core.frequencies_PRE.fill_(math.pi / 4)
+    q, k, v = (torch.full((1, 1, 1, 1), value).double() for value in (1.0, -1.0, 1.0))
+    assert core(q, k, v).out_BHNV.abs() < 1e-10  # 0 over the floor
+    core.frequencies_PRE.fill_(math.pi / 4 - 1e-4)  # cos = 2e-4
+    assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(0.02, rel=1e-3)
+    core.frequencies_PRE.fill_(math.pi / 4 + 0.1)  # cos = -0.2: a negative normaliser is as good as any
+    assert float(core(q, k, v).out_BHNV.detach()) == pytest.approx(1.0)
+
+
+def test_training_takes_other_draws_of_the_pool() -> None:
+    core, given = core_of(pool=6), leaves(5)
+    q, k, v = (given[name] for name in "qkv")
+    assert torch.equal(core.maps(), core.frequencies_PRE[:H])
+    taken = set()
+    for seed in range(20):
+        maps = core.maps(torch.Generator().manual_seed(seed), fixed=False)
+        places = [int((core.frequencies_PRE == w).flatten(1).all(1).nonzero()) for w in maps]
+        assert len(set(places)) == H
+        taken |= set(places)
+    assert taken == set(range(6))
+    fixed = core(q, k, v).out_BHNV
+    core.train()
+    first, again, other = (core(q, k, v, generator=torch.Generator().manual_seed(s)).out_BHNV for s in (1, 1, 3))
+    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, fixed)
+
+
+def test_its_cost_is_the_formula() -> None:
+    n, e, v, r, chunk, slots = 32, 8, 6, 12, 8, 5
+    q, k = torch.randn(2, 1, 1, n, e)
+    values = torch.randn(1, 1, n, v)
+    slot = torch.randn(1, 1, slots, e), torch.randn(1, 1, slots, v)
+    context = Context(*slot, torch.zeros(1, slots, 1), torch.ones(1, slots, dtype=torch.bool))
+    core = RandomFeatureAttention(e, 1, features=r, chunk=chunk)
+    plain = 2 * n * r * e + 2 * n * 2 * r * (v + 1)
+    assert count_flops(core, q, k, values) == 2 * plain
+    assert count_flops(core, q, k, values, context=context) == 2 * (plain + slots * (r * e + 2 * r * (v + 1)))
+    gated = RandomFeatureAttention(e, 1, features=r, chunk=chunk, gate=True)
+    causal = 2 * n * r * e + n * (chunk * (2 * r + v + 1) + 2 * 2 * r * (v + 1))
+    assert count_flops(core, q, k, values, causal=True) == 2 * causal
+    assert count_flops(gated, q, k, values, causal=True, x_BND=torch.randn(1, n, e)) == 2 * (causal + n * e)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": 0}, "features=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"floor": -1.0}, "floor=-1.0"),
+        ({"kernel": "cosine"}, "kernel='cosine'"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"pool": 1}, "pool=1"),
+        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_attention({"name": "rfa", **options}, width=12, heads=2)
+
+
+def test_calls_that_it_cannot_serve_are_refused() -> None:
+    given = leaves(3)
+    q, k, v = (given[name] for name in "qkv")
+    gated = core_of(gate=True)
+    with pytest.raises(ValueError, match=r"no other than a causal form \(only_causal=True\)"):
+        gated(q, k, v, x_BND=given["x"])
+    with pytest.raises(ValueError, match="the gate of rfa is made of the layer's input; give it as x_BND"):
+        gated(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="2 heads of width 6: the random features are of 4 heads of width 3"):
+        RandomFeatureAttention(12, 4)(q, k, v)

@@ -1,0 +1,296 @@
+"""The Routing Transformer's attention against its definition, token by token, and its centroids."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions.routing import RoutingAttention
+from cached_transformers.memories.base import Context
+
+WIDTH = H * E
+
+
+def routing(**options: Any) -> RoutingAttention:
+    torch.manual_seed(3)
+    return RoutingAttention(WIDTH, H, **{"clusters": 3, "window": 4, **options}).double().eval()
+
+
+def tokens_of(count: int, width: int = E, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, B, H, count, E, dtype=torch.double, generator=generator)
+    v = torch.randn(B, H, count, width, dtype=torch.double, generator=generator)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def nearest(centroid: Tensor, vectors: Tensor, valid: list[int], window: int) -> list[int]:
+    near = (centroid @ F.normalize(vectors.detach(), dim=-1).T).tolist()
+    return sorted(valid, key=lambda i: -near[i])[:window]
+
+
+def keys_of(core: RoutingAttention, q: Tensor, k: Tensor, head: int, valid: list[int], causal: bool) -> list[list[set]]:
+    """For each token the set of keys of each of its clusters."""
+    centroids = core.centroids_HCE[head]
+    found: list[list[set]] = [[] for _ in q]
+    if causal and not core.allow_leak:
+        sums = q / q.norm(dim=-1, keepdim=True) + k / k.norm(dim=-1, keepdim=True)
+        cluster = (sums @ centroids.T).argmax(-1).tolist()
+        for i in valid:
+            found[i] = [set([j for j in valid if j <= i and cluster[j] == cluster[i]][-core.window :])]
+        return found
+    for centroid in centroids:
+        keys = nearest(centroid, k, valid, core.window)
+        for i in nearest(centroid, q, valid, core.window):
+            found[i].append({j for j in keys if j <= i or not causal})
+    return found
+
+
+def twin(
+    core: RoutingAttention, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, heads, count, width = q.shape
+    outs = torch.zeros_like(v)
+    lses = torch.full((rows, heads, count), torch.finfo(q.dtype).min, dtype=q.dtype)
+    for b in range(rows):
+        valid = [i for i in range(count) if padding is None or not padding[b, i]]
+        for h in range(heads):
+            found = keys_of(core, q[b, h], k[b, h], h, valid, causal)
+            for i in valid:
+                parts = found[i] if core.combine == "mean" else [set().union(*found[i])]
+                results = []
+                for keys in parts:
+                    at = sorted(keys)
+                    logits = k[b, h, at] @ q[b, h, i] / math.sqrt(width)
+                    results.append(logits.softmax(0) @ v[b, h, at])
+                    if at and core.combine == "softmax":
+                        lses[b, h, i] = logits.logsumexp(0)
+                if results:
+                    outs[b, h, i] = torch.stack(results).mean(0)
+    return outs, lses
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"combine": "mean"}, {"allow_leak": True}, {"clusters": 5, "window": 3}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 9, 14])
+def test_values_and_gradients_are_those_of_the_definition(options: dict[str, Any], count: int) -> None:
+    core = routing(**options)
+    want_lse = core.combine == "softmax"
+    padding = torch.zeros(B, count, dtype=torch.bool)
+    padding[0, count // 2 :] = True
+    padding[1, : count // 3] = True
+    for causal in (False, True):
+        for mask in (None, padding):
+            q, k, v = tokens_of(count, E + 1)
+            want, lse = twin(core, q, k, v, causal=causal, padding=mask)
+            there = torch.ones(B, count, dtype=torch.bool) if mask is None else ~mask
+            weight = torch.randn(want.shape, dtype=torch.double) * there[:, None, :, None]
+            seen = there[:, None] & (lse > torch.finfo(lse.dtype).min)
+            lse_weight = torch.randn(lse.shape, dtype=torch.double) * seen
+            call = {"causal": causal, "key_padding_mask": mask}
+            got = core(q, k, v, **call, want_lse=want_lse)
+            torch.testing.assert_close(core(q, k, v, **call).out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
+            torch.testing.assert_close(got.out_BHNV * weight, want * weight, rtol=0, atol=1e-10)
+            got_loss, want_loss = (got.out_BHNV * weight).sum(), (want * weight).sum()
+            if want_lse:
+                torch.testing.assert_close(got.lse_BHN[seen], lse[seen], rtol=0, atol=1e-10)
+                assert (got.lse_BHN[there[:, None] & ~seen] == torch.finfo(lse.dtype).min).all()
+                got_loss, want_loss = got_loss + (got.lse_BHN * lse_weight).sum(), want_loss + (lse * lse_weight).sum()
+            if want_loss.requires_grad:
+                got_grads, want_grads = (torch.autograd.grad(t, [q, k, v]) for t in (got_loss, want_loss))
+                for a, b in zip(got_grads, want_grads, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_the_published_causal_form_leaks_and_the_strict_one_does_not() -> None:
+    given, later = tokens_of(32), tokens_of(32, seed=7)
+    changed = [torch.cat([t[:, :, :20], u[:, :, 20:]], 2) for t, u in zip(given, later, strict=True)]
+    for leak in (False, True):
+        core = routing(allow_leak=leak, clusters=4, window=8)
+        moved = (core(*given, causal=True).out_BHNV - core(*changed, causal=True).out_BHNV)[:, :, :20]
+        assert (moved.abs().max() > 0.1) == leak
+
+
+def test_some_queries_are_nowhere_among_the_nearest_and_the_causal_form_serves_all() -> None:
+    q, k, v = tokens_of(64)
+    core = routing(clusters=8, window=8)
+    alone = (core(q, k, v).out_BHNV == 0).all(-1).double().mean()
+    assert 0.1 < alone < 0.6
+    assert not (core(q, k, v, causal=True).out_BHNV == 0).all(-1).any()
+
+
+def test_a_context_serves_those_queries_too() -> None:
+    q, k, v = tokens_of(64)
+    core = routing(clusters=8, window=8)
+    context = Context(*torch.randn(2, B, H, 5, E).double(), torch.zeros(B, 5, 1), torch.ones(B, 5, dtype=torch.bool))
+    alone = (core(q, k, v).out_BHNV == 0).all(-1)
+    want = F.scaled_dot_product_attention(q, context.k_BHME, context.v_BHME)
+    torch.testing.assert_close(core(q, k, v, context=context).out_BHNV[alone], want[alone], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("combine", ["softmax", "mean"])
+def test_the_cost_is_the_formula(combine: str) -> None:
+    core = routing(combine=combine)
+    wide = E + E + 1
+    for count in (3, 14, 16):
+        q, k, v = tokens_of(count, E + 1)
+        size = min(4, count)
+        cost = 2 * count * 3 * E + 3 * size**2 * (wide + (3 if combine == "softmax" else 0))
+        assert count_flops(core, q, k, v) == 2 * B * H * cost
+        filled, keys = (count, count) if count <= 4 else (16, 8)
+        assert count_flops(core, q, k, v, causal=True) == 2 * B * H * (count * 3 * E + filled * keys * wide)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_centroids_follow_what_is_near_them_and_the_loss_says_how_far_it_is(causal: bool) -> None:
+    core = routing(decay=0.75, commitment=0.5).train()
+    q, k, v = tokens_of(9)
+    padding = torch.zeros(B, 9, dtype=torch.bool)
+    padding[0, 5:] = True
+    before = core.centroids_HCE.clone()
+    loss = core(q, k, v, causal=causal, key_padding_mask=padding).auxiliary_loss
+    want, terms = before.clone(), []
+    for h in range(H):
+        found: list[list[Tensor]] = [[], [], []]
+        for b in range(B):
+            for i in range(5 if b == 0 else 9):
+                pair = [t[b, h, i] / t[b, h, i].norm() for t in (q, k)]
+                for vector in pair:
+                    routed = pair[0] + pair[1] if causal else vector
+                    cluster = int((before[h] @ routed).argmax())
+                    found[cluster].append(vector.detach())
+                    terms.append((vector - before[h, cluster]).square().mean())
+        for cluster, vectors in enumerate(found):
+            if vectors:
+                mean = torch.stack(vectors).sum(0)
+                moved = 0.75 * before[h, cluster] + 0.25 * mean / mean.norm()
+                want[h, cluster] = moved / moved.norm()
+    torch.testing.assert_close(core.centroids_HCE, want, rtol=0, atol=1e-10)
+    want_loss = 0.5 * torch.stack(terms).mean()
+    torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-10)
+    for a, b in zip(torch.autograd.grad(loss, [q, k]), torch.autograd.grad(want_loss, [q, k]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_evaluation_moves_nothing_and_has_no_loss() -> None:
+    core = routing()
+    saved = {key: t.clone() for key, t in core.named_buffers()}
+    assert core(*tokens_of(9)).auxiliary_loss is None
+    assert all((t == saved[key]).all() for key, t in core.named_buffers())
+    core.train()
+    assert routing(commitment=0.0).train()(*tokens_of(9)).auxiliary_loss is None
+    still = routing(decay=1.0).train()
+    still(*tokens_of(9))
+    assert (still.centroids_HCE == saved["centroids_HCE"]).all()
+
+
+def test_updates_by_hand_are_one_update_over_all_calls() -> None:
+    core, whole = routing(update="manual", decay=0.5).train(), routing(decay=0.5).train()
+    first, second = tokens_of(9), tokens_of(9, seed=2)
+    saved = core.centroids_HCE.clone()
+    core(*first), core(*second)
+    assert (core.centroids_HCE == saved).all()
+    core.update_centroids()
+    whole(*(torch.cat([a, b]) for a, b in zip(first, second, strict=True)))
+    torch.testing.assert_close(core.centroids_HCE, whole.centroids_HCE, rtol=0, atol=1e-12)
+    assert (core.counts_HC == 0).all() and (core.centroids_HCE != saved).any()
+    assert "sums_HCE" not in core.state_dict()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_repetition_in_the_backward_pass_is_not_learned_twice(reentrant: bool) -> None:
+    once, checked = routing(decay=0.5).train(), routing(decay=0.5).train()
+    given = tokens_of(9)
+    once(*given).out_BHNV.sum().backward()
+    checkpoint(lambda *t: checked(*t).out_BHNV, *given, use_reentrant=reentrant).sum().backward()
+    torch.testing.assert_close(once.centroids_HCE, checked.centroids_HCE, rtol=0, atol=0)
+
+
+def test_centroids_find_clusters_that_are_there() -> None:
+    """Vectors around three directions: k-means begins with them, and online updates come to them."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.linalg.qr(torch.randn(H, E, E, dtype=torch.double, generator=generator)).Q[:, :3]
+    kind = torch.randint(3, (B, 60), generator=generator)
+    noise = 0.1 * torch.randn(2, B, H, 60, E, dtype=torch.double, generator=generator)
+    q, k = truth[:, kind].transpose(0, 1) + noise
+    core = routing(window=40, decay=0.9)
+    core.fit(q, k, generator=torch.Generator().manual_seed(4))
+    distance = (1 - core.centroids_HCE @ truth.mT).amin(-1)
+    assert distance.max() < 0.02
+    core.centroids_HCE.copy_(F.normalize(truth + 0.3 * torch.randn(truth.shape, generator=generator), dim=-1))
+    core.train()
+    losses = [float(core(q, k, q).auxiliary_loss) for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert (1 - core.centroids_HCE @ truth.mT).amin(-1).max() < 0.02
+
+
+def test_k_means_leaves_padding_out_and_needs_enough_vectors() -> None:
+    q, k, _ = tokens_of(12)
+    padding = torch.zeros(B, 12, dtype=torch.bool)
+    padding[:, 9:] = True
+    cores = [routing(), routing()]
+    cores[0].fit(q[:, :, :9], k[:, :, :9], generator=torch.Generator().manual_seed(0))
+    cores[1].fit(q, k, padding, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(cores[0].centroids_HCE, cores[1].centroids_HCE, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="4 vectors cannot begin clusters=8"):
+        routing(clusters=8).fit(q[:, :, :1], k[:, :, :1])
+
+
+def test_processes_share_their_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with the same tokens have twice the sums, and so the same centroids."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: t.mul_(2))
+    core, alone = routing(decay=0.5, synchronise=True).train(), routing(decay=0.5).train()
+    core(*tokens_of(9)), alone(*tokens_of(9))
+    torch.testing.assert_close(core.centroids_HCE, alone.centroids_HCE, rtol=0, atol=1e-12)
+
+
+def test_training_compiles_to_one_graph() -> None:
+    core, plain, given = routing(decay=0.5).train(), routing(decay=0.5).train(), tokens_of(9)
+    compiled = torch.compile(core, fullgraph=True, backend="aot_eager", dynamic=False)
+    for causal in (False, True):
+        got, want = compiled(*given, causal=causal), plain(*given, causal=causal)
+        torch.testing.assert_close(got.out_BHNV, want.out_BHNV)
+        torch.testing.assert_close(got.auxiliary_loss, want.auxiliary_loss)
+    torch.testing.assert_close(core.centroids_HCE, plain.centroids_HCE)
+    torch._dynamo.reset()
+
+
+def test_sizes_come_from_the_length() -> None:
+    core = RoutingAttention(WIDTH, H, length=100)
+    assert (core.clusters, core.window) == (10, 10)
+    assert RoutingAttention(WIDTH, H, clusters=3, length=100).window == 34
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"clusters": None}, "give clusters and window, or length"),
+        ({"window": None}, "give clusters and window, or length"),
+        ({"clusters": 0}, "clusters=0 must be at least 1"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"combine": "sum"}, "combine='sum' must be 'softmax' or 'mean'"),
+        ({"update": "never"}, "update='never' must be 'forward' or 'manual'"),
+        ({"decay": 1.5}, "decay=1.5 must lie in"),
+        ({"commitment": -1.0}, "commitment=-1.0 must be at least 0"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        routing(**options)
+    with pytest.raises(ValueError, match="width=13 must be a multiple of heads=2"):
+        RoutingAttention(13, 2, length=4)
+
+
+def test_a_mean_of_softmaxes_has_no_log_sum_exp() -> None:
+    core, given = routing(combine="mean"), tokens_of(9)
+    with pytest.raises(ValueError, match="combine='mean' has no log-sum-exp"):
+        core(*given, want_lse=True)

@@ -1,0 +1,161 @@
+"""Sparse Transformer against the definition pair by pair, what its parts reach together, its limits and its cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attentions.dense import Rule, assert_is_pattern, draw, mask_of
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
+
+LENGTHS = (1, 3, 4, 8, 13, 24)
+
+
+def near(kind: str, stride: int, i: int, j: int) -> bool:
+    return abs(i - j) < stride if kind == "strided" else i // stride == j // stride
+
+
+def far(kind: str, stride: int, summary: int, i: int, j: int, part: int = 0) -> bool:
+    if kind == "strided":
+        return (i - j) % stride == 0
+    return stride - (part + 1) * summary <= j % stride < stride - part * summary
+
+
+def definition(
+    causal: bool,
+    kind: str,
+    stride: int,
+    summary: int,
+    combine: str,
+    *,
+    index: int = 0,
+    prefix: int = 0,
+    slices: int = 1,
+) -> Rule:
+    def sees(h: int, i: int, j: int) -> bool:
+        if causal and j > i:
+            return False
+        if i < prefix or j < prefix:
+            return True
+        i, j = i - prefix, j - prefix
+        if combine == "union":
+            return near(kind, stride, i, j) or far(kind, stride, summary, i, j, h % slices)
+        if (index if combine == "layers" else h) % 2 == 0:
+            return near(kind, stride, i, j)
+        return far(kind, stride, summary, i, j, (h if combine == "layers" else h // 2) % slices)
+
+    return sees
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+@pytest.mark.parametrize(("combine", "index"), [("union", 0), ("layers", 0), ("layers", 1), ("heads", 0)])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_it_is_the_definition(kind: str, combine: str, index: int, prefix: int) -> None:
+    for stride, summary in ((4, 2), (3, 1)):
+        core = SparseTransformerAttention(
+            stride=stride, pattern=kind, summary=summary, combine=combine, index=index, prefix=prefix
+        )
+        assert_is_pattern(
+            core,
+            lambda causal, s=stride, c=summary: definition(causal, kind, s, c, combine, index=index, prefix=prefix),
+            LENGTHS,
+        )
+
+
+@pytest.mark.parametrize("combine", ["union", "heads"])
+@pytest.mark.parametrize(("stride", "summary", "slices"), [(6, 2, 3), (5, 2, 2), (8, 1, 3)])
+@pytest.mark.parametrize("heads", [2, 5])
+def test_heads_take_summary_tokens_of_their_own(
+    combine: str, stride: int, summary: int, slices: int, heads: int
+) -> None:
+    core = SparseTransformerAttention(
+        stride=stride, pattern="fixed", summary=summary, slices=slices, combine=combine, heads=heads
+    )
+    assert_is_pattern(
+        core,
+        lambda causal: definition(causal, "fixed", stride, summary, combine, slices=slices),
+        (1, 3, 8, 13, 16),
+        heads=heads,
+    )
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_everything_is_reached_in_two_steps(kind: str, causal: bool) -> None:
+    """Where the values of one layer are the weights of the one before."""
+    core = SparseTransformerAttention(stride=5, pattern=kind, summary=1)
+    q, k, _ = draw(25)
+    first = core(q, k, torch.eye(25, dtype=torch.double).expand(2, 2, 25, 25), causal=causal).out_BHNV
+    second = core(q, k, first, causal=causal).out_BHNV
+    # A fixed pattern passes everything to the summary tokens, which are the last ones of their blocks.
+    all_pairs = torch.ones(25, 25, dtype=torch.bool)
+    assert torch.equal(second[0, 0] > 0, all_pairs.tril() if causal else all_pairs)
+    assert ((first[0, 0] > 0).sum(-1) <= 9 + 5).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stride": 48},
+        {"stride": 48, "pattern": "fixed"},
+        {"stride": 48, "combine": "layers"},
+        {"stride": 1},
+        {"stride": 1, "combine": "layers", "index": 1},
+        {"stride": 1, "pattern": "fixed", "summary": 1},
+        {"stride": 4, "pattern": "fixed", "summary": 4},
+    ],
+)
+def test_it_is_softmax_attention_with_a_long_or_the_shortest_stride(options: dict[str, Any]) -> None:
+    assert_is_pattern(SparseTransformerAttention(**options), lambda c: lambda h, i, j: j <= i or not c, (1, 13, 24))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost(causal: bool) -> None:
+    tokens, stride, summary = 96, 8, 2
+    ends = 1 if causal else 2
+    strided = {"stride": stride, "pattern": "strided"}
+    fixed = {"stride": stride, "pattern": "fixed", "summary": summary}
+    near_keys, far_keys = stride // 2 + ends * (stride - 1), tokens // stride
+    keys = [
+        (strided, near_keys + far_keys),
+        ({**strided, "combine": "layers"}, near_keys),
+        ({**strided, "combine": "layers", "index": 1}, far_keys),
+        ({**strided, "combine": "heads"}, (near_keys + far_keys) / 2),
+        (fixed, stride + far_keys * summary),
+        ({**fixed, "slices": 4}, stride + far_keys * summary),
+    ]
+    for options, count in keys:
+        core = SparseTransformerAttention(**options)  # type: ignore[arg-type]
+        assert count_flops(core, *draw(tokens), causal=causal) == 2 * 2 * 2 * tokens * count * 11
+
+
+def test_both_parts_of_a_union_are_one_set() -> None:
+    rule = definition(True, "fixed", 4, 2, "union")
+    core = SparseTransformerAttention(stride=4, pattern="fixed", summary=2)
+    q, k, _ = (torch.zeros_like(t) for t in draw(13))
+    weights = core(q, k, torch.eye(13, dtype=torch.double).expand(2, 2, 13, 13), causal=True).out_BHNV
+    mask = mask_of(rule, 2, 13).double()
+    torch.testing.assert_close(weights[0], mask / mask.sum(-1, keepdim=True), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stride": 0}, "stride=0 must be at least 1"),
+        ({"pattern": "dilated"}, "pattern='dilated' must be"),
+        ({"pattern": "fixed", "stride": 4, "summary": 5}, "slices=1 of summary=5 tokens must be"),
+        ({"pattern": "fixed", "stride": 4, "summary": 2, "slices": 3}, "slices=3 of summary=2 tokens must be"),
+        ({"pattern": "fixed", "summary": 0}, "summary=0 tokens must be at least 1"),
+        ({"pattern": "fixed", "slices": 0}, "slices=0 of summary=8 tokens must be"),
+        ({"slices": 2}, "take pattern='fixed' with them"),
+        ({"combine": "sum"}, "combine='sum' must be"),
+        ({"combine": "heads", "heads": 1}, "needs at least 2 heads"),
+        ({"prefix": -1}, "prefix=-1 must be"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseTransformerAttention(**options)

@@ -1,0 +1,239 @@
+"""Star-Transformer against loops over tokens, values and gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.attentions.star import StarAttention, StarLayer, prefix_attend
+
+B, H, E, V = 2, 2, 5, 3
+D = H * E
+
+
+def softmax_of(q_E: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One query over a list of keys, by the formula."""
+    weights = torch.stack([(q_E @ k_E / math.sqrt(len(q_E))).exp() for k_E in keys])
+    return (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
+
+
+def neighbours(place: int, there: list[int], radius: int, causal: bool) -> list[int]:
+    """Tokens that are at most `radius` steps away on the ring of those that are there, each once."""
+    own = there.index(place)
+    if causal:
+        return there[max(own - radius, 0) : own + 1]
+    steps = range(-radius, radius + 1)
+    return [there[r] for r in sorted({(own + step) % len(there) for step in steps})]
+
+
+def nearest(place: int, there: list[int], radius: int, causal: bool) -> list[int]:
+    return neighbours(place, there, min(radius, len(there)), causal)
+
+
+def twin(core: StarAttention, q: Tensor, k: Tensor, v: Tensor, padding: Tensor, *, causal: bool) -> Tensor:
+    """The core, token by token; tokens of padding are left 0."""
+    out = torch.zeros(B, H, q.shape[2], V, dtype=q.dtype)
+    for b in range(B):
+        there = [i for i in range(q.shape[2]) if not padding[b, i]]
+        for h in range(H):
+            for i in there:
+                seen = nearest(i, there, core.radius, causal)
+                keys, values = [k[b, h, j] for j in seen], [v[b, h, j] for j in seen]
+                if core.embedding:
+                    keys.append(k[b, h, i]), values.append(v[b, h, i])
+                if core.relay_HE is not None:
+                    some = [j for j in there if j <= i or not causal]
+                    all_keys, all_values = [k[b, h, j] for j in some], [v[b, h, j] for j in some]
+                    keys.append(softmax_of(core.relay_HE[h], all_keys, all_keys))
+                    values.append(softmax_of(core.relay_HE[h], all_keys, all_values))
+                out[b, h, i] = softmax_of(q[b, h, i], keys, values)
+    return out
+
+
+def given(tokens: int) -> list[Tensor]:
+    torch.manual_seed(tokens)
+    shapes = [(B, H, tokens, size) for size in (E, E, V)]
+    return [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
+
+
+def paddings(tokens: int) -> list[Tensor]:
+    """None, at the end, and anywhere: in front and between, too."""
+    none, end = torch.zeros(2, B, tokens, dtype=torch.bool)
+    end[0, tokens - tokens // 3 :] = True
+    anywhere = torch.rand(B, tokens) < 0.4
+    anywhere[1, : tokens // 2] = True
+    return [none, end, anywhere]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"radius": 3}, {"radius": 0, "embedding": False}, {"relay": False}])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
+def test_the_core_is_its_loop_over_tokens(tokens: int, options: dict[str, Any], causal: bool) -> None:
+    core = StarAttention(D, H, **options).double()
+    if core.relay_HE is not None:
+        torch.nn.init.normal_(core.relay_HE)
+    for padding in paddings(tokens):
+        q, k, v = given(tokens)
+        got = core(q, k, v, causal=causal, key_padding_mask=padding if padding.any() else None).out_BHNV
+        got = got * ~padding[:, None, :, None]
+        want = twin(core, q, k, v, padding, causal=causal)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+        if padding.all():
+            continue
+        weight, sources = torch.randn_like(want), [q, k, v, *core.parameters()]
+        gradients = [torch.autograd.grad((o * weight).sum(), sources, allow_unused=True) for o in (got, want)]
+        for a, b in zip(*gradients, strict=True):
+            nothing = torch.zeros(())
+            a, b = (nothing if g is None else g for g in (a, b))
+            torch.testing.assert_close(a.expand_as(b), b.expand_as(a), rtol=0, atol=1e-10, check_dtype=False)
+
+
+def test_a_relay_that_has_learned_nothing_is_the_mean() -> None:
+    core = StarAttention(D, H).double()
+    k, v = torch.randn(B, H, 7, E).double(), torch.randn(B, H, 7, V).double()
+    for causal in (False, True):
+        v_one = torch.eye(7, dtype=torch.double).expand(B, H, 7, 7)
+        got = core(torch.zeros_like(k), k, v_one, causal=causal).out_BHNV
+        # A query of 0 weighs all keys that it sees alike: itself twice, its neighbours, and the relay.
+        for i in range(7):
+            row = torch.zeros(7, dtype=torch.double)
+            seen = [i, i, i - 1, *([] if causal else [(i + 1) % 7])]
+            seen = [j for j in seen if j >= 0 or not causal]
+            for j in seen:
+                row[j] += 1 / (len(seen) + 1)
+            past = slice(i + 1) if causal else slice(7)
+            row[past] += 1 / (len(seen) + 1) / len(row[past])
+            torch.testing.assert_close(got[0, 0, i], row, rtol=0, atol=1e-12)
+    assert core(k, k, v).out_BHNV.shape == (B, H, 7, V)
+
+
+def test_a_prefix_survives_logits_that_differ_by_hundreds() -> None:
+    torch.manual_seed(0)
+    k = torch.randn(1, 1, 200, 4)
+    k[..., 0] = torch.linspace(-400, 400, 200).roll(60)
+    query, values = torch.tensor([2.0, 0.5, 0.5, 0.5])[None, None, None], torch.randn(1, 1, 200, 3)
+    out, lse = prefix_attend(query, k, values, None)
+    logits = (k @ query.mT)[0, 0, :, 0].double() / 2
+    for i in (0, 1, 59, 60, 61, 128, 199):
+        torch.testing.assert_close(lse[0, 0, i].double(), logits[: i + 1].logsumexp(0), rtol=1e-6, atol=1e-5)
+        want = logits[: i + 1].softmax(0) @ values[0, 0, : i + 1].double()
+        torch.testing.assert_close(out[0, 0, i].double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_prefix_of_many_chunks_is_a_softmax() -> None:
+    torch.manual_seed(0)
+    query, k, v = (torch.randn(B, H, n, E, dtype=torch.double) for n in (1, 150, 150))
+    padding = torch.rand(B, 150) < 0.3
+    padding[0, :70] = True
+    out, _ = prefix_attend(query, k, v, padding)
+    logits = (query @ k.mT / math.sqrt(E)).expand(B, H, 150, 150)
+    seen = torch.ones(150, 150, dtype=torch.bool).tril() & ~padding[:, None, None]
+    want = torch.where(seen, logits, -torch.inf).softmax(-1).nan_to_num() @ v
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"radius": 4}, {"relay": False}])
+def test_cost(options: dict[str, Any]) -> None:
+    n, core = 192, StarAttention(D, H, **options)
+    q, k, v = torch.randn(B, H, n, E), torch.randn(B, H, n, E), torch.randn(B, H, n, V)
+    relay = core.relay_HE is not None
+    keys = 2 * core.radius + 2 + relay
+    want = n * (keys * (E + V) + relay * (2 * E + V))
+    assert count_flops(core, q, k, v) == 2 * B * H * want
+    chunk = 64
+    scan = E + chunk + (chunk + 2) * (E + V)
+    want = n * ((core.radius + 2 + relay) * (E + V) + relay * scan)
+    assert count_flops(core, q, k, v, causal=True) == 2 * B * H * want
+
+
+def test_bad_options() -> None:
+    for build in (StarAttention, StarLayer):
+        with pytest.raises(ValueError, match="radius=-1 must be at least 0"):
+            build(D, H, radius=-1)
+        with pytest.raises(ValueError, match="width=10 must be a multiple of heads=3"):
+            build(10, 3)
+
+
+def layer_twin(layer: StarLayer, x: Tensor, embedded: Tensor, relay: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    """The paper's two updates, token by token and head by head."""
+    n = x.shape[1]
+
+    def heads(vector: Tensor) -> tuple[Tensor, Tensor]:
+        """(H, E) keys and values from (H, 2 E)."""
+        k, v = vector.view(H, 2 * E).chunk(2, -1)
+        return k, v
+
+    def ask(query: Tensor, context: list[Tensor], weight: Tensor) -> Tensor:
+        pairs = [heads(weight @ c) for c in context]
+        return torch.cat([softmax_of(query[h], [k[h] for k, _ in pairs], [v[h] for _, v in pairs]) for h in range(H)])
+
+    tokens, relays = torch.zeros_like(x), torch.zeros_like(relay)
+    for b in range(len(x)):
+        there = [i for i in range(n) if not padding[b, i]]
+        new: dict[int, Tensor] = {}
+        for i in there:
+            r = relay[b, i if layer.causal else 0]
+            context = [x[b, j] for j in nearest(i, there, layer.radius, layer.causal)] + [embedded[b, i], r]
+            found = ask((layer.query.weight @ x[b, i]).view(H, E), context, layer.keys_values.weight)
+            tokens[b, i] = new[i] = layer.norm((layer.output.weight @ found).relu())
+        for m in there if layer.causal else [0]:
+            r = relay[b, m]
+            context = [r] + [new[j] for j in there if j <= m or not layer.causal]
+            query = layer.query_HE if layer.causal else (layer.relay_query.weight @ r).view(H, E)  # type: ignore[union-attr]
+            found = ask(query, context, layer.relay_keys_values.weight)  # type: ignore[arg-type]
+            relays[b, m] = layer.relay_norm((layer.relay_output.weight @ found).relu())
+    return tokens, relays
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_the_layer_is_its_loop_over_tokens(tokens: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    layer = StarLayer(D, H, causal=causal).double()
+    if layer.query_HE is not None:
+        torch.nn.init.normal_(layer.query_HE)
+    for padding in paddings(tokens):
+        x, embedded = torch.randn(2, B, tokens, D, dtype=torch.double, requires_grad=True)
+        relay = torch.randn(B, tokens if causal else 1, D, dtype=torch.double, requires_grad=True)
+        got = layer(x, embedded, relay, padding if padding.any() else None)
+        want = layer_twin(layer, x, embedded, relay, padding)
+        keep = ~padding[..., None]
+        seen = keep if causal else keep.any(1, keepdim=True)
+        torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(got[1] * seen, want[1] * seen, rtol=0, atol=1e-10)
+        weights = [torch.randn_like(t) for t in want]
+        sources = [x, embedded, relay, *layer.parameters()]
+        gradients = [
+            torch.autograd.grad((a * weights[0]).sum() + (b * seen * weights[1]).sum(), sources) for a, b in (got, want)
+        ]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_carry_the_relay_and_ignore_padding(causal: bool) -> None:
+    torch.manual_seed(0)
+    layers = [StarLayer(D, H, causal=causal).double() for _ in range(3)]
+
+    def run(x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, relay = x, StarLayer.first_relay(x, padding, causal=causal)
+        for layer in layers:
+            out, relay = layer(out, x, relay, padding)
+        return out, relay
+
+    x = torch.randn(B, 9, D, dtype=torch.double)
+    padding = torch.zeros(B, 9, dtype=torch.bool)
+    padding[0, 6:] = True
+    padded, trimmed = run(x, padding), run(x[:1, :6])
+    last = slice(5, 6) if causal else slice(None)
+    torch.testing.assert_close(padded[0][:1, :6], trimmed[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(padded[1][:1, last], trimmed[1][:, last], rtol=0, atol=1e-10)
+    torch.testing.assert_close(StarLayer.first_relay(x)[:, 0], x.mean(1))
+    changed = torch.cat([x[:, :5], torch.randn(B, 4, D).double()], 1)
+    moved = (run(changed)[0] - run(x)[0])[:, :5].abs().max()
+    assert moved < 1e-12 if causal else moved > 1e-3
