@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import (
-    BERT_SDPA,
-    ENCODER_PADDED,
-    HF_VIT,
-    PVT,
-    SWIN,
-    VIT,
-    Host,
-)
-from integrations.test_replace_attention import MHA_VALUES
+from integrations.hosts import BERT_SDPA, ENCODER_PADDED, HF_VIT, MHA_VALUES, PVT, SWIN, VIT, Host
 
 from cached_transformers import add_memory, replace_attention, reset_caches
 

@@ -82,7 +82,7 @@ def through_core(
     if out.auxiliary_loss is not None and core.training and out.auxiliary_loss.requires_grad:
         raise ValueError(
             f"attention {name} is trained with a loss of its own, for which a model that others wrote has no place; "
-            "switch it off in the attention's options, or take a model of cached_transformers.create_model"
+            "switch it off in the attention's options (routing: commitment=0), or take a model of create_model"
         )
     values: Tensor = out.out_BHNV
     return values
