@@ -53,7 +53,7 @@ def through_core(
     kind = q_BHNE.device.type
     if torch.is_autocast_enabled(kind):  # as autocast does for scaled_dot_product_attention
         low = torch.get_autocast_dtype(kind)
-        q_BHNE, k_BHME, v_BHMV = (t.to(low) for t in (q_BHNE, k_BHME, v_BHMV))
+        q_BHNE, k_BHME, v_BHMV = (t if t.dtype == torch.float64 else t.to(low) for t in (q_BHNE, k_BHME, v_BHMV))
     if k_BHME.shape[1] != q_BHNE.shape[1]:
         k_BHME, v_BHMV = (t.repeat_interleave(q_BHNE.shape[1] // t.shape[1], 1) for t in (k_BHME, v_BHMV))
     if scale is not None and not math.isclose(scale, width**-0.5, rel_tol=1e-6):
