@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .data import create_dataset
 from .integrations.adapters import add_memory, register_adapter, remove_memory
+from .integrations.exchange import replace_attention, restore_attention
 from .layers.grc_attention import GRCAttention
 from .memories import LayerMemory, ModelMemory, create_memory
 from .memories.cached_attention import fold, unfold
@@ -48,8 +49,10 @@ __all__ = [
     "read_stream",
     "register_adapter",
     "remove_memory",
+    "replace_attention",
     "reset_caches",
     "resize_caches",
+    "restore_attention",
     "shuffle_caches",
     "unfold",
 ]

@@ -179,6 +179,7 @@ ENCODER_PADDED = Host("encoder_padded", encoder(), padded_tokens, options=_LENGT
 ENCODER_PRENORM = Host("encoder_prenorm", encoder(norm_first=True), padded_tokens, options=_LENGTH)
 MHA = Host("mha", mha(True), same_thrice, lambda y: y[0], _LENGTH)
 MHA_TIME_FIRST = Host("mha_time_first", mha(False), same_thrice, lambda y: y[0], _LENGTH)
+MHA_VALUES = Host("mha_values", mha(True), lambda: {**same_thrice(), "need_weights": False}, lambda y: y[0], _LENGTH)
 HF_VIT = transformers_host("hf_vit", transformers_vit("sdpa"), pixels, lambda y: y.logits)
 BERT_EAGER = transformers_host("bert_eager", bert("eager"), words, lambda y: y.last_hidden_state, **_LENGTH)
 BERT_SDPA = transformers_host("bert_sdpa", bert("sdpa"), words, lambda y: y.last_hidden_state, **_LENGTH)

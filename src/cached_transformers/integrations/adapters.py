@@ -2,7 +2,7 @@
 
 The host's own code runs as it is. What an attention layer receives is noted by a hook, and its output projection is
 made to mix the memory in before it projects. What a class of attention layers calls its projection and its heads, an
-*adapter* says, in one short function; see `register_adapter`.
+*adapter* says, in one short function; see `register_adapter`. `exchange.py` exchanges the attention of the same layers.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
 """
@@ -27,6 +27,30 @@ from ..registry import MEMORIES
 
 
 @dataclass
+class Inner:
+    """What a layer's softmax attention is like, for those who exchange it.
+
+    Attributes:
+        dropout: on the weights. causal: no token sees a later one.
+        bias: something is always added to the logits. cross: there are fewer keys than queries.
+        padding: the mask that the layer gives its attention hides keys from all queries alike.
+        switches: attributes of the layer, with the values under which it calls `scaled_dot_product_attention`.
+        install: for layers that never call it; makes room for a core by other means. uninstall: undoes that.
+        refusal: why the attention cannot be exchanged.
+    """
+
+    dropout: float = 0.0
+    causal: bool = False
+    bias: bool = False
+    cross: bool = False
+    padding: bool = False
+    switches: dict[str, Any] = field(default_factory=dict)
+    install: Callable[[nn.Module], None] | None = None
+    uninstall: Callable[[nn.Module], None] | None = None
+    refusal: str | None = None
+
+
+@dataclass
 class Host:
     """How a memory meets one attention layer of somebody else's model.
 
@@ -37,6 +61,8 @@ class Host:
         known: facts that a memory may ask for: length, size, prefix, window, reduction.
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
+        inner: the layer's own attention.
+        refusal: why the layer takes no memory.
     """
 
     width: int
@@ -46,26 +72,37 @@ class Host:
     known: dict[str, Any] = field(default_factory=dict)
     install: Callable[[nn.Module, LayerMemory], None] | None = None
     uninstall: Callable[[nn.Module], None] | None = None
+    inner: Inner = field(default_factory=Inner)
+    refusal: str | None = None
 
 
 class Site:
-    """Where an adapter stands: the layer, its name, the whole model, and the user's settings for all layers."""
+    """Where an adapter stands: the layer, its name, the whole model, and the user's settings for all layers.
 
-    def __init__(self, model: nn.Module, name: str, layer: nn.Module, settings: dict[str, Any]) -> None:
-        self.model, self.name, self.settings = model, name, settings
+    Attributes:
+        memory: whether it is a memory that is asked for; else another attention.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, layer: nn.Module, settings: dict[str, Any], memory: bool = True
+    ) -> None:
+        self.model, self.name, self.settings, self.memory = model, name, settings, memory
         self.layer: Any = layer  # of a class that only its adapter knows
 
     def parent(self, levels: int = 1) -> nn.Module:
         """The module that holds the layer, or the one further up."""
         return self.model.get_submodule(self.name.rsplit(".", levels)[0] if self.name.count(".") >= levels else "")
 
-    def length(self) -> int:
-        """The `length` that the user set, for hosts that cannot know it.
+    def length(self, longest: int = 0) -> int:
+        """The `length` that the user set, for hosts that cannot know it. An attention may do without: it then gets
+        the `longest` that the host can take, 0 where that is not known either.
 
         Raises:
-            ValueError: it is not set.
+            ValueError: it is not set, and a memory needs it.
         """
         if "length" not in self.settings:
+            if not self.memory:
+                return longest
             raise ValueError(
                 f"{type(self.layer).__name__} does not tell how many tokens it will see; "
                 "pass the number of cache slots, e.g. add_memory(model, 'grc', length=64)"
@@ -113,15 +150,27 @@ class Tap:
         assert host.projection is not None
         self.memory, self.projection, self.heads, self.make_query = memory, host.projection, host.heads, host.query
         self.query: Query | None = None
+        self.exchange: Any = None
         self.handle: RemovableHandle | None = None
 
     def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.query = self.make_query(*args, **kwargs)
+        self.exchange = vars(layer).get("exchange")
 
     def project(self, y_BND: Tensor) -> Tensor:
         """Stands in the place of the projection's forward; `y_BND` are the merged heads."""
         assert self.query is not None
         query, self.query = self.query, None  # keep no activation alive
+        if self.exchange is None:
+            return self._mix(y_BND, query)
+        # The memory attends while the layer's forward still runs, and that attention is none of the layer's.
+        self.exchange.aside = True
+        try:
+            return self._mix(y_BND, query)
+        finally:
+            self.exchange.aside = False
+
+    def _mix(self, y_BND: Tensor, query: Query) -> Tensor:
         reading = self.memory.read((), query, None)
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         linear = partial(type(self.projection).forward, self.projection)
@@ -168,9 +217,11 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
             f"memory {name!r} carries a state from call to call, which {type(model).__name__} does not take or return; "
             "shared memories work here: 'grc', 'attention_cache'"
         )
-    sites = _sites(model, settings | ({"input_size": input_size} if input_size is not None else {}))
+    found = sites(model, settings | ({"input_size": input_size} if input_size is not None else {}))
     built = []
-    for site, host in sites:  # build all before touching the model: a refusal leaves it as it was
+    for site, host in found:  # build all before touching the model: a refusal leaves it as it was
+        if host.refusal is not None:
+            raise ValueError(host.refusal)
         if any(child == "memory" for child, _ in site.layer.named_children()):
             where = site.name or type(model).__name__
             raise ValueError(f"{where} has a memory already; call remove_memory(model) first")
@@ -181,24 +232,24 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
         built.append((site, host, layer))
     for site, host, layer in built:
         _attach(site.layer, host, layer)
-    _disable_nested_tensors(model)
+    settle_nested_tensors(model)
     return model
 
 
-def _sites(model: nn.Module, settings: dict[str, Any]) -> list[tuple[Site, Host]]:
-    """Each layer that gets a memory, with its host description; refuses attention classes without an adapter."""
+def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> list[tuple[Site, Host]]:
+    """Each self-attention layer, with its host description; refuses attention classes without an adapter."""
     for module in ("torch_nn", "timm", "transformers"):
         importlib.import_module(f".{module}", __package__)
     found: list[tuple[Site, Host]] = []
     known: list[str] = []
     strangers: list[tuple[str, nn.Module]] = []
     for name, layer in model.named_modules():
-        if any(name == k or name.startswith(k + ".") for k in known if k):
+        if any(not k or name == k or name.startswith(k + ".") for k in known):
             continue
         adapter = _adapter(layer)
         if adapter is not None:
             known.append(name)
-            site = Site(model, name, layer, settings)
+            site = Site(model, name, layer, settings, memory)
             host = adapter(site)
             if host is not None:
                 found.append((site, host))
@@ -239,24 +290,25 @@ def remove_memory(model: nn.Module) -> nn.Module:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no memory that could be removed")
     for layer in layers:
-        vars(layer).pop("memory_detach")(layer)
+        detach = vars(layer).pop("memory_detach")
         del layer.memory
-    _restore_nested_tensors(model)
+        detach(layer)
+    settle_nested_tensors(model)
     return model
 
 
-def _disable_nested_tensors(model: nn.Module) -> None:
-    """TransformerEncoder's shortcut for padded inputs hands its layers nested tensors, which a memory cannot read."""
+def settle_nested_tensors(model: nn.Module) -> None:
+    """TransformerEncoder's shortcut for padded inputs hands its layers nested tensors, which neither a memory nor a
+    core can read: it is off as long as a layer has one."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.nested_before_memory = module.use_nested_tensor  # type: ignore[assignment]
+        if not isinstance(module, nn.TransformerEncoder):
+            continue
+        ours = any({"memory_detach", "exchange"} & vars(layer).keys() for layer in module.modules())
+        if ours and "nested_before" not in vars(module):
+            module.nested_before = module.use_nested_tensor  # type: ignore[assignment]
             module.use_nested_tensor = False
-
-
-def _restore_nested_tensors(model: nn.Module) -> None:
-    for module in model.modules():
-        if "nested_before_memory" in vars(module):
-            module.use_nested_tensor = vars(module).pop("nested_before_memory")
+        elif not ours and "nested_before" in vars(module):
+            module.use_nested_tensor = vars(module).pop("nested_before")
 
 
 def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int] | None:
@@ -284,9 +336,15 @@ def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
         raise ValueError(MASKED)
 
 
-def padding_of(mask: Tensor | None, tokens: int) -> Tensor | None:
+PER_QUERY = (
+    "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
+    "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
+)
+
+
+def padding_of(mask: Tensor | None, tokens: int, why: str = PER_QUERY) -> Tensor | None:
     """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or
-    additive.
+    additive. `why` is said when the mask is none of padding.
 
     Raises:
         ValueError: the mask has another shape, or hides from one query what it shows another (a causal mask).
@@ -294,18 +352,9 @@ def padding_of(mask: Tensor | None, tokens: int) -> Tensor | None:
     if mask is None:
         return None
     if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == tokens:
-        _same_for_all_queries(mask)
+        insist((mask == mask[:, :, :1]).all(), why)
         mask = mask[:, 0, 0]
         return ~mask if mask.dtype == torch.bool else mask < 0
     if mask.dim() == 2 and mask.shape[-1] == tokens:
         return mask == 0
     raise ValueError(f"cannot read padding from an attention mask of shape {tuple(mask.shape)} over {tokens} tokens")
-
-
-def _same_for_all_queries(mask_B1NN: Tensor) -> None:
-    same = (mask_B1NN == mask_B1NN[:, :, :1]).all()
-    why = (
-        "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
-        "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
-    )
-    insist(same, why)

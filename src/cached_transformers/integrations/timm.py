@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..layers.reduction import PooledReduction, SpatialReduction
 from ..memories.base import Query
-from .adapters import Host, Site, map_size, no_mask, register_adapter
+from .adapters import Host, Inner, Site, map_size, no_mask, register_adapter
 
 
 @register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -25,8 +25,9 @@ def vit_attention(site: Site) -> Host:
         known |= {"length": grid[0] * grid[1] + prefix, "size": grid}
     else:
         known |= {"length": site.length()}
-    _same_width(layer, layer.qkv.in_features, layer.proj.in_features)
-    return Host(layer.qkv.in_features, layer.num_heads, layer.proj, partial(_vit_query, prefix, grid), known)
+    width, query = layer.qkv.in_features, partial(_vit_query, prefix, grid)
+    refusal = _other_width(layer, width, layer.proj.in_features)
+    return Host(width, layer.num_heads, layer.proj, query, known, inner=_inner(layer), refusal=refusal)
 
 
 def _vit_query(
@@ -41,9 +42,10 @@ def swin_attention(site: Site) -> Host:
     """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
     layer = site.layer
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
-    _same_width(layer, layer.qkv.in_features, layer.proj.in_features)
+    width, query = layer.qkv.in_features, partial(_swin_query, window)
     known = {"length": window[0] * window[1], "size": window}
-    return Host(layer.qkv.in_features, layer.num_heads, layer.proj, partial(_swin_query, window), known)
+    refusal = _other_width(layer, width, layer.proj.in_features)
+    return Host(width, layer.num_heads, layer.proj, query, known, inner=_inner(layer, bias=True), refusal=refusal)
 
 
 def _swin_query(window: tuple[int, int], x: Tensor, mask: Tensor | None = None) -> Query:
@@ -56,12 +58,16 @@ def pvt_v2_attention(site: Site) -> Host:
     layer = site.layer
     size = _stage_size(site)
     width = int(site.settings.get("ratio", 0.5) * layer.dim)
-    if layer.pool is not None:
-        reduction: nn.Module | None = PooledReduction(width)
+    reduced = layer.pool is not None or layer.sr is not None
+    reduction: nn.Module | None = None
+    if not site.memory:
+        pass  # the layer reduces its own keys and values
+    elif layer.pool is not None:
+        reduction = PooledReduction(width)
     else:
         reduction = SpatialReduction(width, layer.sr.kernel_size[0]) if layer.sr is not None else None
     known = {"length": size[0] * size[1], "size": size, "reduction": reduction}
-    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, known)
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, known, inner=_inner(layer, cross=reduced))
 
 
 def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
@@ -82,9 +88,15 @@ def _stage_size(site: Site) -> tuple[int, int]:
     return height, width
 
 
-def _same_width(layer: nn.Module, width: int, merged: int) -> None:
-    if width != merged:
-        raise ValueError(
-            f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
-            "first channels of the tokens for each head and needs them equal"
-        )
+def _inner(layer: Any, **facts: Any) -> Inner:
+    """timm's layers have attention of their own beside the fused one, which Swin takes unless told otherwise."""
+    return Inner(float(layer.attn_drop.p), switches={"fused_attn": True}, **facts)
+
+
+def _other_width(layer: nn.Module, width: int, merged: int) -> str | None:
+    if width == merged:
+        return None
+    return (
+        f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
+        "first channels of the tokens for each head and needs them equal"
+    )

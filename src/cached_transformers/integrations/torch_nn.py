@@ -1,8 +1,8 @@
 """Adapter for torch.nn.MultiheadAttention, alone and inside TransformerEncoder.
 
 This layer never calls its output projection as a module, and TransformerEncoderLayer has a fused path in evaluation
-that never calls the attention at all. So the layer's class is exchanged for a subclass whose forward is written out;
-a hook on the layer keeps TransformerEncoderLayer from its fused path.
+that never calls the attention at all. So the layer's class is exchanged for a subclass whose forward is written out,
+for a memory and for another attention alike; a hook on the layer keeps TransformerEncoderLayer from its fused path.
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E.
 """
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..attentions.base import Attention
+from ..attentions.softmax import SoftmaxAttention
 from ..memories.base import LayerMemory, Query
-from .adapters import Host, Site, no_mask, register_adapter
+from .adapters import Host, Inner, Site, no_mask, register_adapter
+from .through_core import through_core
 
 
-class MultiheadAttentionWithMemory(nn.MultiheadAttention):
-    """nn.MultiheadAttention whose heads are mixed with a memory's before the output projection.
+class HostedMultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention with a memory, which is mixed in before the output projection, or another core, or both.
 
-    Only for self-attention (query, key and value the same tensor) without an attention mask. The weights that it
-    returns are those of the self branch.
+    Only for self-attention (query, key and value the same tensor); with a memory, without an attention mask. The
+    weights that it returns are those of the self branch.
     """
-
-    memory: LayerMemory
 
     def forward(  # type: ignore[override]
         self,
@@ -42,43 +43,80 @@ class MultiheadAttentionWithMemory(nn.MultiheadAttention):
         """As nn.MultiheadAttention.forward.
 
         Raises:
-            ValueError: cross-attention, a causal flag or an attention mask: the cache holds the whole segment of the
-            query.
+            ValueError: cross-attention; beside a memory, a causal flag or an attention mask: the cache holds the whole
+                segment of the query; what the core cannot do.
         """
+        memory: LayerMemory | None = getattr(self, "memory", None)
         if query is not key or key is not value:
-            raise ValueError("a memory serves self-attention: query, key and value must be the same tensor")
-        no_mask(attn_mask, is_causal)
+            what = "a memory" if memory is not None else "another attention"
+            raise ValueError(f"{what} serves self-attention: query, key and value must be the same tensor")
+        if memory is not None:
+            no_mask(attn_mask, is_causal)
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal=True is a hint about attn_mask, as in torch.nn; pass the mask, too")
         x_BND, batched = query, query.dim() == 3
         if not batched:
             x_BND = x_BND[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             x_BND = x_BND.transpose(0, 1)
-        y_BND, weights = self._attend(x_BND, _as_padding(key_padding_mask), need_weights)
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for t in F.linear(x_BND, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        )
+        padding_BN = _as_padding(key_padding_mask)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+        visible = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        y_BHNE, weights = self._attend(q, k, v, x_BND, padding_BN, visible, need_weights, is_causal)
+        if memory is None:
+            y_BND = F.linear(y_BHNE.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        else:
+            asked = Query(x_BND, q, padding_BN=padding_BN)
+            reading = memory.read((), asked, None)
+            y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
+            y_BND = memory.finish(y_BND, asked, reading)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
             return y_BND[0], None if weights is None else weights[0]
         return (y_BND if self.batch_first else y_BND.transpose(0, 1)), weights
 
-    def _attend(self, x_BND: Tensor, padding_BN: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v = (
-            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for t in F.linear(x_BND, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        )
-        mask = None if padding_BN is None else ~padding_BN[:, None, None]
-        dropout = self.dropout if self.training else 0.0
-        if need_weights:
-            logits = q @ k.transpose(-1, -2) * self.head_dim**-0.5
-            weights = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).softmax(-1)
-            y_BHNE = F.dropout(weights, dropout) @ v
-        else:
-            weights = None
-            y_BHNE = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        query = Query(x_BND, q, padding_BN=padding_BN)
-        reading = self.memory.read((), query, None)
-        y_BND = self.memory.project(y_BHNE, query, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
-        return self.memory.finish(y_BND, query, reading), weights
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x_BND: Tensor,
+        padding_BN: Tensor | None,
+        mask: Tensor | None,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values (B, H, N, E), and weights (B, H, N, N) where they are needed; `mask` is bool, True = visible, or
+        additive."""
+        core: Attention | None = getattr(self, "core", None)
+        exact = core is None or isinstance(core, SoftmaxAttention)
+        if need_weights and not exact:
+            raise ValueError(f"attention {type(core).__name__} returns no weights; call with need_weights=False")
+        if core is not None and not need_weights:
+            # torch takes the causal flag as a hint about the mask. Exact attention takes the mask itself.
+            causal = is_causal and (mask is None or not exact)
+            mask = None if causal else mask
+            out = through_core(core, q, k, v, padding_BM=padding_BN, mask=mask, causal=causal, x_BND=x_BND)
+            return out, None
+        dropout = (self.dropout if core is None else core.dropout) if self.training else 0.0
+        hidden = None if padding_BN is None else padding_BN[:, None, None]
+        if not need_weights:
+            keep = None if hidden is None else ~hidden
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=dropout), None
+        logits = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -torch.inf)
+        weights = logits.softmax(-1)
+        return F.dropout(weights, dropout) @ v, weights
 
 
 def _as_padding(mask: Tensor | None) -> Tensor | None:
@@ -90,12 +128,16 @@ def _no_fused_path(layer: nn.Module, args: Any) -> None:
     """Does nothing; TransformerEncoderLayer leaves its fused path when a hook is attached below it."""
 
 
-def _install(layer: nn.Module, memory: LayerMemory) -> None:
-    layer.__class__ = MultiheadAttentionWithMemory
-    layer.register_forward_pre_hook(_no_fused_path)
+def _install(layer: nn.Module, memory: LayerMemory | None = None) -> None:
+    if not isinstance(layer, HostedMultiheadAttention):
+        layer.__class__ = HostedMultiheadAttention
+        layer.register_forward_pre_hook(_no_fused_path)
 
 
 def _uninstall(layer: nn.Module) -> None:
+    """The class is needed as long as there is a memory or a core."""
+    if {"memory", "core"} & layer._modules.keys():
+        return
     layer.__class__ = nn.MultiheadAttention
     for key, hook in list(layer._forward_pre_hooks.items()):
         if hook is _no_fused_path:
@@ -109,12 +151,13 @@ def multihead_attention(site: Site) -> Host | None:
     if isinstance(site.parent(), nn.TransformerDecoderLayer):
         return None
     assert isinstance(layer, nn.MultiheadAttention)
-    if type(layer) not in (nn.MultiheadAttention, MultiheadAttentionWithMemory):
+    if type(layer) not in (nn.MultiheadAttention, HostedMultiheadAttention):
         raise ValueError(
             f"{type(layer).__qualname__} is a subclass of nn.MultiheadAttention with its own code; register an adapter"
         )
     if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
-        raise ValueError("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn takes no memory")
-
+        what = "memory" if site.memory else "other attention"
+        raise ValueError(f"nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn takes no {what}")
     known = {"length": site.length()}
-    return Host(layer.embed_dim, layer.num_heads, None, Query, known, _install, _uninstall)
+    inner = Inner(layer.dropout, install=_install, uninstall=_uninstall)
+    return Host(layer.embed_dim, layer.num_heads, None, Query, known, _install, _uninstall, inner)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import insist
 from ..memories.base import Query
-from .adapters import MASKED, Host, Site, map_size, no_mask, padding_of, register_adapter
+from .adapters import MASKED, Host, Inner, Site, map_size, no_mask, padding_of, register_adapter
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")
@@ -20,7 +20,8 @@ def vit_attention(site: Site) -> Host:
     image, patch = _pair(config.image_size), _pair(config.patch_size)
     grid = (image[0] // patch[0], image[1] // patch[1])
     known = {"length": grid[0] * grid[1] + 1, "size": grid, "prefix": 1}
-    return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, partial(_vit_query, grid), known)  # type: ignore[arg-type]
+    inner, query = _inner(config, layer.attention_dropout), partial(_vit_query, grid)
+    return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, query, known, inner=inner)  # type: ignore[arg-type]
 
 
 def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
@@ -37,15 +38,33 @@ def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Ten
 def bert_attention(site: Site) -> Host:
     """BERT as an encoder: each row's valid tokens are spread over the slots."""
     layer, config = site.layer, site.layer.config
-    if layer.is_decoder:
-        raise ValueError("BERT with is_decoder=True is causal, and a shared cache would show each token its future")
+    refusal = "BERT with is_decoder=True is causal, and a shared cache would show each token its future"
     projection = site.parent().output.dense  # type: ignore[union-attr]
-    known = {"length": site.length()}
-    return Host(config.hidden_size, config.num_attention_heads, projection, _bert_query, known)  # type: ignore[arg-type]
+    return Host(
+        config.hidden_size,
+        config.num_attention_heads,
+        projection,  # type: ignore[arg-type]
+        _bert_query,
+        # A decoder takes no memory, whatever its length.
+        {"length": 0 if layer.is_decoder else site.length(config.max_position_embeddings)},
+        inner=_inner(config, layer.dropout.p, causal=layer.is_decoder),
+        refusal=refusal if layer.is_decoder else None,
+    )
 
 
 def _bert_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
     return Query(hidden_states, padding_BN=padding_of(attention_mask, hidden_states.shape[1]))
+
+
+def _inner(config: Any, dropout: float, causal: bool = False) -> Inner:
+    kind = config._attn_implementation
+    refusal = None
+    if kind != "sdpa":
+        refusal = (
+            f"with attn_implementation={kind!r} there is no scaled_dot_product_attention to exchange; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
+    return Inner(float(dropout), causal, padding=True, refusal=refusal)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -1,0 +1,95 @@
+"""One call of somebody else's attention, handed to a core.
+
+What a host says in terms of `scaled_dot_product_attention` (a mask, a causal flag, a scale, fewer heads of keys) is put
+in those of a core. What the core cannot do is refused.
+
+Legend: B rows, H heads, N queries, M keys, E key width, V value width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..attentions.base import Attention
+from ..attentions.softmax import SoftmaxAttention
+from ..checks import insist
+
+PER_QUERY = (
+    "the attention mask differs between queries, which only attention 'softmax' can follow here; pass a mask of "
+    "padding alone, (rows, tokens)"
+)
+
+
+def through_core(
+    core: Attention,
+    q_BHNE: Tensor,
+    k_BHME: Tensor,
+    v_BHMV: Tensor,
+    *,
+    padding_BM: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    x_BND: Tensor | None = None,
+) -> Tensor:
+    """Values (B, H, N, V) of one call.
+
+    Args:
+        k_BHME, v_BHMV: may have fewer heads, each of which several heads of queries share.
+        padding_BM: bool, True = padding.
+        mask: broadcastable to (B, H, N, M), bool with True = visible, or added to the logits: a bias.
+        scale: of the logits; 1 / sqrt(E) when None.
+        x_BND: the layer's input.
+
+    Raises:
+        ValueError: what the core cannot do.
+    """
+    name, width = type(core).__name__, q_BHNE.shape[-1]
+    if q_BHNE.dim() != 4:
+        raise ValueError(f"attention {name} takes queries (rows, heads, tokens, width), not {tuple(q_BHNE.shape)}")
+    kind = q_BHNE.device.type
+    if torch.is_autocast_enabled(kind):  # as autocast does for scaled_dot_product_attention
+        low = torch.get_autocast_dtype(kind)
+        q_BHNE, k_BHME, v_BHMV = (t if t.dtype == torch.float64 else t.to(low) for t in (q_BHNE, k_BHME, v_BHMV))
+    if k_BHME.shape[1] != q_BHNE.shape[1]:
+        k_BHME, v_BHMV = (t.repeat_interleave(q_BHNE.shape[1] // t.shape[1], 1) for t in (k_BHME, v_BHMV))
+    if scale is not None and not math.isclose(scale, width**-0.5, rel_tol=1e-6):
+        q_BHNE = q_BHNE * (scale * width**0.5)
+    if causal and q_BHNE.shape[2] != k_BHME.shape[2] and not isinstance(core, SoftmaxAttention):
+        raise ValueError(
+            f"a causal call with {q_BHNE.shape[2]} queries and {k_BHME.shape[2]} keys: attention {name} reads whole "
+            "sequences; generate with use_cache=False"
+        )
+    if padding_BM is not None and not core.exact_padding:
+        why = (
+            f"attention {name} lets padding change the other tokens (exact_padding=False); pass rows of equal length "
+            "without a mask"
+        )
+        insist(~padding_BM.any(), why)
+        padding_BM = None
+    bias_BHNM = None
+    if mask is not None:
+        if not core.supports_bias:
+            raise ValueError(
+                f"attention {name} takes no mask on the logits (supports_bias=False), which this call of the host has; "
+                "padding goes into the host's padding mask, and a causal mask of torch.nn needs is_causal=True"
+            )
+        bias_BHNM = _additive(mask, q_BHNE)
+    out = core(q_BHNE, k_BHME, v_BHMV, causal=causal, key_padding_mask=padding_BM, bias_BHNM=bias_BHNM, x_BND=x_BND)
+    if out.auxiliary_loss is not None and core.training and out.auxiliary_loss.requires_grad:
+        raise ValueError(
+            f"attention {name} is trained with a loss of its own, for which a model that others wrote has no place; "
+            "switch it off in the attention's options (routing: commitment=0), or take a model of create_model"
+        )
+    values: Tensor = out.out_BHNV
+    return values
+
+
+def _additive(mask: Tensor, q_BHNE: Tensor) -> Tensor:
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=q_BHNE.dtype).masked_fill(~mask, -torch.inf)

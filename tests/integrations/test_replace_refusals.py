@@ -1,0 +1,215 @@
+"""What replace_attention refuses, when replacing or at the call, in which words; causal hosts and masks of torch.nn."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from integrations.cores import near
+from integrations.hosts import (
+    BERT_DROPOUT,
+    BERT_EAGER,
+    BERT_SDPA,
+    ENCODER,
+    ENCODER_PADDED,
+    HF_VIT,
+    MHA,
+    PVT,
+    SWIN,
+    TOKENS,
+    VIT,
+    Host,
+    library,
+    tokens,
+)
+from integrations.test_replace_attention import windowed
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import register_adapter, replace_attention, restore_attention
+from cached_transformers.integrations import adapters
+from cached_transformers.memories.base import Query
+
+pytestmark = pytest.mark.usefixtures("cores")
+
+
+def fingerprint(model: nn.Module) -> Any:
+    return [
+        (name, type(m), sorted(vars(m)), len(m._forward_pre_hooks), getattr(m, "fused_attn", None))
+        for name, m in model.named_modules()
+    ] + list(model.state_dict())
+
+
+def refuse(model: nn.Module, message: str, *args: Any, **options: Any) -> None:
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=message):
+        replace_attention(model, *args, **options)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(
+    ("host", "attention", "message"),
+    [
+        (
+            SWIN,
+            "test_window",
+            r"attn adds a bias to the logits, which attention Window cannot do \(supports_bias=False",
+        ),
+        (PVT, "test_window", r"stages.0.blocks.0.attn has fewer keys than queries.*\(supports_cross=False"),
+        (BERT_EAGER, "softmax", r"attn_implementation='eager' .*call model.set_attn_implementation\('sdpa'\) first"),
+        (
+            VIT,
+            {"name": "rfa", "gate": True},
+            "is not causal, and attention RandomFeatureAttention is nothing else",
+        ),
+        (BERT_DROPOUT, "test_tempered", r"drops 0.1 of the attention weights.* attention_probs_dropout_prob"),
+        (VIT, "sofmax", "unknown attention 'sofmax'; did you mean 'softmax'"),
+        (VIT, {"radius": 2}, "must be a name, or have a 'name'"),
+        (VIT, {"name": "test_window", "radios": 2}, "'radios'; did you mean 'radius'"),
+    ],
+)
+def test_what_a_core_cannot_do_is_refused_and_the_model_untouched(host: Host, attention: Any, message: str) -> None:
+    refuse(host.build(), message, attention)
+
+
+def test_replacing_twice_is_refused() -> None:
+    refuse(windowed(VIT), "replaced already; call restore_attention", "softmax")
+    refuse(windowed(MHA), "MultiheadAttention was replaced already", "softmax")
+
+
+def causal_bert(attention: str) -> Any:
+    transformers = library("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        is_decoder=True,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    return replace_attention(transformers.BertModel(config), attention)
+
+
+def test_a_causal_bert_needs_a_causal_core() -> None:
+    library("transformers")
+    with pytest.raises(ValueError, match=r"is causal, which attention Tempered cannot do \(supports_causal=False"):
+        causal_bert("test_tempered")
+    model, exact, words = causal_bert("test_window"), causal_bert("softmax"), torch.randint(20, (2, 6))
+    plain = restore_attention(causal_bert("softmax"))
+    with torch.no_grad():
+        for m, mask in ((model, near(6, 1, True)), (exact, near(6, 6, True))):
+            wanted = plain(input_ids=words, attention_mask=mask.expand(2, 1, 6, 6)).last_hidden_state
+            torch.testing.assert_close(m(input_ids=words).last_hidden_state, wanted, rtol=0, atol=1e-5)
+        keep = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+        a, b = (m(input_ids=words, attention_mask=keep).last_hidden_state for m in (exact, plain))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="differs between queries"):
+        model(input_ids=words, attention_mask=keep)
+    past = model(input_ids=words, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=words[:, :1], past_key_values=past)
+
+
+def test_padding_needs_a_core_that_is_exact_over_it() -> None:
+    model = replace_attention(BERT_SDPA.build(), "test_told")
+    given = BERT_SDPA.given()
+    with pytest.raises(ValueError, match=r"Told lets padding change the other tokens \(exact_padding=False\)"):
+        model(**given)
+    model(input_ids=given["input_ids"])
+    model(input_ids=given["input_ids"], attention_mask=torch.ones_like(given["attention_mask"]))
+    encoder_ = replace_attention(ENCODER_PADDED.build(), "test_told")
+    for training in (True, False):
+        with torch.no_grad(), pytest.raises(ValueError, match="exact_padding=False"):
+            encoder_.train(training)(**ENCODER_PADDED.given())
+
+
+def test_masks_of_torch_nn() -> None:
+    model, plain = windowed(ENCODER), ENCODER.build()
+    src = tokens()["src"]
+    causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    for training in (True, False):
+        got = model.train(training)(src, mask=causal, is_causal=True)
+        wanted = plain.train(training)(src, mask=~near(TOKENS, 1, True))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        with pytest.raises(ValueError, match="Window takes no mask on the logits"):
+            model(src, mask=~near(TOKENS, 3))
+    exact = replace_attention(ENCODER.build(), "softmax")
+    for mask in (causal, ~near(TOKENS, 2), torch.randn(3 * 2, TOKENS, TOKENS)):
+        torch.testing.assert_close(exact(src, mask=mask), plain(src, mask=mask), rtol=0, atol=1e-6)
+    tempered = replace_attention(nn.MultiheadAttention(16, 2, batch_first=True), "test_tempered")
+    with pytest.raises(ValueError, match=r"Tempered has supports_causal=False"):
+        tempered(src, src, src, need_weights=False, attn_mask=causal, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
+        tempered(src, src, src, need_weights=False, is_causal=True)
+    with pytest.raises(ValueError, match="another attention serves self-attention"):
+        tempered(src, src[:, :3], src[:, :3], need_weights=False)
+
+
+def test_weights_are_softmax_s_alone() -> None:
+    x = torch.randn(3, TOKENS, 16)
+    plain, exact = MHA.build(), replace_attention(MHA.build(), "softmax")
+    causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    for mask in (None, causal, ~near(TOKENS)):
+        torch.testing.assert_close(exact(x, x, x, attn_mask=mask), plain(x, x, x, attn_mask=mask), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="Window returns no weights; call with need_weights=False"):
+        windowed(MHA)(x, x, x)
+
+
+def test_a_loss_of_the_core_s_own_is_refused_in_training() -> None:
+    model = replace_attention(VIT.build(), "test_selfish")
+    with pytest.raises(ValueError, match="trained with a loss of its own"):
+        model(**VIT.given())
+    model.eval()(**VIT.given())
+
+
+@pytest.mark.parametrize("case", ["fused_attn", "implementation"])
+def test_a_layer_that_no_longer_calls_fused_attention_is_refused(case: str) -> None:
+    if case == "fused_attn":
+        model, given = windowed(VIT), VIT.given()
+        model.blocks[0].attn.fused_attn = False
+    else:
+        model, given = windowed(HF_VIT), HF_VIT.given()
+        model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="called scaled_dot_product_attention 0 times instead of once"):
+        model(**given)
+
+
+class TwiceAttention(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.times = nn.Linear(16, 48), nn.Linear(16, 16), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            x = F.scaled_dot_product_attention(q, k, v, scale=0.7).transpose(1, 2).flatten(2)
+        return self.out(x)
+
+
+@pytest.fixture
+def adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+
+    @register_adapter(f"{TwiceAttention.__module__}.{TwiceAttention.__qualname__}")
+    def twice(site: adapters.Site) -> adapters.Host:
+        layer: Any = site.layer
+        return adapters.Host(16, 2, layer.out, lambda x: Query(x), known={"length": site.length()})
+
+
+@pytest.mark.usefixtures("adapted")
+def test_an_adapter_of_one_s_own_serves_here_too() -> None:
+    x, layer = torch.randn(2, 5, 16), TwiceAttention(1)
+    model = nn.Sequential(layer)
+    plain = copy.deepcopy(model)
+    torch.testing.assert_close(replace_attention(model, "softmax")(x), plain(x), rtol=0, atol=1e-6)
+    layer.times = 2
+    with pytest.raises(ValueError, match="2 times instead of once"):
+        model(x)
+    restore_attention(model)
+    layer.forward = layer.forward  # type: ignore[method-assign]
+    refuse(model, "the forward of 0 was patched by somebody else", "softmax")
