@@ -39,9 +39,7 @@ class ModuleFlops(NamedTuple):
     parameters: int
 
 
-def count_flops(
-    model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any
-) -> int:
+def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any) -> int:
     """Floating-point operations of one forward pass `model(*inputs, **kwargs)` at the batch given.
 
     The model is left as it was: training flags, buffers, plain attributes of its modules, and torch's random state.
