@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
+
 import pytest
 import torch
+from rich.console import Console
 
 from cached_transformers.analysis.flops import count_parameters
+from cached_transformers.cli.main import main
 from cached_transformers.config import check_sections, load_config
 from cached_transformers.models import create_model
 from cached_transformers.resources import recipes_folder
@@ -33,9 +38,17 @@ def test_the_image_recipes_train(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["listops_small_grc", "demo_listops"])
-def test_the_small_token_recipes_train(name, tmp_path, monkeypatch):
+def test_the_small_token_recipes_train(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
     train(name, tmp_path, FEW_ROWS)
+    baselines = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))["baselines"]
+    assert list(baselines) == ["majority class", "root operator", "root operator and direct digits"]
+    # Beside the score of the same rows, whenever they are scored.
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["baselines"] == baselines
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"baseline: {name}" in printed and f"{value:.2%}" in printed for name, value in baselines.items())
 
 
 def test_the_recipe_for_files_trains(tmp_path, shared):
@@ -80,10 +93,14 @@ def test_the_recipes_of_the_arena_train_when_they_are_made_small(name, tmp_path,
     lengths = ["data.max_depth=4", "data.max_args=4", "data.min_length=10", "data.max_length=64"]
     widths = ["model.width=16", "model.depth=1", "model.heads=2", "model.feed_forward=16"]
     train(name, tmp_path, [*FEW_ROWS, *lengths, *widths])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["test"]["step"] == summary["best"]["step"] and summary["test_last"]["step"] == 2
 
 
 def train(name, tmp_path, overrides):
-    summary = run_training(load_config(name, [*QUICK, *SHORT, *overrides]), tmp_path / "run")
+    console = Console(file=io.StringIO(), width=200)
+    summary = run_training(load_config(name, [*QUICK, *SHORT, *overrides]), tmp_path / "run", console=console)
+    assert "baselines (accuracy): majority class" in console.file.getvalue()
     losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 3 and all(0.5 < loss < 10 for loss in losses)
     assert summary["steps"] == 2 and summary["baselines"]["majority class"] < 0.5

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cached_transformers.analysis.run_folder import Comparison, read_comparison
-from cached_transformers.analysis.wording import Metric, comparison_summary, pair_name, short_count, short_p
+from cached_transformers.analysis.wording import (
+    Metric,
+    comparison_summary,
+    mean_of,
+    pair_name,
+    short_count,
+    short_p,
+)
 
 FILE_NAME = "compare.md"
 
@@ -60,6 +67,8 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
     training = any(variant.get("training_flops") for variant in variants)
     protocols = any(variant.get("protocol") for variant in variants)
     header = ["variant", f"{comparison.split} {metric.name}", *(["by rows"] if by_rows else [])]
+    last = any(variant.get("last_values") for variant in variants)
+    header += ["last step"] if last else []
     header += [] if paired else [f"difference to {comparison.reference}", "p"]
     header += ["parameters", "operations", *(["operations in training"] if training else [])]
     header += ["protocol"] if protocols else []
@@ -67,6 +76,7 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
     for variant, row in zip(variants, comparison.statistics, strict=True):
         cells = [row["name"], f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}"]
         cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
+        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
         cells += [] if paired else _difference(row, metric)
         cells += [short_count(variant.get("parameters")), short_count(variant.get("flops"))]
         cells += [short_count(variant.get("training_flops"))] if training else []

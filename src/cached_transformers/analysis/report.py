@@ -31,6 +31,7 @@ from cached_transformers.analysis.wording import (
     MISSING,
     Metric,
     comparison_summary,
+    mean_of,
     pair_name,
     run_summary,
     short_count,
@@ -43,6 +44,7 @@ GATES_CAPTION = (
     "Share sigma(lambda) that each head gives to the memory; the rest goes to self-attention. Numbers by head are of "
     "the first seed: heads have no common order over seeds, so only the means by layer are compared."
 )
+LAST = ("test, last step", "test_last")
 MAPS_CAPTION = (
     "Size of the output of self-attention and of the memory at each place, per layer. Each map has its own scale: "
     "compare places, not strengths."
@@ -147,6 +149,8 @@ def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
     header = ["variant", f"{split} {metric.name}"]
     by_rows = any(variant.get("rows_interval") for variant in variants)
     header += ["interval by rows"] if by_rows else []
+    last = any(variant.get("last_values") for variant in variants)
+    header += ["last step"] if last else []
     differing = [] if paired else [f"difference to {comparison.reference}", "p"]
     header += [*differing, "p (Holm)"] if differing and len(variants) > 2 else differing
     cost = {"parameters": ("parameters", short_count), "flops": ("operations", short_count)}
@@ -163,6 +167,7 @@ def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
             Cell(metric.value(row["mean"]), metric.interval(row["low"], row["high"])),
         ]
         cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
+        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
         cells += [] if paired else _difference_cells(row, metric, len(variants) > 2)
         for key, (_, write) in cost.items():
             cells.append(Cell(write(variant.get(key)), _relative(variant.get(key), base.get(key))))
@@ -191,6 +196,8 @@ def _pair_table(comparison: Comparison, metric: Metric) -> str:
 
 def _table_caption(comparison: Comparison, by_rows: bool) -> str:
     text = "Mean over seeds; in brackets the 95 % t interval."
+    if any(variant.get("last_values") for variant in comparison.variants):
+        text += " Last step: the mean without choosing a checkpoint on the validation split."
     if by_rows:
         text += (
             f" The interval by rows is Wilson's, of that mean on {comparison.data.get('rows'):,} rows: the chance in "
@@ -302,7 +309,7 @@ def _maps(run: Run, identifier: str, name: str = "") -> str:
 def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
     names = list(dict.fromkeys([metric.name, "loss"]))
-    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test")):
+    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST):
         values = summary.get(key)
         if values:
             step = values.get("step")

@@ -88,6 +88,11 @@ def short_p(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def mean_of(values: Sequence[float] | None) -> float | None:
+    """Their mean; None where there are none."""
+    return sum(values) / len(values) if values else None
+
+
 def pair_name(row: Mapping[str, Any]) -> str:
     """What a row of statistics compares: "a - b" for a pair, else the variant's name."""
     return f"{row['name']} {MINUS} {row['against']}" if "against" in row else str(row["name"])

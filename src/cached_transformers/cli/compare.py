@@ -248,6 +248,7 @@ class Comparison:
     def _row(self, variant: Variant) -> dict[str, Any]:
         summaries, values = self.finished(variant), self.values()[variant.name]
         interval = self.rows_interval(values)
+        last = [s["test_last"][self.metric] for s in summaries if s.get("test_last")]
         return {
             "name": variant.name,
             "parameters": summaries[0]["parameters"],
@@ -255,6 +256,7 @@ class Comparison:
             "seconds_per_step": sum(s["seconds_per_step"] for s in summaries) / len(summaries),
             "values": values,
             "runs": [variant.run_name(seed) for seed in self.seeds],
+            **({"last_values": last} if len(last) == len(values) else {}),
             **({} if interval is None else {"rows_interval": list(interval)}),
             **variant.facts,
         }
