@@ -60,7 +60,7 @@ def test_the_control_costs_in_training_what_grc_costs(backbone: str) -> None:
         assert counted[variant.name] == training_flops(variant.config, train)
         assert variant.facts["training_flops"] == round(counted[variant.name] / 32)
     assert counted[control.name] == pytest.approx(counted[grc.name], rel=0.005)
-    assert counted[plain.name] < 0.9 * counted[grc.name]
+    assert counted[plain.name] < counted[control.name]
     assert control.facts["matched"] == grc.name
     assert control.facts["flops_ratio"] == counted[control.name] / counted[grc.name]
 

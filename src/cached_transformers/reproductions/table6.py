@@ -17,10 +17,10 @@ from ..config import RunConfig
 from .base import Reproduction, Row
 
 # ------------------------------------------------------------------------------------------------------------------
-# Options of the attentions, by scale: add them here, beside "name", as each attention calls them. With a name alone it
-# has its own defaults. The arena has (2,001 tokens with the class token; scale "paper"): BigBird, blocks of 64 and 3
-# random ones; Reformer, 1 round, 10 buckets, 10 chunks of 201. The small scale has at most 64 tokens and wants blocks
-# of 4 or 8 (17 or 9 of them): with blocks of 64 every attention of this table is the exact one.
+# PLACE FOR THE OPTIONS of the attentions, by scale: beside "name", as each attention calls them. With a name alone it
+# has its own defaults. The arena has, for its 2,001 tokens (scale "paper"), BigBird with blocks of 64 of which 3 are
+# random, and Reformer with 1 round, 10 buckets and 10 chunks of 201. The small scale has 65 tokens and wants small
+# parts, such as blocks of 4 of which 1 is random, and chunks of 8: with blocks of 64 each would be the exact attention.
 ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "small": {
         "transformer": {"name": "softmax"},
