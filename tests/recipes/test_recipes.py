@@ -104,3 +104,13 @@ def train(name, tmp_path, overrides):
     losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 3 and all(0.5 < loss < 10 for loss in losses)
     assert summary["steps"] == 2 and summary["baselines"]["majority class"] < 0.5
+
+
+@pytest.mark.slow
+def test_short_listops_is_learned_beyond_its_root_operator(tmp_path, monkeypatch):
+    """Published scores of the long form hardly do that; data and model are right if it happens here."""
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    sizes = ["data.train_size=20000", "data.test_size=2000", "training.steps=250", "training.evaluate_every=250"]
+    plain = ["model.memory=null", "training.tensorboard=false", "training.device=cpu", "data.pad_to=batch"]
+    summary = run_training(load_config("table6_small", [*sizes, *plain]), tmp_path / "run")
+    assert summary["test"]["accuracy"] > summary["baselines"]["root operator"] + 0.05
