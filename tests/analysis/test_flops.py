@@ -75,6 +75,18 @@ def test_cost_grows_with_the_batch_and_keywords_arrive() -> None:
     assert count_flops(model, x.repeat(3, 1, 1)) == 3 * count_flops(model, x)
 
 
+def test_by_shapes_only() -> None:
+    """Counts of a batch that no machine could run, and no trace of it; not in evaluation, which works on the model."""
+    model, x = Block(), torch.randn(B, N, D)
+    assert count_flops(model, x, mode="train", shapes_only=True) == BLOCK
+    assert model.history == [] and model.calls == 0
+    big = torch.zeros(1, 1, 1).expand(10**6, 50, D)
+    model = nn.Sequential(nn.Linear(D, 100 * D), nn.Linear(100 * D, D))
+    assert count_flops(model, big, mode="train", shapes_only=True) == 2 * 2 * 10**6 * 50 * 100 * D * D
+    with pytest.raises(ValueError, match='shapes_only=True counts on a copy, so it needs mode="train"'):
+        count_flops(model, x, shapes_only=True)
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("training", [True, False])
 def test_measuring_leaves_no_trace(mode: str, training: bool) -> None:

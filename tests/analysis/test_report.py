@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
+from cached_transformers.analysis.markdown import comparison_markdown, write_markdown
 from cached_transformers.analysis.page import Cell, table
 from cached_transformers.analysis.report import write_compare_report, write_run_report
 from cached_transformers.analysis.run_folder import read_comparison, read_run
-from cached_transformers.analysis.statistics import summarise
+from cached_transformers.analysis.statistics import summarise, summarise_pairs
 from cached_transformers.analysis.wording import Metric, comparison_summary, short_count, short_p, short_seconds
 from cached_transformers.cli import plot
 
@@ -79,6 +80,49 @@ def test_compare_report(tmp_path: Path) -> None:
     for expected in ("92.13 %", "+1.63 points", "[+1.32, +1.94]", "< 0.001", "1.24 \N{MULTIPLICATION SIGN}", "10.14 %"):
         assert expected in report.text
     assert "cannot fall below 0.0625" in report.text and "cached compare digits_vit" in report.text
+
+
+def test_a_comparison_of_pairs_as_a_page_and_as_markdown(tmp_path: Path) -> None:
+    values = {"plain": [0.50, 0.52, 0.51], "grc": [0.54, 0.53, 0.55], "control": [0.53, 0.52, 0.55]}
+    folder = make_comparison(tmp_path / "c", values, baselines={"root operator": 0.36})
+    data = json.loads((folder / "compare.json").read_text())
+    data |= {"pairs": [{"name": "grc", "against": "plain"}, {"name": "grc", "against": "control"}], "rows": 20_000}
+    for variant in data["variants"]:
+        variant |= {"rows_interval": [0.501, 0.522], "training_flops": 5e9, "last_values": [0.4, 0.5, 0.3]}
+    (folder / "compare.json").write_text(json.dumps(data))
+    comparison = read_comparison(folder)
+    assert comparison.pairs == summarise_pairs(values, [("grc", "plain"), ("grc", "control")])
+    assert comparison.statistics == summarise(values, None)
+    report = read(write_compare_report(folder))
+    for expected in (
+        "grc \N{MINUS SIGN} plain",
+        "grc \N{MINUS SIGN} control",
+        "operations in training",
+        "[50.10, 52.20]",
+        "on 20,000 rows",
+        "last step",
+        "40.00 %",
+        "baseline: root operator",
+        "36.00 %",
+    ):
+        assert expected in report.text
+    assert "difference to plain" not in report.text
+    markdown = comparison_markdown(comparison)
+    interval = comparison.pairs[0]["difference"]
+    shown = Metric("accuracy").interval(interval["low"], interval["high"], True)
+    assert f"| grc \N{MINUS SIGN} plain | +3.00 points {shown} |" in markdown
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 3 + 1 + 2 + 2  # two headers, variants, baseline, pairs
+    widths = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+    assert widths == [widths[0]] * 6 + [widths[-1]] * 4
+    assert "Between grc and control no difference can be shown with 3 seeds" in markdown
+
+
+def test_markdown_of_a_comparison_with_one_reference(tmp_path: Path) -> None:
+    folder = make_comparison(tmp_path / "c", {"plain": [0.5, 0.6], "a|b": [0.6, 0.8]})
+    text = write_markdown(folder).read_text(encoding="utf-8")
+    assert text.startswith("# digits_vit\n") and "| variant | test accuracy | difference to plain | p |" in text
+    assert "| a\\|b | 70.00 %" in text and "+15.00 points" in text
 
 
 def test_report_of_several_comparisons(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cached_transformers.analysis.statistics import (
     sign_flip_test,
     smallest_sign_flip_p,
     summarise,
+    summarise_pairs,
     t_quantile,
     t_two_sided_p,
     wilson_interval,
@@ -147,9 +148,25 @@ def test_summarise_with_one_seed_and_with_runs_to_come() -> None:
     assert partial["difference"]["mean"] == pytest.approx(0.02) and partial["p_sign_flip_smallest"] == 0.5
 
 
+def test_pairs_are_compared_each_with_its_own() -> None:
+    values = {"a": [0.1, 0.2, 0.4], "b": [0.2, 0.2, 0.3], "c": [0.5, 0.4, 0.7, 0.6]}
+    first, second = summarise_pairs(values, [("c", "a"), ("c", "b")])
+    assert (first["name"], first["against"], first["seeds"]) == ("c", "a", 3)
+    for row, base in ((first, "a"), (second, "b")):
+        alone = summarise({base: values[base], "c": values["c"]}, base)[1]
+        kept = ("difference", "p_value", "p_sign_flip", "p_sign_flip_smallest", "note")
+        assert {key: row[key] for key in kept} == {key: alone[key] for key in kept}
+    smaller, larger = sorted((first, second), key=lambda row: row["p_value"])
+    assert smaller["p_adjusted"] == pytest.approx(min(1, 2 * smaller["p_value"]))
+    assert larger["p_adjusted"] == pytest.approx(max(larger["p_value"], smaller["p_adjusted"]))
+    assert all(row["difference"] is None and row["p_adjusted"] is None for row in summarise(values, None))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: summarise_pairs({"a": [1.0]}, [("a", "b")]), r"pair \(a, b\): 'b' is not among a"),
+        (lambda: summarise_pairs({"a": [1.0], "b": []}, [("a", "b")]), "at least one number"),
         (lambda: summarise({"a": [1.0]}, "plain"), "reference='plain' is not among"),
         (lambda: summarise({"a": [1.0, float("nan")]}, "a"), "variant 'a' must be finite"),
         (lambda: summarise({"a": []}, "a"), "at least one number"),

@@ -13,9 +13,10 @@ from cached_transformers.analysis.statistics import summarise
 from cached_transformers.cli import compare
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
-from cached_transformers.cli.variants import nearest_width, parse_variant
+from cached_transformers.cli.variants import nearest_width, parse_variant, prepare
+from cached_transformers.config import load_config
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import load_run
+from cached_transformers.training.run import build_dataset, load_run
 
 TINY = [
     "digits_vit_plain",
@@ -54,6 +55,15 @@ def test_the_control_takes_the_nearest_width(target, width):
     assert nearest_width(lambda w: 970 + 10 * w, target) == width
 
 
+@pytest.mark.parametrize(("test", "split"), [("none", "validation"), ("best", "test"), ("both", "test")])
+def test_baselines_are_of_the_rows_that_are_scored(test, split, tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path))
+    sizes = ["data.train_size=200", "data.validation_size=70", "data.test_size=90"]
+    recipe = load_config("listops_small_grc", [*sizes, f"training.test={test}"])
+    _, baselines = prepare(recipe, ["plain"], "")
+    assert baselines == build_dataset(recipe, split).baselines(build_dataset(recipe, "train"))
+
+
 def test_digits_with_memory_and_both_controls(tmp_path, capsys):
     out = tmp_path / "comparison"
     arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
@@ -77,6 +87,8 @@ def test_digits_with_memory_and_both_controls(tmp_path, capsys):
     assert result["statistics"] == json.loads(json.dumps(summarise(values, "plain")))
     assert 0.05 < result["baselines"]["majority class"] < 0.2
     assert (out / "report.html").is_file() and "control-flops: feed_forward" in printed
+    assert "baseline: majority class" in printed and "of the FLOPs of the dearest variant" in printed
+    assert "| control-flops |" in (out / "compare.md").read_text(encoding="utf-8")
     assert (out / "grc" / "seed_0" / "gates.json").is_file()
     assert (out / "grc" / "seed_0" / "feature_maps.npz").is_file()
     assert not (out / "plain" / "seed_0" / "gates.json").exists()

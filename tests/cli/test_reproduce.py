@@ -14,7 +14,7 @@ import torch
 from cached_transformers.cli.main import main
 from cached_transformers.cli.reproduce import arms
 from cached_transformers.cli.variants import Variant, equal_parameters
-from cached_transformers.config import config_to_dict, load_config
+from cached_transformers.config import RunConfig, config_to_dict, load_config
 from cached_transformers.probes.settings import stream_memories
 from cached_transformers.reproductions import REPRODUCTIONS
 from cached_transformers.training.run import build_model, with_memory
@@ -52,10 +52,24 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+class Described:
+    """Data of which only their description matters."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.description = description
+
+    def describe(self) -> dict[str, Any]:
+        return self.description
+
+
+def table5(scale: str, recipe: RunConfig, data: dict[str, Any], chosen: str) -> list[Variant]:
+    return arms(TABLE5, scale, TABLE5.rows(scale, chosen), recipe, Described(data))
+
+
 @pytest.mark.parametrize(("scale", "data"), [("small", SMALL), ("paper", LARGE)], ids=["small", "paper"])
 def test_rows_are_of_equal_size_and_differ_in_their_memory_alone(scale: str, data: dict[str, Any]) -> None:
     recipe = load_config(TABLE5.recipes[scale])
-    variants = arms(TABLE5, recipe, data, every=True)
+    variants = table5(scale, recipe, data, "all")
     names = [variant.name for variant in variants]
     assert names[:4] == ["transformer_xl", "memory_transformer", "rmt", "grc_stream"]
     assert set(names) == set(stream_memories())
@@ -81,15 +95,17 @@ def test_rows_are_of_equal_size_and_differ_in_their_memory_alone(scale: str, dat
 
 def test_the_largest_row_of_the_paper_keeps_its_width_whatever_is_added() -> None:
     recipe = load_config("table5_small")
-    paper, every = (arms(TABLE5, recipe, SMALL, added) for added in (False, True))
+    paper, every = (table5("small", recipe, SMALL, chosen) for chosen in ("paper", "all"))
     assert every[: len(paper)] == paper
     widths = {variant.name: variant.facts["feed_forward"] for variant in every}
     assert min(widths[variant.name] for variant in paper) == recipe.model["feed_forward"] == widths["grc_stream"]
     assert widths["memformer"] < recipe.model["feed_forward"]
+    assert table5("small", recipe, SMALL, "rmt,grc_stream") == paper[2:]
 
 
 def test_rows_are_set_as_the_table_says() -> None:
-    rows = {v.name: v for v in arms(TABLE5, load_config("table5_small", ["model.memory.length=48"]), SMALL, True)}
+    recipe = load_config("table5_small", ["model.memory.length=48"])
+    rows = {v.name: v for v in table5("small", recipe, SMALL, "all")}
     assert rows["transformer_xl"].config.model["memory"] == {"name": "transformer_xl", "length": 48}
     assert rows["rmt"].config.model["memory"] == {"name": "rmt", "length": 10, "cache": 48}
     assert rows["grc_stream"].config.model["memory"] == {"name": "grc_stream", "length": 48, "ratio": 0.5}
@@ -101,7 +117,7 @@ def test_rows_are_set_as_the_table_says() -> None:
     )
     recipe = load_config("table5_small")
     with pytest.raises(ValueError, match=r"model\.memory=None must say how long memories are"):
-        TABLE5.config(with_memory(recipe, None), "rmt")
+        TABLE5.rows("small", "rmt")[0].config(with_memory(recipe, None))
 
 
 def test_a_row_that_cannot_have_the_size_of_the_others_is_refused() -> None:
@@ -119,7 +135,8 @@ def test_a_table_from_text_to_report(wikitext: Path, tmp_path: Path, capsys: pyt
     assert main([*arguments, "--seeds", "2"]) == 0
     printed = capsys.readouterr().out
     result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
-    assert [row["name"] for row in result["variants"]] == list(TABLE5.paper)
+    assert [row["name"] for row in result["variants"]] == [row.name for row in TABLE5.paper("small")]
+    assert "pairs" not in result and "rows" not in result and (out / "compare.md").is_file()
     assert [result[key] for key in ("reference", "metric", "split")] == ["transformer_xl", "perplexity", "test"]
     assert all(row["parameters"] == row["matched_parameters"] for row in result["variants"])
     counts = [row["parameters"] for row in result["variants"]]
@@ -153,6 +170,11 @@ def test_it_lists_what_can_be_reproduced(capsys: pytest.CaptureFixture[str]) -> 
         (["table5", "--data", "{data}/nowhere"], "nowhere does not exist"),
         (["table5", "--data", "{empty}"], "holds no text"),
         (["table5", "--data", "{test_only}", "--scale", "paper"], "holds no text for split 'train'"),
+        (["table5", "--data", "{data}", "--rows", "rtm"], "unknown row 'rtm'; did you mean 'rmt'"),
+        (
+            ["table5", "--data", "{data}", "--rows", "rmt,rmt"],
+            "--rows 'rmt,rmt' must be paper, all, or different names",
+        ),
         (["table5", "--data", "{data}", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["table5", "--data", "{data}", "--seeds", "a"], "--seeds 'a' must be a number of seeds"),
         (["table5", "--data", "{data}", "training.seed=1"], "training.seed is set by --seeds"),

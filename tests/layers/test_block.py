@@ -262,7 +262,7 @@ def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:
     ("make", "message"),
     [
         (lambda: DropPath(1.0), r"drop_path=1.0 must lie in \[0, 1\)"),
-        (lambda: FeedForward(4, 8, activation="gelo"), "activation='gelo' must be one of gelu, relu"),
+        (lambda: FeedForward(4, 8, activation="gelo"), "activation='gelo' must be one of gelu, gelu_tanh, relu"),
         (lambda: SpatialReduction(4, 2)(torch.randn(1, 6, 4)), r"6 tokens need the size .* got size=None"),
         (lambda: PooledReduction(4, 2)(torch.randn(1, 6, 4), (2, 2)), r"6 tokens need the size .* got size=\(2, 2\)"),
     ],

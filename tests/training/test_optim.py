@@ -70,6 +70,11 @@ def test_only_matrices_decay():
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.3, 0.0)
 
 
+def test_all_decay_where_that_is_asked():
+    decay, keep = build_optimizer(Parts(), OptimizerConfig(weight_decay=0.1, decay="all")).param_groups
+    assert (len(decay["params"]), decay["weight_decay"]) == (7, 0.1) and not keep["params"]
+
+
 def test_optimisers_carry_their_options_and_refuse_a_frozen_model():
     model = Parts()
     adamw = build_optimizer(model, OptimizerConfig(betas=(0.8, 0.98), eps=1e-9))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,18 +39,22 @@ class ModuleFlops(NamedTuple):
     parameters: int
 
 
-def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> int:
+def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any) -> int:
     """Floating-point operations of one forward pass `model(*inputs, **kwargs)` at the batch given.
 
     The model is left as it was: training flags, buffers, plain attributes of its modules, and torch's random state.
 
     Args:
         mode: "eval" counts a forward without gradient in eval mode; "train" counts one in train mode, on a deep copy.
+        shapes_only: "train" only; run on tensors that have shapes and no values, so that a batch of any size is counted
+            in moments. The forward must not look at values.
 
     Raises:
-        ValueError: mode is neither "eval" nor "train".
+        ValueError: mode is neither "eval" nor "train", or "eval" by shapes only.
     """
-    return _count(model, mode, inputs, kwargs).get_total_flops()
+    if shapes_only and mode != "train":
+        raise ValueError(f'shapes_only=True counts on a copy, so it needs mode="train", not mode={mode!r}')
+    return _count(model, mode, inputs, kwargs, shapes_only).get_total_flops()
 
 
 def flops_by_module(
@@ -129,7 +134,9 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
 
 
-def _count(model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> FlopCounterMode:
+def _count(
+    model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[str, Any], shapes_only: bool = False
+) -> FlopCounterMode:
     if mode not in ("eval", "train"):
         raise ValueError(f'mode={mode!r} must be "eval" or "train"')
     model = _unwrap(model)
@@ -137,8 +144,11 @@ def _count(model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[st
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with torch.random.fork_rng(devices=devices), _countable_kernels():
         if mode == "train":
-            with torch.enable_grad(), counter:
-                copy.deepcopy(model).train()(*inputs, **kwargs)
+            replica = copy.deepcopy(model).train()
+            # Whatever is no fake tensor (weights, buffers) counts as one of the same shape.
+            fake = FakeTensorMode(allow_non_fake_inputs=True) if shapes_only else contextlib.nullcontext()
+            with torch.enable_grad(), fake, counter:
+                replica(*inputs, **kwargs)
         else:
             with _restored(model), torch.no_grad():
                 model.eval()

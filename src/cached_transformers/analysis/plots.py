@@ -189,15 +189,19 @@ def metric_against_flops(points: Sequence[Point], metric: str = "accuracy", refe
     return figure
 
 
-def differences(rows: Sequence[Difference], reference: str, metric: str = "accuracy") -> Figure:
+def differences(rows: Sequence[Difference], reference: str | None, metric: str = "accuracy") -> Figure:
     """Mean paired difference of each variant to the reference, with its interval; an interval over zero shows nothing.
+
+    Without a reference the rows are pairs, and their names say of what.
 
     Raises:
         ValueError: no rows.
     """
     if not rows:
         raise ValueError("differences needs at least one variant beside the reference")
-    measure, variant_looks = Metric(metric), looks([reference, *(r.name for r in rows)], reference)
+    measure, variant_looks = Metric(metric), looks([r.name for r in rows])
+    if reference is not None:
+        variant_looks = looks([reference, *(r.name for r in rows)], reference)
     figure, axes = blank_figure(6.6, 0.9 + 0.42 * len(rows), 1, 1)
     ax = axes[0][0]
     with style():
@@ -216,7 +220,8 @@ def differences(rows: Sequence[Difference], reference: str, metric: str = "accur
         ax.spines["left"].set_visible(False)
         ax.margins(x=0.08)
         better = "left" if measure.lower_is_better else "right"
-        ax.set(title=f"difference to {reference}", xlabel=f"{measure.difference_label} (better to the {better})")
+        title = "difference" if reference is None else f"difference to {reference}"
+        ax.set(title=title, xlabel=f"{measure.difference_label} (better to the {better})")
     return figure
 
 

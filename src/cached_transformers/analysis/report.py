@@ -31,6 +31,8 @@ from cached_transformers.analysis.wording import (
     MISSING,
     Metric,
     comparison_summary,
+    mean_of,
+    pair_name,
     run_summary,
     short_count,
     short_p,
@@ -42,6 +44,7 @@ GATES_CAPTION = (
     "Share sigma(lambda) that each head gives to the memory; the rest goes to self-attention. Numbers by head are of "
     "the first seed: heads have no common order over seeds, so only the means by layer are compared."
 )
+LAST = ("test, last step", "test_last")
 MAPS_CAPTION = (
     "Size of the output of self-attention and of the memory at each place, per layer. Each map has its own scale: "
     "compare places, not strengths."
@@ -110,9 +113,9 @@ def write_compare_report(folder: str | Path, sections: Sequence[str] | None = No
 
 def _comparison(comparison: Comparison, root: Path, level: int, identifier: str) -> str:
     data, metric, runs = comparison.data, Metric(comparison.metric), comparison.runs()
-    split, reference = str(data.get("split", "test")), comparison.reference
+    split, reference, baselines = comparison.split, comparison.reference, comparison.baselines
     gates = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
-    sentences = comparison_summary(comparison.statistics, reference, metric, split, data.get("baselines") or {})
+    sentences = comparison_summary(comparison.statistics, reference, metric, split, baselines, comparison.pairs)
     records = {name: [run.records for run in group] for name, group in runs.items()}
     parts = [
         f"<section><header>{_heading(level, comparison.title)}",
@@ -127,6 +130,7 @@ def _comparison(comparison: Comparison, root: Path, level: int, identifier: str)
         "</header>",
         paragraph(" ".join(sentences), "summary"),
         _variant_table(comparison, metric, split),
+        _pair_table(comparison, metric),
         _differences(comparison, identifier),
         _curves(records, f"{identifier}-curves", metric.name, reference) if records else "",
         _cost(comparison, identifier),
@@ -140,62 +144,95 @@ def _comparison(comparison: Comparison, root: Path, level: int, identifier: str)
 
 
 def _variant_table(comparison: Comparison, metric: Metric, split: str) -> str:
-    variants = comparison.variants
+    variants, paired = comparison.variants, bool(comparison.pairs)
     base = next(v for v in variants if v["name"] == comparison.reference)
-    several = len(variants) > 2
-    header = ["variant", f"{split} {metric.name}", f"difference to {comparison.reference}", "p"]
-    header += ["p (Holm)"] if several else []
-    header += ["parameters", "operations", "time per step"]
+    header = ["variant", f"{split} {metric.name}"]
+    by_rows = any(variant.get("rows_interval") for variant in variants)
+    header += ["interval by rows"] if by_rows else []
+    last = any(variant.get("last_values") for variant in variants)
+    header += ["last step"] if last else []
+    differing = [] if paired else [f"difference to {comparison.reference}", "p"]
+    header += [*differing, "p (Holm)"] if differing and len(variants) > 2 else differing
+    cost = {"parameters": ("parameters", short_count), "flops": ("operations", short_count)}
+    if any(variant.get("training_flops") for variant in variants):
+        cost["training_flops"] = ("operations in training", short_count)
+    cost["seconds_per_step"] = ("time per step", short_seconds)
+    header += [title for title, _ in cost.values()]
     protocols = any(variant.get("protocol") for variant in variants)
     header += ["protocol"] if protocols else []
     rows = []
     for variant, row in zip(variants, comparison.statistics, strict=True):
-        difference = row["difference"] or {"mean": None, "low": None, "high": None}
         cells: list[Cell | str] = [
             Cell(row["name"], mark=_mark(comparison, row["name"])),
             Cell(metric.value(row["mean"]), metric.interval(row["low"], row["high"])),
-            Cell(metric.difference(difference["mean"]), metric.interval(difference["low"], difference["high"], True)),
-            short_p(row["p_value"]),
         ]
-        cells += [short_p(row["p_adjusted"])] if several else []
-        for key, write in (("parameters", short_count), ("flops", short_count), ("seconds_per_step", short_seconds)):
+        cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
+        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
+        cells += [] if paired else _difference_cells(row, metric, len(variants) > 2)
+        for key, (_, write) in cost.items():
             cells.append(Cell(write(variant.get(key)), _relative(variant.get(key), base.get(key))))
         cells += [str(variant.get("protocol", MISSING))] if protocols else []
         rows.append(cells)
-    for name, value in (comparison.data.get("baselines") or {}).items():
+    for name, value in comparison.baselines.items():
         rows.append([Cell(f"baseline: {name}"), metric.value(value), *[MISSING] * (len(header) - 2)])
-    return table(header, rows, _table_caption(comparison))
+    return table(header, rows, _table_caption(comparison, by_rows))
 
 
-def _table_caption(comparison: Comparison) -> str:
-    text = (
-        "Mean over seeds; in brackets the 95 % t interval. Differences pair the runs of the same seed; p is of the "
-        "paired t-test. Operations are of one forward pass at the batch of the comparison, a multiply-add as two."
-    )
-    smallest = {r["p_sign_flip_smallest"] for r in comparison.statistics} - {None}
-    if smallest:
-        flips = ", ".join(
-            f"{r['name']} {r['p_sign_flip']:.3g}" for r in comparison.statistics if r["p_sign_flip"] is not None
+def _difference_cells(row: Mapping[str, Any], metric: Metric, several: bool) -> list[Cell | str]:
+    difference = row["difference"] or {"mean": None, "low": None, "high": None}
+    interval = metric.interval(difference["low"], difference["high"], True)
+    cells: list[Cell | str] = [Cell(metric.difference(difference["mean"]), interval), short_p(row["p_value"])]
+    return [*cells, short_p(row["p_adjusted"])] if several else cells
+
+
+def _pair_table(comparison: Comparison, metric: Metric) -> str:
+    if not comparison.pairs:
+        return ""
+    rows: list[list[Cell | str]] = []
+    for pair in comparison.pairs:
+        rows.append([Cell(pair_name(pair)), *_difference_cells(pair, metric, True), str(pair["seeds"])])
+    return table(["pair", "difference", "p", "p (Holm)", "seeds"], rows, _pairs_caption(comparison.pairs))
+
+
+def _table_caption(comparison: Comparison, by_rows: bool) -> str:
+    text = "Mean over seeds; in brackets the 95 % t interval."
+    if any(variant.get("last_values") for variant in comparison.variants):
+        text += " Last step: the mean without choosing a checkpoint on the validation split."
+    if by_rows:
+        text += (
+            f" The interval by rows is Wilson's, of that mean on {comparison.data.get('rows'):,} rows: the chance in "
+            "drawing the rows, which all seeds share and the t interval does not hold."
         )
+    text += " Operations are of one forward pass at the batch of the comparison, a multiply-add as two"
+    if any(variant.get("training_flops") for variant in comparison.variants):
+        text += "; those in training are per row of a training batch, and controls are made equal in them"
+    return text + "." + ("" if comparison.pairs else " " + _pairs_caption(comparison.statistics))
+
+
+def _pairs_caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = "Differences pair the runs of the same seed; p is of the paired t-test."
+    smallest = {r["p_sign_flip_smallest"] for r in rows} - {None}
+    if smallest:
+        flips = ", ".join(f"{pair_name(r)} {r['p_sign_flip']:.3g}" for r in rows if r["p_sign_flip"] is not None)
         text += f" Exact sign-flip test: {flips}; with this many seeds it cannot fall below {max(smallest):.3g}."
-    notes = {f"{r['name']}: {r['note']}" for r in comparison.statistics if r["note"]}
+    notes = {f"{pair_name(r)}: {r['note']}" for r in rows if r["note"]}
     return text + "".join(f" {note}." for note in sorted(notes))
 
 
 def _differences(comparison: Comparison, identifier: str) -> str:
-    rows = [
-        plots.Difference(r["name"], **r["difference"]) for r in comparison.statistics if r["difference"] is not None
-    ]
+    compared = comparison.pairs or comparison.statistics
+    rows = [plots.Difference(pair_name(r), **r["difference"]) for r in compared if r["difference"] is not None]
     if not rows:
         return ""
     metric = Metric(comparison.metric)
     words = "; ".join(
         f"{r.name} {metric.difference(r.mean)} {metric.interval(r.low, r.high, True)}".strip() for r in rows
     )
+    reference = None if comparison.pairs else comparison.reference
     svg = inline_svg(
-        plots.differences(rows, comparison.reference, comparison.metric),
+        plots.differences(rows, reference, comparison.metric),
         f"{identifier}-differences",
-        f"Differences to {comparison.reference}: {words}",
+        f"Differences: {words}" if reference is None else f"Differences to {reference}: {words}",
     )
     return _heading(3, "Differences") + figure(
         svg,
@@ -204,10 +241,13 @@ def _differences(comparison: Comparison, identifier: str) -> str:
 
 
 def _cost(comparison: Comparison, identifier: str) -> str:
+    # Where rows are made equal in training, that is the cost that counts: a folded cache is cheaper than its training.
+    training = all(variant.get("training_flops") for variant in comparison.variants)
+    key = "training_flops" if training else "flops"
     points = [
-        plots.Point(row["name"], float(variant["flops"]), row["mean"], row["low"], row["high"])
+        plots.Point(row["name"], float(variant[key]), row["mean"], row["low"], row["high"])
         for variant, row in zip(comparison.variants, comparison.statistics, strict=True)
-        if variant.get("flops")
+        if variant.get(key)
     ]
     if not points:
         return ""
@@ -218,8 +258,9 @@ def _cost(comparison: Comparison, identifier: str) -> str:
         f"{identifier}-cost",
         f"{metric.name} against operations per forward pass: {words}",
     )
+    which = "one forward pass in training, per row" if training else "one forward pass"
     return _heading(3, f"{metric.name.capitalize()} against cost") + figure(
-        svg, "Mean over seeds with its 95 % interval, over the operations of one forward pass."
+        svg, f"Mean over seeds with its 95 % interval, over the operations of {which}."
     )
 
 
@@ -268,7 +309,7 @@ def _maps(run: Run, identifier: str, name: str = "") -> str:
 def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
     names = list(dict.fromkeys([metric.name, "loss"]))
-    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test")):
+    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST):
         values = summary.get(key)
         if values:
             step = values.get("step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from cached_transformers.analysis.statistics import summarise
+from cached_transformers.analysis.statistics import summarise, summarise_pairs
 
 Layers = list[list[float]]
 
@@ -57,11 +57,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several variants trained on the same seeds: `compare.json`, with its statistics made anew from its values."""
+    """Several variants trained on the same seeds: `compare.json`, with its statistics made anew from its values.
+
+    Attributes:
+        pairs: statistics of the pairs that are compared; empty where all are compared with `reference`.
+    """
 
     folder: Path
     data: dict[str, Any]
     statistics: list[dict[str, Any]]
+    pairs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -70,13 +75,23 @@ class Comparison:
 
     @property
     def reference(self) -> str:
-        """Name of the variant that the others are compared with."""
+        """Name of the variant that the others are compared with; with pairs, the one whose cost is 1."""
         return str(self.data["reference"])
 
     @property
     def metric(self) -> str:
         """Name of the compared metric."""
         return str(self.data.get("metric", "accuracy"))
+
+    @property
+    def split(self) -> str:
+        """The split that was scored."""
+        return str(self.data.get("split", "test"))
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """Scores of guessers, by name."""
+        return dict(self.data.get("baselines") or {})
 
     @property
     def variants(self) -> list[dict[str, Any]]:
@@ -138,7 +153,9 @@ def read_comparison(folder: str | Path) -> Comparison:
     data = _read_object(path)
     try:
         values = {str(v["name"]): [float(x) for x in v["values"]] for v in data["variants"]}
-        return Comparison(folder, data, summarise(values, str(data["reference"])))
+        pairs = [(str(pair["name"]), str(pair["against"])) for pair in data.get("pairs") or []]
+        statistics = summarise(values, None if pairs else str(data["reference"]))
+        return Comparison(folder, data, statistics, summarise_pairs(values, pairs))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} lacks what a comparison needs (reference; variants with name, values): {error!r}"

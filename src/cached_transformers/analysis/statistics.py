@@ -241,12 +241,12 @@ def bootstrap_interval(
 
 
 def summarise(
-    values_by_variant: Mapping[str, Sequence[float]], reference: str, level: float = 0.95
+    values_by_variant: Mapping[str, Sequence[float]], reference: str | None, level: float = 0.95
 ) -> list[dict[str, Any]]:
     """One row of statistics per variant, in the order given; each variant is paired with `reference` seed by seed.
 
     Value k of every list belongs to the k-th seed. A list may stop early (runs still to come): pairs are made of the
-    seeds that both variants have.
+    seeds that both variants have. Without a reference there are no differences; `summarise_pairs` gives them.
 
     Returns:
         rows with name, seeds, mean, low, high, difference ({mean, low, high} or None), p_value (paired t-test),
@@ -256,34 +256,59 @@ def summarise(
     Raises:
         ValueError: the reference is not among the variants, a variant has no values, or a value is not finite.
     """
-    if reference not in values_by_variant:
+    if reference is not None and reference not in values_by_variant:
         raise ValueError(f"reference={reference!r} is not among the variants ({', '.join(values_by_variant)})")
+    rows = []
     for name, values in values_by_variant.items():
         _finite(values, f"values of variant {name!r}")
-    base = values_by_variant[reference]
-    rows = [
-        _row(name, list(values), None if name == reference else list(base), level)
-        for name, values in values_by_variant.items()
-    ]
-    for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
-        row["p_adjusted"] = adjusted
-    return rows
+        row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values, level)._asdict()}
+        note = "one seed: no interval and no test" if len(values) < 2 else None
+        row |= dict.fromkeys(("difference", "p_value", "p_adjusted", "p_sign_flip", "p_sign_flip_smallest"))
+        row["note"] = note
+        if reference is not None and name != reference:
+            row |= _paired(values, values_by_variant[reference], level)
+        rows.append(row)
+    return _holm_adjusted(rows)
 
 
-def _row(name: str, values: list[float], base: list[float] | None, level: float) -> dict[str, Any]:
-    interval = mean_interval(values, level)
-    row: dict[str, Any] = {"name": name, "seeds": len(values), **interval._asdict()}
-    row |= {"difference": None, "p_value": None, "p_adjusted": None, "p_sign_flip": None, "p_sign_flip_smallest": None}
-    row["note"] = "one seed: no interval and no test" if len(values) < 2 else None
-    if base is None:
-        return row
+def summarise_pairs(
+    values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]], level: float = 0.95
+) -> list[dict[str, Any]]:
+    """One row of statistics per pair of variants, first minus second, paired seed by seed.
+
+    Returns:
+        rows with name and against (the pair), seeds (that both have), difference, p_value, p_adjusted (Holm over the
+        pairs), p_sign_flip, p_sign_flip_smallest and note, as in `summarise`.
+
+    Raises:
+        ValueError: a variant that is not there, has no values, or has a value that is not finite.
+    """
+    rows = []
+    for first, second in pairs:
+        for name in (first, second):
+            if name not in values_by_variant:
+                raise ValueError(f"pair ({first}, {second}): {name!r} is not among {', '.join(values_by_variant)}")
+            _finite(values_by_variant[name], f"values of variant {name!r}")
+        values, base = values_by_variant[first], values_by_variant[second]
+        row: dict[str, Any] = {"name": first, "against": second, "seeds": min(len(values), len(base))}
+        rows.append(row | {"p_sign_flip": None, "p_sign_flip_smallest": None} | _paired(values, base, level))
+    return _holm_adjusted(rows)
+
+
+def _paired(values: Sequence[float], base: Sequence[float], level: float) -> dict[str, Any]:
     n = min(len(values), len(base))
     test = paired_t_test(values[:n], base[:n], level)
-    row |= {"difference": test.difference._asdict(), "p_value": test.p_value, "note": test.note}
+    row: dict[str, Any] = {"difference": test.difference._asdict(), "p_value": test.p_value, "note": test.note}
     if 2 <= n <= MAX_SIGN_FLIP_PAIRS:
         row["p_sign_flip"] = sign_flip_test(values[:n], base[:n])
         row["p_sign_flip_smallest"] = smallest_sign_flip_p(n)
     return row
+
+
+def _holm_adjusted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
+        row["p_adjusted"] = adjusted
+    return rows
 
 
 def _finite(values: Sequence[float], what: str) -> npt.NDArray[np.float64]:

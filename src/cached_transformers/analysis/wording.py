@@ -88,14 +88,27 @@ def short_p(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def mean_of(values: Sequence[float] | None) -> float | None:
+    """Their mean; None where there are none."""
+    return sum(values) / len(values) if values else None
+
+
+def pair_name(row: Mapping[str, Any]) -> str:
+    """What a row of statistics compares: "a - b" for a pair, else the variant's name."""
+    return f"{row['name']} {MINUS} {row['against']}" if "against" in row else str(row["name"])
+
+
 def comparison_summary(
     statistics: Sequence[Mapping[str, Any]],
     reference: str,
     metric: Metric,
     split: str,
     baselines: Mapping[str, float],
+    pairs: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Sentences that say what the numbers show, and no more: one on the tests, one per variant, one on baselines.
+
+    With `pairs` (of `statistics.summarise_pairs`) there is one per pair, and the reference is only named first.
 
     A difference counts as shown when the paired t-test, corrected for the number of variants, falls below 0.05.
     """
@@ -103,8 +116,9 @@ def comparison_summary(
     base, others = rows[reference], [row for row in statistics if row["name"] != reference]
     mean = metric.value(base["mean"])
     opening = f"{reference} reaches {mean} {split} {metric.name}, averaged over {_seeds(base['seeds'])}."
-    sentences = [opening, *(_finding(row, reference, metric) for row in others)]
-    sentences += _caveats(others)
+    compared = [(row, reference) for row in others] if not pairs else [(row, str(row["against"])) for row in pairs]
+    sentences = [opening, *(_finding(row, against, metric) for row, against in compared)]
+    sentences += _caveats([row for row, _ in compared])
     return sentences + _baseline_sentences(statistics, metric, baselines)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_transformers.analysis.statistics import summarise
+from cached_transformers.analysis.statistics import summarise, summarise_pairs, wilson_interval
 from cached_transformers.cli.tables import print_statistics
 from cached_transformers.cli.variants import Variant, prepare
 from cached_transformers.config import RunConfig, config_hash, config_to_yaml, load_config
@@ -63,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def carry_out(comparison: Comparison, jobs: int, console: Console) -> int:
-    """Train what is missing, then write compare.json and the report; returns the exit status."""
+    """Train what is missing, then write compare.json, compare.md and the report; returns the exit status."""
+    from cached_transformers.analysis.markdown import write_markdown
     from cached_transformers.analysis.report import write_compare_report
 
     comparison.train_missing(jobs, console)
-    path = comparison.write(shlex.join(["cached", *sys.argv[1:]]))
+    comparison.write(shlex.join(["cached", *sys.argv[1:]]))
+    path = write_markdown(comparison.folder)
     comparison.print_table(console)
     try:
         path = write_compare_report(comparison.folder)
@@ -102,6 +104,9 @@ class Comparison:
         seeds: every variant runs with every seed.
         folder: where runs and results go.
         baselines: scores of guessers, for the report.
+        pairs: (first, second) of the variants whose difference is of interest; without them it is each variant's to the
+            reference.
+        rows: number of rows that are scored, for the interval of an accuracy that they leave; None for none.
     """
 
     def __init__(
@@ -111,6 +116,9 @@ class Comparison:
         seeds: list[int],
         folder: Path,
         baselines: dict[str, float] | None,
+        *,
+        pairs: list[tuple[str, str]] | None = None,
+        rows: int | None = None,
     ) -> None:
         self.recipe, self.variants, self.seeds, self.folder, self.baselines = (
             recipe,
@@ -121,7 +129,9 @@ class Comparison:
         )
         names = [variant.name for variant in variants]
         self.reference = "plain" if "plain" in names else names[0]
+        self.pairs = pairs or []
         self.metric = recipe.training.metric
+        self.rows = rows if self.metric == "accuracy" else None
         self.split = "validation" if recipe.training.test == "none" else "test"
 
     def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
@@ -154,7 +164,7 @@ class Comparison:
                 facts = variant.facts
                 console.print(
                     f"{variant.name}: feed_forward {facts['feed_forward']}, "
-                    f"{facts['flops_ratio']:.4f} of the dearest variant's FLOPs",
+                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}",
                     highlight=False,
                 )
         if jobs == 1:
@@ -185,7 +195,8 @@ class Comparison:
 
     def write(self, command: str) -> Path:
         """Write compare.json; returns its path."""
-        result = {
+        values = self.values()
+        result: dict[str, Any] = {
             "recipe": self.recipe.name,
             "seeds": self.seeds,
             "metric": self.metric,
@@ -196,8 +207,12 @@ class Comparison:
             "environment": environment(pick_device(self.recipe.training.device)),
             "baselines": self.baselines,
             "variants": [self._row(variant) for variant in self.variants],
-            "statistics": summarise(self.values(), self.reference),
+            "statistics": summarise(values, None if self.pairs else self.reference),
         }
+        if self.pairs:
+            result["pairs"] = summarise_pairs(values, self.pairs)
+        if self.rows is not None:
+            result["rows"] = self.rows
         path = self.folder / "compare.json"
         temporary = path.with_name(".compare.json")
         temporary.write_text(json.dumps(jsonable(result), indent=1, allow_nan=False), encoding="utf-8")
@@ -207,19 +222,41 @@ class Comparison:
     def print_table(self, console: Console) -> None:
         """Print the table so far, of the variants with a finished run; nothing before the reference has one."""
         values = {name: scores for name, scores in self.values().items() if scores}
-        if self.reference in values:
-            protocols = {v.name: v.facts["protocol"] for v in self.variants if "protocol" in v.facts}
-            statistics = summarise(values, self.reference)
-            print_statistics(statistics, self.metric, self.split, self.reference, console, protocols)
+        if self.reference not in values:
+            return
+        intervals = {name: self.rows_interval(scores) for name, scores in values.items()}
+        print_statistics(
+            summarise(values, None if self.pairs else self.reference),
+            self.metric,
+            self.split,
+            self.reference,
+            console,
+            {v.name: v.facts["protocol"] for v in self.variants if "protocol" in v.facts},
+            pairs=summarise_pairs(values, [pair for pair in self.pairs if set(pair) <= set(values)]),
+            rows_intervals={name: found for name, found in intervals.items() if found is not None},
+            baselines=self.baselines,
+        )
+
+    def rows_interval(self, values: list[float]) -> tuple[float, float] | None:
+        """Wilson's interval of the mean accuracy on as many rows as are scored; all seeds share these rows."""
+        if self.rows is None:
+            return None
+        interval = wilson_interval(round(sum(values) / len(values) * self.rows), self.rows)
+        assert interval.low is not None and interval.high is not None
+        return interval.low, interval.high
 
     def _row(self, variant: Variant) -> dict[str, Any]:
-        summaries = self.finished(variant)
+        summaries, values = self.finished(variant), self.values()[variant.name]
+        interval = self.rows_interval(values)
+        last = [s["test_last"][self.metric] for s in summaries if s.get("test_last")]
         return {
             "name": variant.name,
             "parameters": summaries[0]["parameters"],
             "flops": summaries[0]["flops"],
             "seconds_per_step": sum(s["seconds_per_step"] for s in summaries) / len(summaries),
-            "values": self.values()[variant.name],
+            "values": values,
             "runs": [variant.run_name(seed) for seed in self.seeds],
+            **({"last_values": last} if len(last) == len(values) else {}),
+            **({} if interval is None else {"rows_interval": list(interval)}),
             **variant.facts,
         }

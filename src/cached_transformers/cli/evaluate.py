@@ -31,7 +31,7 @@ from cached_transformers.training.run import (
     write_evaluation,
     write_report,
 )
-from cached_transformers.training.tasks import task_name
+from cached_transformers.training.tasks import baselines, task_name
 
 MEMORY_MODES = ("carry", "reset", "shuffle")
 
@@ -62,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
-    rows, step = score(arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device)
+    rows, step, guessers = score(
+        arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device
+    )
     result = {"run": str(arguments.folder), "split": arguments.split, "step": step, "scores": rows}
+    if guessers is not None:
+        result["baselines"] = guessers
     if any("places" in row for row in rows):
         write_evaluation(arguments.folder, {key: value for key, value in result.items() if key != "run"})
         write_report(arguments.folder, Reporter("", 0, None if arguments.json else Console()))
@@ -77,16 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(row["memory"], *(f"{row[c]:.2%}" if c == "accuracy" else f"{row[c]:.4f}" for c in columns))
+    for name, value in (guessers or {}).items():
+        table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
     Console(highlight=False).print(table)
     return 0
 
 
 def score(
     folder: Path, config: RunConfig, checkpoint: str, split: str, modes: list[str], device: str
-) -> tuple[list[dict[str, Any]], int]:
-    """Scores of a run's checkpoint for each memory mode, for text with the loss by place; and the step."""
+) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
+    """Scores of a run's checkpoint for each memory mode, for text with the loss by place; the step; the baselines."""
 
-    def scores(processes: World) -> tuple[list[dict[str, Any]], int]:
+    def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
         rows = []
         dataset = build_dataset(config, split)
         text = task_name(dataset) == "language"
@@ -107,9 +113,18 @@ def score(
                 model, dataset, processes, dataclasses.replace(config, evaluation=section)
             )
             rows.append({"memory": mode, **values, "places": places})
-        return rows, step
+        return rows, step, None if text else fitted_baselines(config, dataset)
 
     return in_world(device, scores)
+
+
+def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None:
+    """Scores of the guessers, fitted to the training rows; None where these are not there any more."""
+    try:
+        train = build_dataset(config, "train")
+    except FileNotFoundError:
+        return None
+    return baselines(config, train, dataset)
 
 
 def has_caches(model: nn.Module) -> bool:

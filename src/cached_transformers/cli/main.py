@@ -27,6 +27,7 @@ examples:
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached compare digits_vit_plain --with plain,grc --seeds 3
   cached reproduce table5 --data wikitext-2                a table of the paper, small
+  cached reproduce table6 --rows transformer-grc           rows of one that generates its data
   cached plot curves runs/digits_vit_grc                   a figure from what a run recorded
   cached probe grc_stream,transformer_xl --tasks latch     what memories hold
   cached stream runs/demo_text book.txt                    read a text of any length in constant memory

@@ -84,8 +84,17 @@ def _write_reports(arguments: argparse.Namespace) -> int:
             path = write_compare_report(folder)
             for comparison in find_comparisons(folder):
                 print(f"\n{comparison.title}")
-                split = str(comparison.data.get("split", "test"))
-                print_statistics(comparison.statistics, comparison.metric, split, comparison.reference, Console())
+                by_rows = {v["name"]: tuple(v["rows_interval"]) for v in comparison.variants if v.get("rows_interval")}
+                print_statistics(
+                    comparison.statistics,
+                    comparison.metric,
+                    comparison.split,
+                    comparison.reference,
+                    Console(),
+                    pairs=comparison.pairs,
+                    rows_intervals=by_rows,
+                    baselines=comparison.baselines,
+                )
         print(f"\nwritten: {path}")
     return 0
 

@@ -1,4 +1,4 @@
-"""`cached reproduce`: a table of the GRC paper as a comparison of memories at equal size, on the same tokens and seeds.
+"""`cached reproduce`: a table of the GRC paper as a comparison of equal rows, on the same data and seeds.
 
 Finished runs are kept: the same command continues, and more seeds, or `--rows all` after `--rows paper`, extend it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from cached_transformers.cli.compare import Comparison, carry_out, parse_seeds
-from cached_transformers.cli.variants import Variant, equal_parameters
+from cached_transformers.cli.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data, load_config
 from cached_transformers.registry import unknown_name
-from cached_transformers.reproductions import REPRODUCTIONS, Reproduction, protocol
+from cached_transformers.reproductions import REPRODUCTIONS, Reproduction, Row
+from cached_transformers.reproductions.base import pairs
 from cached_transformers.training.run import build_dataset
-from cached_transformers.training.tasks import baselines
+from cached_transformers.training.tasks import baselines, task_name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,16 +29,16 @@ def add_parser(subparsers: Any) -> None:
     known = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in REPRODUCTIONS.items())
     parser = subparsers.add_parser(
         "reproduce",
-        help="run a table of the GRC paper: memories at equal size, over several seeds",
+        help="run a table of the GRC paper: rows of equal size or cost, over several seeds",
         epilog=f"reproductions:\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("reproduction", help="one of the names below")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all rows")
     parser.add_argument("--scale", choices=("small", "paper"), default="small", help="small: minutes a run on one core")
-    parser.add_argument("--data", metavar="FOLDER", help="folder or archive with train, valid and test")
+    parser.add_argument("--data", metavar="FOLDER", help="folder or archive with train, valid and test (table5)")
     parser.add_argument(
-        "--rows", choices=("paper", "all"), default="paper", help="all: every other memory that can run, too"
+        "--rows", default="paper", metavar="paper|all|A,B", help="all: what the paper lacks, too; or rows by name"
     )
     parser.add_argument("--seeds", default="3", help="how many (3 means 0,1,2), or a list such as 0,1,7")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
@@ -50,50 +52,70 @@ def run(arguments: argparse.Namespace) -> int:
     if name not in REPRODUCTIONS:
         raise ValueError(unknown_name("reproduction", name, list(REPRODUCTIONS)))
     table = REPRODUCTIONS[name]
-    if arguments.data is None:
-        raise ValueError(
-            f"{name} at scale {scale} reads {table.files[scale]}; give --data FOLDER with its train, valid and test"
-        )
+    files = table.files.get(scale)
+    if files is not None and arguments.data is None:
+        raise ValueError(f"{name} at scale {scale} reads {files}; give --data FOLDER with its train, valid and test")
+    if files is None and arguments.data is not None:
+        raise ValueError(f"{name} generates its data; drop --data {arguments.data}")
     for key, option in (("training.seed", "--seeds"), ("data.path", "--data")):
         if any(override.startswith(f"{key}=") for override in arguments.overrides):
             raise ValueError(f"{key} is set by {option} in a reproduction; drop the override")
     if arguments.jobs < 1:
         raise ValueError(f"--jobs {arguments.jobs} must be at least 1")
     seeds = parse_seeds(arguments.seeds)
+    rows = table.rows(scale, arguments.rows)
     recipe = load_config(table.recipes[scale], arguments.overrides)
-    recipe = dataclasses.replace(recipe, data={**recipe.data, "path": arguments.data})
-    for row in table.names(arguments.rows == "all"):  # before the data are read, which may take long
-        check_sections(table.config(recipe, row))
+    if files is not None:
+        recipe = dataclasses.replace(recipe, data={**recipe.data, "path": arguments.data})
+    for row in rows:  # before the data are read, which may take long
+        check_sections(row.config(recipe))
     train = build_dataset(recipe, "train")
     scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
-    variants = arms(table, recipe, train.describe(), arguments.rows == "all")
+    variants = arms(table, scale, rows, recipe, train)
     console = Console()
     print_sizes(variants, console)
     folder = arguments.out or Path("runs") / recipe.name
-    comparison = Comparison(recipe, variants, seeds, folder, baselines(recipe, train, scored))
+    number = len(scored) if task_name(scored) == "classification" else None
+    found = baselines(recipe, train, scored)
+    comparison = Comparison(recipe, variants, seeds, folder, found, pairs=pairs(rows), rows=number)
     return carry_out(comparison, arguments.jobs, console)
 
 
-def arms(table: Reproduction, recipe: RunConfig, data: dict[str, Any], every: bool) -> list[Variant]:
-    """The rows as variants with equally many parameters, the reference first.
+def arms(table: Reproduction, scale: str, rows: Sequence[Row], recipe: RunConfig, train: Any) -> list[Variant]:
+    """The rows as variants of equal size or cost.
 
-    The largest row of the paper decides, whatever else is in the table, so that further rows leave finished runs valid.
+    Rows of the paper decide on it, whatever else is in the table, so that further rows leave finished runs valid.
 
     Args:
-        data: what the training data say of themselves.
-        every: the memories that the paper's table lacks, too.
+        train: the training data, which say of themselves what a model must know.
     """
-    variants = [Variant(name, fill_from_data(table.config(recipe, name), data)) for name in table.names(every)]
-    equal = equal_parameters(variants, deciding=len(table.paper))
-    return [dataclasses.replace(v, facts={**v.facts, "protocol": protocol(v.config)}) for v in equal]
+    paper = table.paper(scale)
+    names = [row.name for row in rows]
+    every = [*paper, *(row for row in rows if row.name not in {other.name for other in paper})]
+    variants = [Variant(row.name, fill_from_data(row.config(recipe), train.describe())) for row in every]
+    if table.equal == "parameters":
+        equal = equal_parameters(variants, deciding=len(paper))
+    else:
+        matched = {row.name: row.matched for row in every if row.matched is not None}
+        needed = {*names, *(matched[name] for name in names if name in matched)}
+        equal = equal_operations([v for v in variants if v.name in needed], matched, train)
+    by_name = {v.name: dataclasses.replace(v, facts={**v.facts, "protocol": table.protocol(v.config)}) for v in equal}
+    return [by_name[name] for name in names]
 
 
 def print_sizes(variants: list[Variant], console: Console) -> None:
-    """Print the number of parameters of each row and the width that makes it so."""
-    table = Table(title="equal size", title_justify="left", box=None, header_style="bold")
+    """Print what was made equal, parameters or operations, and the width that makes it so."""
+    operations = "training_flops" in variants[0].facts
+    title = "operations of a forward pass in training, per row" if operations else "equal size"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
     table.add_column("variant")
-    table.add_column("parameters", justify="right")
-    table.add_column("feed_forward", justify="right")
+    for column in ["operations" if operations else "parameters", "feed_forward"] + (["equal to"] if operations else []):
+        table.add_column(column, justify="right")
     for variant in variants:
-        table.add_row(variant.name, f"{variant.facts['matched_parameters']:,}", str(variant.facts["feed_forward"]))
+        facts = variant.facts
+        count = facts["training_flops" if operations else "matched_parameters"]
+        cells = [variant.name, f"{count:,}", str(facts["feed_forward"])]
+        if "matched" in facts:
+            cells.append(f"{facts['matched']} (ratio {facts['flops_ratio']:.4f})")
+        table.add_row(*cells)
     console.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
     for name in names:  # before the data are built, which may take long
         check_sections(with_memory(recipe, parse_variant(name)))
     train = build_dataset(recipe, "train")
-    scored = train if recipe.training.test == "none" else build_dataset(recipe, "test")
+    scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
     recipe = fill_from_data(recipe, train.describe())
     variants = [Variant(name, with_memory(recipe, parse_variant(name))) for name in names]
     if "conv" in wanted:
@@ -99,13 +99,11 @@ def flops_control(variants: list[Variant], dataset: Any) -> Variant:
     def cost(config: RunConfig) -> int:
         return count_flops(build_model(config), *inputs, **keywords)
 
-    def widened(width: int) -> RunConfig:
-        return dataclasses.replace(plain, model={**plain.model, "feed_forward": width})
-
     target = max(cost(variant.config) for variant in variants)
-    width = nearest_width(lambda w: cost(widened(w)), target)
-    ratio = cost(widened(width)) / target
-    return Variant("control-flops", widened(width), {"feed_forward": width, "flops_ratio": ratio})
+    width = nearest_width(lambda w: cost(widened(plain, w)), target)
+    ratio = cost(widened(plain, width)) / target
+    facts = {"feed_forward": width, "flops_ratio": ratio, "matched": "the dearest variant"}
+    return Variant("control-flops", widened(plain, width), facts)
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
@@ -121,16 +119,11 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
         ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
 
-    def widened(config: RunConfig, width: int) -> RunConfig:
-        return dataclasses.replace(config, model={**config.model, "feed_forward": width})
-
     def count(config: RunConfig) -> int:
         with torch.device("meta"):
             return count_parameters(MODELS.create(**config.model))
 
-    model = MODELS.entry(variants[0].config.model["name"])
-    if "feed_forward" not in model.options:
-        raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
+    _check_feed_forward(variants[0].config)
     target = max(count(variant.config) for variant in variants[:deciding])
     equal = []
     for variant in variants:
@@ -145,6 +138,60 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
             )
         equal.append(Variant(variant.name, config, {"feed_forward": width, "matched_parameters": found}))
     return equal
+
+
+def equal_operations(variants: list[Variant], matched: Mapping[str, str], dataset: Any) -> list[Variant]:
+    """The variants, some of them with feed-forward layers as wide as it takes to cost in training what another does.
+
+    Args:
+        matched: name of the other by name of the variant.
+        dataset: whose first rows make the batch on which operations are counted.
+
+    Returns:
+        them, with the facts `feed_forward` and `training_flops` (of one forward pass in training, per row of a batch),
+        and for the matched ones `matched` and `flops_ratio`.
+
+    Raises:
+        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
+    """
+    _check_feed_forward(variants[0].config)
+    costs = {variant.name: training_flops(variant.config, dataset) for variant in variants}
+    equal = []
+    for variant in variants:
+        config, cost, facts = variant.config, costs[variant.name], {}
+        if variant.name in matched:
+            target = costs[matched[variant.name]]
+            width = nearest_width(lambda w, config=config: training_flops(widened(config, w), dataset), target)  # type: ignore[misc]
+            config = widened(config, width)
+            cost = training_flops(config, dataset)
+            if abs(cost - target) > TOLERANCE * target:
+                raise ValueError(
+                    f"{variant.name} takes {cost} operations with feed_forward={width}, not {target} as "
+                    f"{matched[variant.name]}; take a larger model or a dearer memory"
+                )
+            facts = {"matched": matched[variant.name], "flops_ratio": cost / target}
+        size = min(config.training.batch_size, len(dataset))
+        facts = {"feed_forward": config.model["feed_forward"], "training_flops": round(cost / size), **facts}
+        equal.append(Variant(variant.name, config, facts))
+    return equal
+
+
+def training_flops(config: RunConfig, dataset: Any) -> int:
+    """Operations of one forward pass in training over a batch, the first rows of the data; nothing is computed."""
+    batch = dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
+    keywords = {} if batch.padding is None else {"padding": batch.padding}
+    return count_flops(build_model(config), batch.inputs, mode="train", shapes_only=True, **keywords)
+
+
+def widened(config: RunConfig, width: int) -> RunConfig:
+    """The configuration with another width of the feed-forward layers."""
+    return dataclasses.replace(config, model={**config.model, "feed_forward": width})
+
+
+def _check_feed_forward(config: RunConfig) -> None:
+    model = MODELS.entry(config.model["name"])
+    if "feed_forward" not in model.options:
+        raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
 
 
 def nearest_width(cost: Callable[[int], int], target: int) -> int:

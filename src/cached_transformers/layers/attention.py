@@ -67,6 +67,8 @@ class SelfAttention(nn.Module):
         norm: applied to the input and to hidden states that a memory stores; identity when None.
         causal: no output depends on a later token.
         bias: whether the projections of q, k, v have biases. output_bias: whether the output projection has one.
+        shared_query_key: one projection serves as queries and keys (Reformer, arXiv:2001.04451).
+        project_output: whether there is an output projection; without, heads stand side by side in the result.
         reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
         dropout: on the output.
         own_keys: whether tokens attend their own segment. Without, they attend the context alone, and get 0 if it is
@@ -90,6 +92,8 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         bias: bool = True,
         output_bias: bool = True,
+        shared_query_key: bool = False,
+        project_output: bool = True,
         reduction: nn.Module | None = None,
         dropout: float = 0.0,
         own_keys: bool = True,
@@ -100,8 +104,9 @@ class SelfAttention(nn.Module):
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
         self.width, self.heads, self.causal, self.own_keys, self.keys = width, heads, causal, own_keys, keys
         self.norm = norm if norm is not None else nn.Identity()
-        self.qkv = nn.Linear(width, (3 if keys else 1) * width, bias=bias)
-        self.output = nn.Linear(width, width, bias=output_bias)
+        self.shared_query_key = shared_query_key
+        self.qkv = nn.Linear(width, (3 - shared_query_key if keys else 1) * width, bias=bias)
+        self.output: nn.Module = nn.Linear(width, width, bias=output_bias) if project_output else nn.Identity()
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
         self.positions = positions if positions is not None else Positions()
@@ -138,6 +143,10 @@ class SelfAttention(nn.Module):
             raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
+        if self.shared_query_key and not self.keys:
+            raise ValueError(
+                "shared_query_key=True makes the queries keys, which keys=False leaves out; set one of them"
+            )
         if self.own_keys and not self.keys:
             raise ValueError("keys=False leaves tokens nothing of their segment to attend; take own_keys=False with it")
         if not self.own_keys and not (self.core.accepts_context and self.core.supports_cross):
@@ -178,19 +187,29 @@ class SelfAttention(nn.Module):
             h_BMD = functional_call(self.norm, constants, (hidden_BMD,))
         else:
             h_BMD = self.norm(hidden_BMD)
-        k, v = self._linear(h_BMD, self.width, 3 * self.width, frozen).chunk(2, -1)
+        return self._keys_values(h_BMD, frozen)
+
+    def _keys_values(self, h_BMD: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
+        first = 0 if self.shared_query_key else self.width
+        k, v = self._linear(h_BMD, first, first + 2 * self.width, frozen).chunk(2, -1)
         return self._heads(k), self._heads(v)
+
+    def _split(self, qkv_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from all that was projected."""
+        if self.shared_query_key:
+            q, v = (self._heads(t) for t in qkv_BNP.chunk(2, -1))
+            return q, q, v
+        q, k, v = (self._heads(t) for t in qkv_BNP.chunk(3, -1))
+        return q, k, v
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
         if not self.own_keys:
             q = self._heads(self._linear(h_BND, 0, self.width))
             return q, q[:, :, :0], q[:, :, :0]
         if self.reduction is None:
-            q, k, v = self.qkv(h_BND).chunk(3, -1)
-        else:
-            q = self._linear(h_BND, 0, self.width)
-            k, v = self._linear(self.reduction(h_BND, size), self.width, 3 * self.width).chunk(2, -1)
-        return self._heads(q), self._heads(k), self._heads(v)
+            return self._split(self.qkv(h_BND))
+        q = self._heads(self._linear(h_BND, 0, self.width))
+        return q, *self._keys_values(self.reduction(h_BND, size))
 
     def forward(
         self,
@@ -232,7 +251,7 @@ class SelfAttention(nn.Module):
             q, k, v = self._project(h_BND, size)
         else:
             h_BND = by_owner(x_BND, own, self.norm, weights.norm)
-            q, k, v = (self._heads(t) for t in by_owner(h_BND, own, self.qkv, weights.qkv).chunk(3, -1))
+            q, k, v = self._split(by_owner(h_BND, own, self.qkv, weights.qkv))
             output = functools.partial(by_owner, own=own, segment=self.output, memory=weights.output)
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)

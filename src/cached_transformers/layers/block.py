@@ -160,6 +160,7 @@ class Stack(nn.Module):
         depth: number of layers.
         model_memory: a memory that spans the layers.
         width: D, for the final norm; None for no final norm.
+        norm_eps: what the final norm adds to the variance.
 
     Raises:
         ValueError: there is no layer, or the blocks cannot take what the model memory offers.
@@ -172,13 +173,14 @@ class Stack(nn.Module):
         *,
         model_memory: ModelMemory | None = None,
         width: int | None = None,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         if depth < 1:
             raise ValueError(f"depth={depth} must be at least 1 layer")
         self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
-        self.norm = nn.LayerNorm(width) if width is not None else nn.Identity()
+        self.norm = nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
         self.activation_checkpointing = False
         _check_blocks(self.model_memory, list(self.blocks))
 

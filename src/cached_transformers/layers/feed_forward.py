@@ -5,9 +5,16 @@ Legend: B rows, N tokens, D model width, F hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),  # what Flax and TensorFlow call gelu
+    "relu": nn.ReLU,
+}
 
 
 class FeedForward(nn.Module):

@@ -46,8 +46,11 @@ def make_stack(
     drop_path: float = 0.0,
     causal: bool = False,
     norm: str = "pre",
+    norm_eps: float = 1e-5,
     activation: str = "gelu",
     bias: bool = True,
+    shared_query_key: bool = False,
+    project_output: bool = True,
     **known: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
@@ -59,7 +62,9 @@ def make_stack(
         attention: name, or {"name": ..., option: value}.
         fallback: name of the scheme where the memory has none of its own.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
+        norm_eps: what the norms add to the variance.
         bias: whether the projections of attention have biases.
+        shared_query_key, project_output: see `SelfAttention`.
         known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
             and norm.
 
@@ -75,6 +80,9 @@ def make_stack(
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
     known |= {"causal": causal, "norm": norm}
+
+    def make_norm() -> nn.LayerNorm:
+        return nn.LayerNorm(width, norm_eps)
 
     def make_memory(index: int) -> LayerMemory | ModelMemory:
         return create_memory(memory, width, heads, depth=depth, index=index, **known)
@@ -102,15 +110,17 @@ def make_stack(
             core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **seen),
             memory=own,  # type: ignore[arg-type]
             positions=scheme,
-            norm=nn.LayerNorm(width) if norm == "pre" else None,
+            norm=make_norm() if norm == "pre" else None,
             causal=causal,
             bias=bias,
             output_bias=bias,
+            shared_query_key=shared_query_key,
+            project_output=project_output,
             dropout=dropout,
             own_keys=model_memory is None or model_memory.own_keys,
             keys=model_memory is None or model_memory.layer_keys(index),
         )
-        enter = nn.LayerNorm(width) if norm == "pre" else None
+        enter = make_norm() if norm == "pre" else None
         positionwise = FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout)
         separate = model_memory is not None and model_memory.own_weights
         return Block(
@@ -119,10 +129,11 @@ def make_stack(
             slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=drop_path * index / max(depth - 1, 1),
-            norms=(nn.LayerNorm(width), nn.LayerNorm(width)) if norm == "post" else None,
+            norms=(make_norm(), make_norm()) if norm == "post" else None,
         )
 
-    return Stack(make_block, depth, model_memory=model_memory, width=width if norm == "pre" else None)
+    final = width if norm == "pre" else None
+    return Stack(make_block, depth, model_memory=model_memory, width=final, norm_eps=norm_eps)
 
 
 def initialise(model: nn.Module, std: float | None = None, projection_std: float = 0.01) -> None:

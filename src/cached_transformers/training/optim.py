@@ -22,7 +22,9 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Peak learning rate; for the inverse_sqrt schedule the factor in front of 1 / sqrt(step)."""
     weight_decay: float = 0.05
-    """Decoupled for adamw (times the learning rate), L2 for sgd; on matrices only, see `parameter_groups`."""
+    """Decoupled for adamw (times the learning rate), L2 for sgd."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What decays: matrices, see `parameter_groups`, or all parameters (as in the Long Range Arena)."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
@@ -74,8 +76,8 @@ def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: in
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: matrices decay; biases, norms, tokens and the per-head gates of a memory do not.
+def parameter_groups(model: nn.Module, weight_decay: float, every: bool = False) -> list[dict[str, object]]:
+    """Two groups: matrices decay; biases, norms, tokens and the per-head gates of a memory do not, unless `every`.
 
     A parameter counts as a matrix when at least two of its dimensions are longer than one, so a gate kept as
     (1, H, 1, 1) is a vector. Names in `model.no_weight_decay()` (a convention of timm) do not decay either.
@@ -87,7 +89,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             matrix = sum(size > 1 for size in parameter.shape) >= 2 and name not in exempt
-            (decay if matrix else keep).append(parameter)
+            (decay if matrix or every else keep).append(parameter)
     return [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
 
 
@@ -97,7 +99,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Raises:
         ValueError: the model has none.
     """
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config.weight_decay, config.decay == "all")
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter; set requires_grad on some of them")
     if config.name == "sgd":

@@ -151,15 +151,36 @@ def _train_test_report(
     if trainer.step == config.training.steps:
         reporter.message(f"training is complete already ({trainer.step} steps)")
     trainer.fit()
+    last = _test_last(trainer, test)
     tested = _test(trainer, test, processes)
     summary: dict[str, Any] = {}
     if processes.main:
         summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
+        if last is not None:
+            summary["test_last"] = last
         _write_json(folder / "summary.json", summary)
+        _say_baselines(summary["baselines"], config.training.metric, reporter)
         write_figures(model, validation, folder, processes)
         write_report(folder, reporter)
     processes.barrier()
     return summary
+
+
+def _test_last(trainer: Trainer, test: Any) -> dict[str, Any] | None:
+    """Scores of the last step on the test split, where those of the best are wanted too."""
+    if trainer.settings.test != "both" or test is None:
+        return None
+    values, _ = trainer.task.evaluate(trainer.model, test)
+    return {"step": trainer.step, **values}
+
+
+def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Reporter) -> None:
+    """Say what guessers reach that learn nothing, so that no score stands alone."""
+    from cached_transformers.analysis.wording import Metric
+
+    if found:
+        scores = ", ".join(f"{name} {Metric(metric).value(value)}" for name, value in found.items())
+        reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
 
 
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ class TrainingConfig:
     """Rows per evaluation batch and process; null takes `batch_size`. Text: streams, over all processes."""
     metric: Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity"] = "accuracy"
     """Validation value that decides which checkpoint is the best; text has no accuracy, and needs another."""
-    test: Literal["best", "last", "none"] = "best"
-    """Checkpoint that is evaluated on the test split when training is over."""
+    test: Literal["best", "last", "both", "none"] = "best"
+    """Checkpoint that is evaluated on the test split when training is over; of both, the best is the result."""
     save_every: int | None = None
     """Steps between checkpoints; null saves at each evaluation. The best and the last are saved in any case."""
     keep: int = 2

@@ -1,0 +1,198 @@
+"""`cached reproduce table6`: backbones plain, with GRC, and plain at equal cost; a small table from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cached_transformers.analysis.flops import count_flops
+from cached_transformers.analysis.statistics import summarise, summarise_pairs, wilson_interval
+from cached_transformers.cli.main import main
+from cached_transformers.cli.reproduce import arms
+from cached_transformers.cli.variants import Variant, equal_operations, training_flops
+from cached_transformers.config import config_hash, config_to_dict, fill_from_data, load_config
+from cached_transformers.data.listops import root_operator_baselines
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.reproductions import REPRODUCTIONS, table6
+from cached_transformers.reproductions.base import pairs
+from cached_transformers.training.run import build_dataset, build_model
+from cached_transformers.yaml_tree import flatten
+
+TABLE6 = REPRODUCTIONS["table6"]
+BACKBONES = [n for n, section in table6.ATTENTIONS["small"].items() if section["name"] in ATTENTIONS]
+"""Those whose attention is there."""
+FEW = ["data.train_size=300", "data.validation_size=50", "data.test_size=200"]
+TINY = [
+    *FEW,
+    "model.width=16",
+    "model.heads=2",
+    "model.feed_forward=64",
+    "training.steps=3",
+    "training.batch_size=8",
+    "training.evaluate_every=3",
+    "training.tensorboard=false",
+    "schedule.warmup_steps=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+
+
+def rows_of(backbone: str) -> str:
+    return f"{backbone},{backbone}-grc,{backbone}-control"
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_control_costs_in_training_what_grc_costs(backbone: str) -> None:
+    recipe = load_config("table6_small", [*TINY, "training.batch_size=32"])
+    train = build_dataset(recipe, "train")
+    plain, grc, control = arms(TABLE6, "small", TABLE6.rows("small", rows_of(backbone)), recipe, train)
+    batch = train.collate([train[index] for index in range(32)])
+    counted = {}
+    for variant in (plain, grc, control):  # on values here, where `training_flops` has shapes alone
+        model = build_model(variant.config)
+        counted[variant.name] = count_flops(model, batch.inputs, mode="train", padding=batch.padding)
+        assert counted[variant.name] == training_flops(variant.config, train)
+        assert variant.facts["training_flops"] == round(counted[variant.name] / 32)
+    assert counted[control.name] == pytest.approx(counted[grc.name], rel=0.005)
+    assert counted[plain.name] < counted[control.name]
+    assert control.facts["matched"] == grc.name
+    assert control.facts["flops_ratio"] == counted[control.name] / counted[grc.name]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_rows_differ_in_what_they_are_compared_for_alone(backbone: str) -> None:
+    recipe = load_config("table6_small", FEW)
+    train = build_dataset(recipe, "train")
+    rows = TABLE6.rows("small", rows_of(backbone))
+    assert rows[1].against == (rows[0].name, rows[2].name) and rows[2].matched == rows[1].name
+    plain, grc, control = (flatten(config_to_dict(v.config)) for v in arms(TABLE6, "small", rows, recipe, train))
+    assert {key for key in {**plain, **control} if plain.get(key) != control.get(key)} == {"model.feed_forward"}
+    differing = {key for key in {**plain, **grc} if plain.get(key) != grc.get(key)}
+    assert {key for key in differing if key != "model.memory"} == {
+        f"model.memory.{option}" for option in ("name", "variant", "ratio", "bias")
+    }
+    assert grc["model.memory.name"] == "grc" and plain["model.head_width"] == control["model.head_width"] == 128
+
+
+def test_a_control_is_the_same_whichever_rows_are_chosen() -> None:
+    recipe = load_config("table6_small", FEW)
+    train = build_dataset(recipe, "train")
+    alone, several = (
+        arms(TABLE6, "small", TABLE6.rows("small", chosen), recipe, train)[-1]
+        for chosen in ("transformer-control", rows_of("transformer"))
+    )
+    assert config_hash(alone.config) == config_hash(several.config) and alone == several
+
+
+def test_the_rows_of_the_table_and_what_is_compared() -> None:
+    names = [row.name for row in TABLE6.rows("paper")]
+    assert names == [f"{b}{kind}" for b in ("transformer", "bigbird", "reformer") for kind in ("", "-grc", "-control")]
+    found = pairs(TABLE6.rows("small"))
+    assert found == [(f"{b}-grc", f"{b}{k}") for b in ("transformer", "bigbird", "reformer") for k in ("", "-control")]
+    # One reference for all needs no list of pairs.
+    assert pairs(TABLE6.rows("small", "transformer,transformer-grc")) == []
+    assert pairs(REPRODUCTIONS["table5"].rows("small")) == []
+
+
+@pytest.mark.parametrize(("scale", "name", "tokens"), [("small", "table6_small", 64), ("paper", "table6_paper", 2000)])
+def test_its_recipes(scale: str, name: str, tokens: int) -> None:
+    config = load_config(TABLE6.recipes[scale])
+    assert (config.name, config.data["max_length"], config.data["pad_to"]) == (name, tokens, "max")
+    assert config.data["test_size"] >= 20_000 and config.training.test == {"small": "best", "paper": "both"}[scale]
+    if scale == "paper":
+        arena = load_config("listops_lra_paper")
+        assert {**config.model, "head_width": None} == {**arena.model, "head_width": None}
+        assert (config.optimizer, config.schedule) == (arena.optimizer, arena.schedule)
+
+
+@pytest.mark.parametrize("name", ["bigbird", "reformer"])
+def test_a_row_whose_attention_is_missing_says_so(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {k: entry for k, entry in ATTENTIONS._entries.items() if k != name}
+    monkeypatch.setattr(ATTENTIONS, "_entries", known)
+    assert main(["reproduce", "table6", "--rows", f"transformer,{name}", *TINY, "--out", str(tmp_path / "out")]) == 2
+    assert f"unknown attention '{name}'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_from_rows_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["reproduce", "table6", "--rows", rows_of("transformer"), *TINY, "--seeds", "2", "--out", str(out)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    names = ["transformer", "transformer-grc", "transformer-control"]
+    assert [row["name"] for row in result["variants"]] == names
+    assert [result[key] for key in ("reference", "metric", "split", "rows")] == ["transformer", "accuracy", "test", 200]
+    values = {row["name"]: row["values"] for row in result["variants"]}
+    assert result["statistics"] == as_json(summarise(values, None))
+    compared = [("transformer-grc", "transformer"), ("transformer-grc", "transformer-control")]
+    assert result["pairs"] == as_json(summarise_pairs(values, compared))
+    costs = {row["name"]: row["training_flops"] for row in result["variants"]}
+    assert costs["transformer"] < costs["transformer-control"] == pytest.approx(costs["transformer-grc"], rel=0.005)
+    for row in result["variants"]:
+        interval = wilson_interval(round(sum(row["values"]) / 2 * 200), 200)
+        assert row["rows_interval"] == [interval.low, interval.high]
+        for folder, value in zip(row["runs"], row["values"], strict=True):
+            summary = json.loads((out / folder / "summary.json").read_text(encoding="utf-8"))
+            assert summary["test"]["accuracy"] == value and summary["baselines"] == result["baselines"]
+    recipe = load_config("table6_small", TINY)
+    train, test = (build_dataset(recipe, split).expressions() for split in ("train", "test"))
+    assert result["baselines"] == root_operator_baselines(train, test)
+
+    markdown = (out / "compare.md").read_text(encoding="utf-8")
+    report = (out / "report.html").read_text(encoding="utf-8")
+    for text in (printed, markdown, report):
+        assert all(f"baseline: {name}" in text for name in ("majority class", "root operator"))
+        assert "root operator and direct digits" in text or ("root operator and" in text and "direct digits" in text)
+        assert all(name in text for name in names)
+    for text in (markdown, report):
+        assert "transformer-grc \N{MINUS SIGN} transformer-control" in text
+        assert "softmax + grc(variant=paper, ratio=0.5, bias=False), feed_forward 64" in text
+    assert f"{costs['transformer-grc']:,}" in printed and "transformer-grc (ratio " in printed
+    assert "paired differences" in printed and "interval by rows" in printed and "operations in training" in report
+
+    assert main(arguments) == 0
+    assert "6 finished runs kept, 0 to train" in capsys.readouterr().out
+    assert main(["plot", "report", str(out)]) == 0
+    assert "paired differences" in capsys.readouterr().out
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "transformr"], "unknown row 'transformr'; did you mean 'transformer'"),
+        (["--data", "folder"], "table6 generates its data; drop --data folder"),
+        (["--rows", "transformer-grc", "model.memory=rmt"], "model.memory='rmt' must be GRC with its options"),
+        (["--rows", "transformer", "data.max_depth=1"], "max_depth=1"),
+    ],
+)
+def test_bad_input_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["reproduce", "table6", *arguments, *FEW, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_control_that_cannot_cost_as_much_is_refused() -> None:
+    recipe = load_config("table6_small", [*FEW, "model.width=8", "model.heads=2", "model.depth=1"])
+    train = build_dataset(recipe, "train")
+    narrow, wide = (
+        fill_from_data(load_config("table6_small", [*FEW, "model.memory=null", *more]), train.describe())
+        for more in (["model.width=8", "model.depth=1"], ["model.depth=2"])
+    )
+    variants = [Variant("cheap", narrow), Variant("dear", wide)]
+    with pytest.raises(ValueError, match=r"dear takes \d+ operations with feed_forward=1, not \d+ as cheap"):
+        equal_operations(variants, {"dear": "cheap"}, train)
