@@ -74,9 +74,7 @@ CASES: dict[str, Case] = {
     "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
     "rfa": Case({"features": 64, "chunk": 4}),
     "routing": Case({"clusters": 3, "window": 4, "update": "manual"}, exact={"clusters": 1, "window": 24}),
-    "sac": Case(
-        {"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"}, exact={"edges": 24, "hidden": 5}
-    ),
+    "sac": Case({"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"}, exact={"edges": 24, "hidden": 5}),
     "set_transformer": Case({"points": 4}),
     "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),
     "sparse_transformer": Case(

@@ -237,7 +237,7 @@ def attend_levels(
         ]
         index_NS = torch.where(seen, nearby.node_NS + torch.tensor(firsts, device=seen.device), 0)
         seen = seen & there_BM[:, None][..., index_NS]
-    weights_BHNS, lse_BHN = one_softmax(logits_BHNS / q_BHNE.shape[-1] ** 0.5, seen, dropout)
+    weights_BHNS, lse_BHN = one_softmax(logits_BHNS / q_BHNE.shape[-1] ** 0.5, seen, dropout=dropout, want_lse=True)
     shares = weights_BHNS.to(q_BHNE.dtype).split([k.shape[-2] for k, _ in slabs], -1)
     parts = [
         out_of_blocks(into_blocks(share_BHNS, size) @ v, tokens)
