@@ -26,13 +26,13 @@ def make(**options: Any) -> MemoryCompressedAttention:
     return core
 
 
-def slots(compression: Compression, t: Tensor, padding: list[bool]) -> list[list[Tensor]]:
+def slots(compression: Compression, t: Tensor) -> list[list[Tensor]]:
     """(H of S of E): every slot as a sum over its tokens, of one row (H, M, E)."""
     heads, tokens, width = t.shape
     shape = (compression.rate, width)
     made: list[list[Tensor]] = [[] for _ in range(heads)]
     for start in range(0, tokens, compression.rate):
-        inside = [j for j in range(start, min(start + compression.rate, tokens)) if not padding[j]]
+        inside = range(start, min(start + compression.rate, tokens))
         for h in range(heads):
             if compression.full:
                 weight = compression.weight_GFO[0].view(heads, *shape, heads, width)[..., h, :]
@@ -54,14 +54,15 @@ def twin(
     c, rows = core.rate, []
     for b in range(len(q)):
         gone = [False] * k.shape[2] if padding is None else padding[b].tolist()
-        keys, values = slots(core.keys, k[b], gone), slots(core.values, v[b], gone)
+        there = [j for j, no in enumerate(gone) if not no]
+        keys, values = slots(core.keys, k[b][:, there]), slots(core.values, v[b][:, there])
         for h in range(q.shape[1]):
             for i in range(q.shape[2]):
                 pairs = []
                 if core.null_HE is not None and core.null_HV is not None and not all(gone):
                     pairs.append((core.null_HE[h], core.null_HV[h]))
                 for s, pair in enumerate(zip(keys[h], values[h], strict=True)):
-                    if not all(gone[s * c : (s + 1) * c]) and (not causal or (s + 1) * c - 1 <= i):
+                    if not causal or ((s + 1) * c <= len(there) and there[(s + 1) * c - 1] <= i):
                         pairs.append(pair)
                 for j in range(k.shape[2]):
                     if not gone[j] and (i >= j if causal else j - i < core.local) and i - j < core.local:

@@ -13,8 +13,9 @@ convolution), and 2 N W (E + V) for a local branch of W tokens, at least 128 (3 
 * The first c - 1 queries of a causal segment see no slot and get 0, unless there is a learned null key (lucidrains), or
   a local branch: the last W tokens as keys of their own in the same softmax, in place of the paper's separate layers of
   local attention.
-* What is padded, or missing from the last slot, is 0 before the convolution, and a slot of nothing else is hidden.
-  (Lucidrains pads on the left, so that the slots move with the length, and its masks hide all but the null key.)
+* Slots are made of the tokens that are there, one after the other, so that padding shifts none. What is missing from
+  the last one is 0 before the convolution. (Lucidrains pads on the left, so that the slots move with the length, and
+  its masks hide all but the null key.)
 * The convolution starts as the mean, so that a slot is a mean key (lucidrains: at random).
 * One softmax with the keys of a memory; the log-sum-exp is that of the slots' (and local keys') logits.
 
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, out_of_blocks, seen_places, with_neighbours
+from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, seen_places, with_neighbours
 
 BLOCK = 128
 """Fewest queries that share a copy of the slots in a local branch."""
@@ -126,7 +127,12 @@ class MemoryCompressedAttention(PatternAttention):
         padding_BN = call.key_padding_mask
         if padding_BN is not None:
             k_BHNE, v_BHNV = (t.masked_fill(padding_BN[:, None, :, None], 0) for t in (k_BHNE, v_BHNV))
-        k_BHSE, v_BHSV = self.keys(k_BHNE), self.values(v_BHNV)
+        packed_k, packed_v = k_BHNE, v_BHNV
+        if padding_BN is not None:
+            # Slots are of tokens that follow each other, wherever the padding is.
+            order_BHM = padding_BN.long().argsort(dim=1, stable=True)[:, None].expand(-1, k_BHNE.shape[1], -1)
+            packed_k, packed_v = pick_rows(k_BHNE, order_BHM), pick_rows(v_BHNV, order_BHM)
+        k_BHSE, v_BHSV = self.keys(packed_k), self.values(packed_v)
         seen = self._seen_slots(q_BHNE, k_BHSE, padding_BN, call.causal)
         if self.null_HE is not None and self.null_HV is not None:
             k_BHSE, v_BHSV = (
@@ -143,15 +149,15 @@ class MemoryCompressedAttention(PatternAttention):
     def _seen_slots(self, q_BHNE: Tensor, k_BHSE: Tensor, padding_BN: Tensor | None, causal: bool) -> Tensor | None:
         """(B or 1, 1, N, S): slots that hold a token at all, none of them later than the query; None for all."""
         queries, slots = q_BHNE.shape[2], k_BHSE.shape[2]
-        seen = None
+        first_S = torch.arange(slots, device=q_BHNE.device) * self.rate
+        last_S, place_N = first_S + self.rate - 1, torch.arange(queries, device=q_BHNE.device)
+        if padding_BN is None:
+            return (last_S <= place_N[:, None])[None, None] if causal else None
+        count_BM = (~padding_BN).cumsum(1)
         if causal:
-            last_S = torch.arange(1, slots + 1, device=q_BHNE.device) * self.rate - 1
-            seen = (last_S <= torch.arange(queries, device=q_BHNE.device)[:, None])[None, None]
-        if padding_BN is not None:
-            there_BN = F.pad(~padding_BN, (0, -padding_BN.shape[1] % self.rate))
-            held_B1NS = there_BN.unflatten(1, (-1, self.rate)).any(2)[:, None, None].expand(-1, -1, queries, -1)
-            seen = held_B1NS if seen is None else seen & held_B1NS
-        return seen
+            count_BN = count_BM[:, place_N.clamp(max=padding_BN.shape[1] - 1)]
+            return last_S < count_BN[:, None, :, None]
+        return (first_S < count_BM[:, -1:])[:, None, None].expand(-1, -1, queries, -1)
 
     def _with_local(
         self, own: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
