@@ -28,7 +28,7 @@ class Case:
         options: for short sequences: blocks of 4 tokens, windows of a few.
         exact: options with which it is softmax attention for up to 24 tokens; None where there is no such limit.
         exempt: rule -> why it does not apply. Rules: padding, causal, lse, half, compiled, exact_causal; and of the
-            contract of memories: padding_in_front, precision.
+            contract of memories: padding_in_front, precision (its outputs are near those of another one), bptt.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,6 +37,7 @@ class Case:
 
 
 PLACED = {"padding_in_front": "its pattern counts places from the first one, whoever stands there"}
+CHOOSES = {"precision": "chooses keys: what is nearly equal, and equal tokens, come in another order"}
 
 CASES: dict[str, Case] = {
     # One line each, so that mechanisms can be added side by side.
@@ -71,10 +72,20 @@ CASES: dict[str, Case] = {
         {"local": 2}, exact={"rate": 1}, exempt={"lse": "its softmax is over slots, not keys", **PLACED}
     ),
     "performer": Case({"features": 16, "chunk": 4}),
-    "reformer": Case({"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test"}),
+    "reformer": Case(
+        {"chunk": 4, "buckets": 4}, exempt={"lse": "its keys are the queries, as unit vectors; own test", **CHOOSES}
+    ),
     "rfa": Case({"features": 64, "chunk": 4}),
-    "routing": Case({"clusters": 3, "window": 4, "update": "manual"}, exact={"clusters": 1, "window": 24}),
-    "sac": Case({"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"}, exact={"edges": 24, "hidden": 5}),
+    "routing": Case(
+        {"clusters": 3, "window": 4, "update": "manual"},
+        exact={"clusters": 1, "window": 24},
+        exempt={"bptt": "its auxiliary loss is of all tokens", **CHOOSES},
+    ),
+    "sac": Case(
+        {"edges": 3, "hidden": 5, "clip": 3, "learn": "straight_through"},
+        exact={"edges": 24, "hidden": 5},
+        exempt=CHOOSES,
+    ),
     "set_transformer": Case({"points": 4}),
     "sinkhorn": Case({"block": 4}, {"block": 12}, {"lse": "sorted keys are means of keys; own test"}),
     "sparse_transformer": Case(

@@ -309,8 +309,8 @@ CONTRACTS: dict[str, Contract] = {
 RULES = ("remembers", "empty", "learns", "recomputes")
 
 
-WITH_ALL = ("none", "transformer_xl/absolute", "grc", "grc_stream")
-"""Memories that are held to the contract with every attention; the others are with softmax attention alone, and
+WITH_ALL = {"none": "language_model", "grc": "sequence_classifier", "grc_stream": "language_model"}
+"""Memories that are held to the contract with every attention, and in which model. The others are with softmax alone;
 `test_pairs` sees to it that they run with all that they can be paired with."""
 
 
@@ -343,6 +343,11 @@ class Case:
     def language(self) -> bool:
         """Whether the model is causal and gives a result per token."""
         return self.model == "language_model"
+
+    def exempt(self, rule: str) -> bool:
+        """Whether the rule does not apply, for a reason that the memory's or the attention's table gives."""
+        attention = ATTENTION_CASES.get(self.attention, AttentionCase())
+        return not {rule, f"{rule}:{self.model}"}.isdisjoint({*self.contract.exempt, *attention.exempt})
 
     def build(self, *, memory: bool = True, options: Mapping[str, Any] | None = None, **model: Any) -> nn.Module:
         """The model, with the same weights at every call; none keeps an initial value that would hide its effect."""
@@ -413,21 +418,20 @@ def _cases() -> Iterator[Case]:
             suited = ["language_model"] if core.supports_causal else []
             if not getattr(memory, "causal", True):
                 suited = [] if core.only_causal else ["sequence_classifier", "vision_transformer"]
+            if attention.name != "softmax":
+                suited = [model for model in suited if model == WITH_ALL[label]]
             for model in CONTRACTS.get(label, Contract()).models or suited:
                 yield Case(label, attention.name, model, **kind)
 
 
 CASES = list(_cases())
 STREAMS = [case for case in CASES if case.language]
+COMPILED = [c for c in CASES if c.attention == "softmax" or c.memory == ("grc_stream" if c.language else "grc")]
+"""Compilation takes seconds a case; cores by themselves are compiled in tests/attentions."""
 TEXT = [case for case in CASES if case.model != "vision_transformer"]
 
 
 def cases(among: list[Case] = CASES, *, rule: str | None = None) -> pytest.MarkDecorator:
     """Parametrise a test over cases, without those exempt from `rule`."""
-    held = [
-        c
-        for c in among
-        if not {rule, f"{rule}:{c.model}"} & set(c.contract.exempt)
-        and rule not in ATTENTION_CASES.get(c.attention, AttentionCase()).exempt
-    ]
+    held = [c for c in among if rule is None or not c.exempt(rule)]
     return pytest.mark.parametrize("case", held, ids=lambda c: f"{c.memory}-{c.attention}-{c.model}")

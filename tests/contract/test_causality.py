@@ -35,7 +35,7 @@ def test_no_gradient_flows_from_an_output_to_a_later_token(case: Case) -> None:
     last.outputs[:, 2].square().sum().backward()
     assert embedded[1].grad is not None
     assert embedded[1].grad[:, 3:].abs().max() == 0
-    assert embedded[1].grad[:, :3].abs().amin(0).amax(-1).min() > 0
+    assert embedded[1].grad[:, :3].abs().amax((0, 2)).min() > 0
 
 
 @pytest.mark.parametrize("memory", ["grc", {"name": "grc", "variant": "released"}, "convolution"])

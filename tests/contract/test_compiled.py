@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.contract_cases import ROWS, Case, cases, stream
+from contract.contract_cases import COMPILED, ROWS, Case, cases, stream
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
@@ -33,7 +33,7 @@ def assert_near(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-@cases()
+@cases(COMPILED)
 def test_evaluation_is_one_graph_for_all_segments(case: Case) -> None:
     model, reference = case.build(), case.build()
     for m in (model, reference):
@@ -48,7 +48,7 @@ def test_evaluation_is_one_graph_for_all_segments(case: Case) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@cases()
+@cases(COMPILED)
 def test_training_is_compiled_without_a_break(case: Case) -> None:
     model, reference = case.build(), case.build()
     run = compiled(model)
@@ -83,7 +83,7 @@ class Flat(nn.Module):
         return (out.outputs, *pytree.tree_leaves(out.state))
 
 
-@cases()
+@cases(COMPILED)
 def test_exported_with_the_state_as_input_and_output(case: Case) -> None:
     model = case.build()
     model(case.segments(1, seed=7)[0])
