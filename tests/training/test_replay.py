@@ -16,6 +16,7 @@ from cached_transformers import state as states
 from cached_transformers.analysis.flops import saved_activation_bytes
 from cached_transformers.analysis.live_bytes import LiveBytes
 from cached_transformers.models import create_model
+from cached_transformers.training.distributed import in_group
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop, token_losses
 
@@ -170,13 +171,13 @@ def test_data_parallel_wraps_the_loop(tmp_path: Path) -> None:
     inputs, targets = batch(4)
     alone = gradients(SegmentLoop(model, SEGMENT, 4), model, inputs, targets)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    try:
+
+    def twice() -> None:
         loop = DistributedDataParallel(ReplayLoop(model, SEGMENT, 4))
         for _ in range(2):
             assert_equal(gradients(loop, model, inputs, targets), alone)
-    finally:
-        dist.destroy_process_group()
+
+    in_group(twice, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
 
 def test_a_compiled_model_can_be_replayed() -> None:

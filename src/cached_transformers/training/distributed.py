@@ -57,10 +57,6 @@ class World:
 def in_world(device: str, work: Callable[[World], T]) -> T:
     """What `work` returns, called with the world that torchrun describes in the environment.
 
-    The process group ends with the call, and its threads with it: a thread of Gloo that lets go of a tensor while the
-    interpreter shuts down aborts the process. `destroy_process_group` only forgets the group; the threads end when
-    nothing refers to it any more, which is why `work` is a function, whose local variables are gone when it returns.
-
     Args:
         device: auto, cpu, cuda or cuda:N. Under torchrun `cuda` means the card of the local rank.
         work: must not return anything that communicates.
@@ -75,13 +71,32 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
         return work(World(chosen))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    return in_group(
+        lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())),
+        "nccl" if chosen.type == "cuda" else "gloo",
+    )
+
+
+def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
+    """What `work` returns, called while there is a process group; the group and its threads end with the call.
+
+    Left alone, a thread of Gloo may let go of a tensor while the interpreter shuts down, which aborts the process, or
+    while the last reference to the group goes away inside a wrapped model, which waits for that thread and holds the
+    interpreter that the thread waits for. `destroy_process_group` only forgets the group, which is why `work` is a
+    function: its local variables are gone when it returns.
+
+    Args:
+        work: must not return anything that communicates.
+        backend: nccl or gloo.
+        **rendezvous: for `torch.distributed.init_process_group`; by default what torchrun says.
+    """
     # The functions of this module keep the group that exists at their import as a default argument, for ever;
     # imported now, before there is one, they keep none.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    dist.init_process_group(backend, **rendezvous)
     group = dist.group.WORLD
     try:
-        return work(World(chosen, dist.get_rank(), dist.get_world_size()))
+        return work()
     finally:
         dist.destroy_process_group()
         gc.collect()  # wrapped models are cycles
