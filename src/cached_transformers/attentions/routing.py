@@ -49,11 +49,11 @@ from .building_blocks import attend, block_places, into_blocks, out_of_blocks, p
 class RoutingAttention(PatternAttention):
     """Attention within clusters that follow queries and keys by online k-means.
 
-    In training a call moves the centroids, except where it is repeated in a backward pass (activation checkpointing).
-    Such a repetition routes by the moved centroids, by 1 - decay apart from those of its first time; where gradients
-    must be exact, take update="manual" and call `update_centroids` after each step. The centroids should stay in
-    float32: half precision cannot add a thousandth. Processes of one training job share them where their wrapper
-    broadcasts buffers, or by `synchronise`.
+    In training a call moves the centroids to what the call before it saw, and `eval()` to what the last one saw; where
+    a call is repeated in a backward pass (activation checkpointing, reversible layers) it moves and counts nothing, and
+    routes as it did. Several segments that are checkpointed under one backward pass need update="manual", and
+    `update_centroids` after each step. The centroids should stay in float32: half precision cannot add a thousandth.
+    Processes of one training job share them where their wrapper broadcasts buffers, or by `synchronise`.
 
     Args:
         width: D; heads: H. They fix the size of the centroids, which are drawn once.
@@ -114,14 +114,16 @@ class RoutingAttention(PatternAttention):
         self.when, self.synchronise, self.allow_leak = update, synchronise, allow_leak
         drawn = F.normalize(torch.randn(heads, clusters, width // heads), dim=-1)
         self.register_buffer("centroids_HCE", drawn)
-        self.register_buffer("sums_HCE", torch.zeros_like(drawn), persistent=False)
-        self.register_buffer("counts_HC", torch.zeros(heads, clusters), persistent=False)
+        self.register_buffer("sums_HCE", torch.zeros_like(drawn))
+        self.register_buffer("counts_HC", torch.zeros(heads, clusters))
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         if call.want_lse and self.combine == "mean":
             raise ValueError(
                 "combine='mean' has no log-sum-exp, which this call (or its context) needs; take combine='softmax'"
             )
+        if self.training and self.when == "forward" and not _repeated_in_backward():
+            self.update_centroids()
         there_BN = call.key_padding_mask
         there_BN = torch.ones_like(q_BHNE[:, 0, :, 0], dtype=torch.bool) if there_BN is None else ~there_BN
         strict = call.causal and not self.allow_leak
@@ -225,15 +227,18 @@ class RoutingAttention(PatternAttention):
             apart_BHM = (unit_BHME - centroids[head_H1, cluster_BHM]).square().mean(-1)
             counted_BHM = there_BM[:, None].expand_as(apart_BHM)
             loss = self.commitment * (apart_BHM * counted_BHM).sum() / counted_BHM.sum().clamp(min=1)
-        if self.decay == 1.0 or _repeated_in_backward():
-            return loss
-        with torch.no_grad():
-            sums_HCE, counts_HC = self._statistics(unit_BHME.detach(), cluster_BHM, there_BM)
-            self.sums_HCE += sums_HCE
-            self.counts_HC += counts_HC
-        if self.when == "forward":
-            self.update_centroids()
+        if self.decay < 1.0 and not _repeated_in_backward():
+            with torch.no_grad():
+                sums_HCE, counts_HC = self._statistics(unit_BHME.detach(), cluster_BHM, there_BM)
+                self.sums_HCE += sums_HCE
+                self.counts_HC += counts_HC
         return loss
+
+    def train(self, mode: bool = True) -> RoutingAttention:
+        """As nn.Module.train; leaving training moves the centroids to what was seen last."""
+        if self.training and not mode and self.when == "forward":
+            self.update_centroids()
+        return super().train(mode)
 
     def _statistics(self, unit_BHME: Tensor, cluster_BHM: Tensor, there_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Sum (H, C, E) and number (H, C) of the vectors of each cluster; a product, as adding up in place is not

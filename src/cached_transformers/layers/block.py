@@ -22,6 +22,7 @@ from ..memories.base import Entry, LayerMemory, Linear, ModelMemory, Trace
 from ..state import State, seal
 from .attention import OwnProjections, SelfAttention, by_owner
 from .feed_forward import DropPath, FeedForward
+from .reversible import Sublayer, reversible
 
 
 class StackState(NamedTuple):
@@ -151,6 +152,31 @@ class Block(nn.Module):
         losses = [part for part in (attended.auxiliary_loss, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
 
+    def sublayers(self, positions_BNP: Tensor | None = None, **attention: Any) -> tuple[Sublayer, Sublayer]:
+        """Its two residual branches, for a reversible stack; the memory is one that writes nothing."""
+
+        def attend(x_BND: Tensor) -> tuple[Tensor, Tensor]:
+            attended = self.attention(x_BND, positions_BNP, **attention)
+            loss = attended.auxiliary_loss
+            return self.drop_path(attended.y_BND), x_BND.new_zeros(()) if loss is None else loss
+
+        def feed_forward(x_BND: Tensor) -> tuple[Tensor, Tensor]:
+            return self.drop_path(self.feed_forward(x_BND)), x_BND.new_zeros(())
+
+        own = (list(module.parameters()) for module in (self.attention, self.feed_forward))
+        return Sublayer(attend, next(own)), Sublayer(feed_forward, next(own))
+
+    def cannot_reverse(self) -> str | None:
+        """Why the block has no place in a reversible stack, or None."""
+        memory = type(self.attention.memory)
+        if memory.write is not LayerMemory.write or memory.init_state is not LayerMemory.init_state:
+            return (
+                f"memory {memory.__name__} carries a state from segment to segment, which would have to be undone, too"
+            )
+        if not isinstance(self.attention_norm, nn.Identity):
+            return "norm='post' changes what is added to; take norm='pre'"
+        return None
+
 
 class Stack(nn.Module):
     """Blocks, an optional model memory round them, and a final norm.
@@ -161,9 +187,12 @@ class Stack(nn.Module):
         model_memory: a memory that spans the layers.
         width: D, for the final norm; None for no final norm.
         norm_eps: what the final norm adds to the variance.
+        reversible: two streams that add to each other by turns (`layers.reversible`): in training activations are
+            computed again from the result, whatever the depth. For memories that carry no state: none, or a shared
+            cache.
 
     Raises:
-        ValueError: there is no layer, or the blocks cannot take what the model memory offers.
+        ValueError: there is no layer; the blocks cannot take what the model memory offers, or cannot be reversed.
     """
 
     def __init__(
@@ -174,6 +203,7 @@ class Stack(nn.Module):
         model_memory: ModelMemory | None = None,
         width: int | None = None,
         norm_eps: float = 1e-5,
+        reversible: bool = False,
     ) -> None:
         super().__init__()
         if depth < 1:
@@ -182,7 +212,10 @@ class Stack(nn.Module):
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
         self.norm = nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
         self.activation_checkpointing = False
+        self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))
+        if reversible:
+            _check_reversible(self.model_memory, list(self.blocks))
 
     def layer_memories(self) -> list[LayerMemory]:
         """The memory of each layer, from the first to the last."""
@@ -295,6 +328,14 @@ class Stack(nn.Module):
             "slots_places_BM": entry.slots_places_BM,
             "own": entry.own,
         }
+        if self.reversible:
+            branches = [
+                part
+                for block, own_state in zip(self.blocks, state.layers, strict=True)
+                for part in block.sublayers(entry.positions_BNP, state=own_state, **options)  # type: ignore[operator]
+            ]
+            x, loss = reversible(branches, entry.x_BND)
+            return x, list(state.layers), [], [loss]
         x, layers, traces, losses = entry.x_BND, [], [], []
         recalled = entry.recalled if entry.recalled is not None else [None] * len(self.blocks)
         contexts = entry.contexts if entry.contexts is not None else [entry.context] * len(self.blocks)
@@ -311,6 +352,17 @@ class Stack(nn.Module):
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
+
+
+def _check_reversible(memory: ModelMemory, blocks: list[Any]) -> None:
+    if type(memory) is not ModelMemory:
+        reason: str | None = f"memory {type(memory).__name__} spans the layers"
+    else:
+        reason = next(filter(None, (block.cannot_reverse() for block in blocks)), None)
+    if reason is not None:
+        raise ValueError(
+            f"reversible=True: {reason}; leave it out, or use set_activation_checkpointing() to save memory"
+        )
 
 
 def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:

@@ -52,6 +52,7 @@ class LanguageModel(StackModel):
         projection_std: the same for the projections of an adaptive embedding; only with `initial_std`.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         output_dropout: on what the output projection reads.
+        reversible: activations are computed again from the result in backward; see `layers.reversible`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
@@ -85,6 +86,7 @@ class LanguageModel(StackModel):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
+        reversible: bool = False,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
@@ -118,6 +120,7 @@ class LanguageModel(StackModel):
             bias=bias,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            reversible=reversible,
             causal=True,
             sequence=True,
         )

@@ -44,6 +44,7 @@ class SequenceClassifier(StackModel):
         shared_query_key: one projection serves as queries and keys. project_output: whether attention has an output
             projection. The arena's Reformer has the first without the second.
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
+        reversible: activations are computed again from the result in backward; see `layers.reversible`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
@@ -70,6 +71,7 @@ class SequenceClassifier(StackModel):
         project_output: bool = True,
         head_width: int | None = None,
         init: Literal["xavier", "lra"] = "xavier",
+        reversible: bool = False,
     ) -> None:
         super().__init__()
         if init not in ("xavier", "lra"):
@@ -91,6 +93,7 @@ class SequenceClassifier(StackModel):
             positions=self.positions,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            reversible=reversible,
             activation=activation,
             norm_eps=norm_eps,
             bias=bias,

@@ -51,6 +51,7 @@ def make_stack(
     bias: bool = True,
     shared_query_key: bool = False,
     project_output: bool = True,
+    reversible: bool = False,
     **known: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
@@ -65,6 +66,7 @@ def make_stack(
         norm_eps: what the norms add to the variance.
         bias: whether the projections of attention have biases.
         shared_query_key, project_output: see `SelfAttention`.
+        reversible: see `Stack`.
         known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
             and norm.
 
@@ -133,7 +135,7 @@ def make_stack(
         )
 
     final = width if norm == "pre" else None
-    return Stack(make_block, depth, model_memory=model_memory, width=final, norm_eps=norm_eps)
+    return Stack(make_block, depth, model_memory=model_memory, width=final, norm_eps=norm_eps, reversible=reversible)
 
 
 def initialise(model: nn.Module, std: float | None = None, projection_std: float = 0.01) -> None:

@@ -27,6 +27,7 @@ class VisionTransformer(StackModel):
         attention: name, or {"name": ..., option: value}.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         drop_path: stochastic depth of the last layer, growing linearly from 0.
+        reversible: activations are computed again from the result in backward; see `layers.reversible`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, images of another size.
@@ -47,6 +48,7 @@ class VisionTransformer(StackModel):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        reversible: bool = False,
     ) -> None:
         super().__init__()
         if image_size % patch_size:
@@ -66,6 +68,7 @@ class VisionTransformer(StackModel):
             attention=attention,
             dropout=dropout,
             attention_dropout=attention_dropout,
+            reversible=reversible,
             drop_path=drop_path,
             length=side * side + 1,
             prefix=1,
