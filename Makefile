@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt torch
 TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers lint bench docs clean
+.PHONY: help demo test test-slow test-peers lint bench docs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -40,6 +40,9 @@ bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
 
 docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
+
+pictures: $(VENV)/.installed-dev  ## draw the attentions of docs/attentions.md again, with the commands that stand there
+	set -f; grep -h '^cached explain .* --plot' docs/attentions.md | while read -r command; do $(BIN)/$$command > /dev/null || exit 1; done
 
 clean:  ## remove the environment, caches and build outputs (not runs/)
 	rm -rf .venv build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
