@@ -30,6 +30,19 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert row["mebibytes"]["64"] > 3 * 64 * 256 * 4 / 2**20
 
 
+def test_a_mechanism_is_left_out_where_its_memory_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(attentions.LONGEST, "sac", 16)
+    arguments = ["--attentions", "softmax,sac", "--rounds", "1", "--output", str(tmp_path / "a.json")]
+    assert main(["benchmark", "attentions", "--lengths", "16,32", *arguments]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| sac"))
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert float(cells[2]) > 0 and cells[3:6] == ["", "nan", ""]
+    assert main(["benchmark", "attentions", "--lengths", "32", *arguments]) == 2
+    assert "sac is measured up to 16 tokens" in capsys.readouterr().err
+
+
 def test_unknown_names_and_lengths_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmark", "attentions", "--attentions", "softmaxx"]) == 2
     assert "unknown attention 'softmaxx'; did you mean 'softmax'?" in capsys.readouterr().err

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
 from contract.contract_cases import STREAMS, Case, cases
@@ -21,15 +19,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What each of the two processes stored."""
     folder = tmp_path_factory.mktemp("distributed")
     script = Path(__file__).with_name("distributed_worker.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    launch.python(script, folder, processes=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

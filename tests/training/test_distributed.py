@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import launch
 import pytest
 import standin
 import torch
@@ -18,29 +16,23 @@ from cached_transformers.training.distributed import World, pick_device
 from cached_transformers.training.metrics import read_metrics
 
 
-def run(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, processes: int, *overrides: str) -> str:
     recipe = folder.parent / "standin.yaml"
     recipe.write_text(yaml.safe_dump(standin.recipe(steps=20, evaluate_every=5, log_every=1)), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, standin.__file__, "train", str(recipe), "--out", str(folder), *overrides]
-    path = os.pathsep.join([str(Path(standin.__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return launch.python(standin.__file__, "train", recipe, "--out", folder, *overrides, processes=processes)
 
 
 def test_two_processes_follow_the_curve_of_one_and_write_once(tmp_path):
     # 51 validation rows do not divide by two: the metric is exact only if uneven shares are weighed right.
     overrides = ("model.dropout=0.0", "model.rate=0.0", "data.size=51", "training.accumulate=2")
-    one, two = (run(tmp_path / str(n), n, *overrides) for n in (1, 2))
-    assert one.returncode == 0, one.stderr
-    assert two.returncode == 0, two.stderr
+    printed = [run(tmp_path / str(n), n, *overrides) for n in (1, 2)]
     curves = [read_metrics(tmp_path / str(n) / "metrics.jsonl") for n in (1, 2)]
     assert len(curves[0]) == len(curves[1]) == 20 + 4
     for left, right in zip(*curves, strict=True):
         assert (left["step"], left["split"]) == (right["step"], right["split"])
         assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
         assert left["accuracy"] == pytest.approx(right["accuracy"], abs=1e-9)
-    assert two.stdout.count("validation") == 4
+    assert printed[1].count("validation") == 4
     weights = [Checkpoints(tmp_path / str(n) / "checkpoints").newest_valid()[0].weights for n in (1, 2)]
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
@@ -75,15 +67,7 @@ assert threads() == 0, threads()
 """,
         encoding="utf-8",
     )
-    source = os.pathsep.join([str(Path(standin.__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    launch.python(script, processes=2)
 
 
 def test_a_world_of_one_needs_no_process_group():

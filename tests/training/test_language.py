@@ -14,6 +14,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import launch
 import pytest
 import torch
 import yaml
@@ -305,21 +306,10 @@ def test_two_processes_follow_the_curve_of_one(tmp_path, text):
     file = tmp_path / "language.yaml"
     tree = recipe(text, "model.dropout=0.0", "training.accumulate=2", "training.evaluation_batch_size=3")
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     curves, carried = [], []
     for processes in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if processes == 2 else []
-        command = [sys.executable, *launcher, "-m", "cached_transformers.cli.main", "train", str(file)]
         out = tmp_path / str(processes)
-        done = subprocess.run(
-            [*command, "--out", str(out)],
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        launch.python("-m", "cached_transformers.cli.main", "train", file, "--out", out, processes=processes)
         curves.append([line["loss"] for line in read_metrics(out / "metrics.jsonl")])
         carried.append(final(out).training["carried"])
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)

@@ -275,7 +275,8 @@ def cost_against_length(
                 width = 2.4 if name == reference else 1.2
                 ax.plot(lengths, heights, color=colour, ls=dash, marker=marker, ms=3, lw=width, label=name)
             ax.set(xscale="log", yscale="log", xlabel="tokens", title=label)
-            ax.set_xticks(lengths, [short_count(n) for n in lengths])
+            every = sorted({n for both in costs.values() for n in both[index]})
+            ax.set_xticks(every, [short_count(n) for n in every])
             ax.minorticks_off()
         axes[0][1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
     return figure

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import into_blocks, one_softmax, out_of_blocks, with_neighbours
+from .building_blocks import into_blocks, one_softmax, out_of_blocks, with_neighbours, zero_unseen
 
 
 @ATTENTIONS.register(
@@ -243,7 +243,7 @@ def attend_levels(
         out_of_blocks(into_blocks(share_BHNS, size) @ v, tokens)
         for share_BHNS, (v, size) in zip(shares, _slabs(values, levels), strict=True)
     ]
-    return torch.stack(parts).sum(0), lse_BHN if want_lse else None
+    return zero_unseen(torch.stack(parts).sum(0), seen), lse_BHN if want_lse else None
 
 
 def _slabs(nodes: Sequence[Tensor], levels: Sequence[Level]) -> list[tuple[Tensor, int]]:

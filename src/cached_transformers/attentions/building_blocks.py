@@ -11,6 +11,7 @@ that a block sees, K entries of a table, F features; `...` any leading dimension
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ def attend(
     """
     if not want_lse:
         return _fused(q, k, v, mask, dropout), None
-    logits = q @ k.mT / math.sqrt(q.shape[-1])
-    weights, lse = one_softmax(logits, mask, dropout=dropout, want_lse=True)
-    return weights.to(v.dtype) @ v, lse
+    weights, lse = one_softmax((q / math.sqrt(q.shape[-1])) @ k.mT, mask, dropout=dropout, want_lse=True)
+    return zero_unseen(weights.to(v.dtype) @ v, mask), lse
 
 
 def one_softmax(
@@ -41,22 +41,50 @@ def one_softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """Weights (..., N, M) and log-sum-exp (..., N) of logits, float32 or wider, for cores that make their own logits.
 
-    Arguments as of `attend`.
+    Weights of a query that sees no key are no weights; what they give is to go through `zero_unseen`.
+
+    Args:
+        logits: a result that nobody else reads, since it is overwritten; the mask must not be larger.
+        mask, dropout, want_lse: as of `attend`.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lowest = torch.finfo(logits.dtype).min
     if mask is not None:
-        logits = logits.masked_fill(~mask, lowest)
-    weights, lse = logits.softmax(-1), None
-    if want_lse:
-        # The largest weight is exp(largest logit - lse): no second pass of exponentials.
-        lse = logits.amax(-1) - weights.amax(-1).log()
-    if mask is not None:
-        any_seen = mask.any(-1)
-        weights = weights.masked_fill(~any_seen[..., None], 0)
-        # The sum of M times the lowest number is no longer the lowest number.
-        lse = None if lse is None else torch.where(any_seen, lse, lowest)
+        with torch.no_grad():  # the softmax gives what is masked no gradient; recorded, the mask would be applied to it
+            logits.masked_fill_(~mask, lowest)
+    if not want_lse:
+        return F.dropout(logits.softmax(-1), dropout, dropout > 0), None
+    weights, lse = _SoftmaxAndSum.apply(logits)
+    # The sum of M times the lowest number is no longer the lowest number.
+    lse = lse if mask is None else torch.where(mask.any(-1), lse, lowest)
     return F.dropout(weights, dropout, dropout > 0), lse
+
+
+class _SoftmaxAndSum(torch.autograd.Function):
+    """Softmax w and log-sum-exp: d logits = w (d w - w . d w + d lse), without the gradients of two maxima."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights = logits.softmax(-1)
+        # The largest weight is exp(largest logit - lse): no second pass of exponentials.
+        return weights, logits.amax(-1) - weights.amax(-1).log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[0])
+
+    @staticmethod
+    def backward(ctx: Any, d_weights: Tensor, d_lse: Tensor) -> Tensor:  # type: ignore[override]
+        (weights,) = ctx.saved_tensors
+        from_weights = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+        return torch.addcmul(from_weights, weights, d_lse[..., None])
+
+
+def zero_unseen(out: Tensor, mask: Tensor | None) -> Tensor:
+    """Results (..., N, V) of weights, with 0 for queries that see no key of the mask (..., N, M)."""
+    return out if mask is None else torch.where(mask.any(-1, keepdim=True), out, 0)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -127,10 +155,7 @@ def gather_blocks(t_BHQWE: Tensor, table_HQK: Tensor) -> Tensor:
 
 def gather_keys(t_BHME: Tensor, index: Tensor) -> Tensor:
     """(B, H, N, K, E): the keys that a table names for each query; the table is (N, K), (H, N, K) or (B, H, N, K)."""
-    rows, heads, _, width = t_BHME.shape
-    index = index.view((1,) * (4 - index.dim()) + index.shape).expand(rows, heads, -1, -1)
-    picked = t_BHME.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, width))
-    return picked.unflatten(2, index.shape[2:])
+    return pick_rows(t_BHME, index.expand(*t_BHME.shape[:2], -1, -1))
 
 
 def pick_rows(t: Tensor, index: Tensor) -> Tensor:
@@ -188,9 +213,10 @@ def causal_scan(
         q = q * passed.exp()[..., None]
     inside = weights @ v
     written = kept.mT @ v
-    before = []
-    for index in range(written.shape[2]):
+    # Unbound, not indexed: the gradient of an index is as long as the sequence.
+    before, decays = [], () if whole is None else whole.unbind(2)
+    for index, new in enumerate(written.unbind(2)):
         before.append(state_BHFV)
-        state_BHFV = (state_BHFV if whole is None else state_BHFV * whole[:, :, index]) + written[:, :, index]
+        state_BHFV = (state_BHFV * decays[index] if decays else state_BHFV) + new
     out = inside + q @ torch.stack(before, 2)
     return out_of_blocks(out, tokens).to(v_BHNV.dtype), state_BHFV

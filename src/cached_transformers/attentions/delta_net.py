@@ -138,9 +138,10 @@ def delta_scan(
         wanted = torch.linalg.solve_triangular(lower, wanted, upper=False, unitriangular=True)
     u, w = wanted.split([v.shape[-1], k.shape[-1]], -1)
     before, corrections = [], []
-    for index in range(k.shape[2]):
+    # Unbound, not indexed: the gradient of an index is as long as the sequence.
+    for own_u, own_w, own_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
         before.append(state_BHFV)
-        corrections.append(u[:, :, index] - w[:, :, index] @ state_BHFV)
-        state_BHFV = state_BHFV + k[:, :, index].mT @ corrections[-1]
+        corrections.append(own_u - own_w @ state_BHFV)
+        state_BHFV = state_BHFV + own_k.mT @ corrections[-1]
     inside = (q @ k.mT).tril() @ torch.stack(corrections, 2)
     return out_of_blocks(inside + q @ torch.stack(before, 2), tokens), state_BHFV

@@ -33,7 +33,16 @@ from torch import Tensor, nn
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, one_softmax, out_of_blocks, seen_places, with_neighbours
+from .building_blocks import (
+    attend,
+    block_places,
+    into_blocks,
+    one_softmax,
+    out_of_blocks,
+    seen_places,
+    with_neighbours,
+    zero_unseen,
+)
 
 
 class Labels(nn.Module):
@@ -112,6 +121,7 @@ def tokens_see(
         weights, lse = one_softmax(logits, seen, dropout=dropout, want_lse=want_lse)
         far_weights, near_weights = weights.to(v.dtype).split([count, logits.shape[-1] - count], -1)
         out = out_of_blocks(near_weights @ v, tokens) + out_of_blocks(far_weights, tokens) @ vg_BHGV
+        out = zero_unseen(out, out_of_blocks(seen.any(-1, keepdim=True), tokens))
     return out, None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.feed_forward import FeedForward
-from .building_blocks import one_softmax
+from .building_blocks import one_softmax, zero_unseen
 from .etc import Labels, check_sizes, tokens_see
 
 
@@ -40,7 +40,7 @@ def globals_see(
         to_tokens = to_tokens + labels.by_segment(q, own_BNG.mT[:, None])
     seen_B11M = ~torch.cat([padding_BG, padding_BN], 1)[:, None, None]
     weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1), seen_B11M, dropout=dropout)
-    return weights.to(v.dtype) @ torch.cat([vg, v], 2)
+    return zero_unseen(weights.to(v.dtype) @ torch.cat([vg, v], 2), seen_B11M)
 
 
 class ETCLayer(nn.Module):

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from ..registry import ATTENTIONS
 from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import one_softmax, pick_rows
+from .building_blocks import one_softmax, pick_rows, zero_unseen
 
 
 class Edges(NamedTuple):
@@ -78,7 +78,8 @@ def attend_edges(
     if added_BCNA is not None:
         logits_BHNK = logits_BHNK + F.pad(added_BCNA, (0, 1))
     weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout=dropout, want_lse=want_lse)
-    return (weights_BHNK.to(v_BHNV.dtype)[..., None, :] @ v_BHNKV)[..., 0, :], lse_BHN
+    out_BHNV = (weights_BHNK.to(v_BHNV.dtype)[..., None, :] @ v_BHNKV)[..., 0, :]
+    return zero_unseen(out_BHNV, there_BCNK), lse_BHN
 
 
 class EdgePredictor(nn.Module):

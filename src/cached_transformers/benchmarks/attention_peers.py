@@ -1,14 +1,15 @@
 """Published implementations of attention mechanisms, from PyPI: what ours are timed beside.
 
 Each is optional, and is installed by `make test-peers` or `pip install cached-transformers[peers]`. All are given the
-same queries, keys and values where they take them, and else the layer's input and projections of their own.
+same queries, keys and values where they take them; beside those that project the layer's input, ours projects it, too.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -20,11 +21,19 @@ class Peer:
     """A published implementation: its name on PyPI, its module, and what builds it.
 
     `build(length, heads, head_width, device)` gives a function of {"q", "k", "v", "x"} with a differentiable result.
+
+    Attributes:
+        options: of ours, where they must differ from those of its own row to compute the same.
+        causal: whether both take their causal form.
+        projects: whether the peer is a layer that projects its input to queries, keys and values, and its output.
     """
 
     distribution: str
     module: str
     build: Callable[[int, int, int, str], Called]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    causal: bool = False
+    projects: bool = False
 
 
 def _performer(length: int, heads: int, width: int, device: str) -> Called:
@@ -35,7 +44,7 @@ def _performer(length: int, heads: int, width: int, device: str) -> Called:
 
 def _reformer(length: int, heads: int, width: int, device: str) -> Called:
     library = importlib.import_module("reformer_pytorch.reformer_pytorch")
-    attention = library.LSHAttention(bucket_size=64, n_hashes=1, causal=False, dropout=0.0).to(device)
+    attention = library.LSHAttention(bucket_size=64, n_hashes=2, causal=False, dropout=0.0).to(device)
     return lambda t: attention(t["q"].flatten(0, 1), t["v"].flatten(0, 1))[0]
 
 
@@ -58,7 +67,7 @@ def _image(length: int, heads: int, width: int, device: str) -> Called:
 
 def _linformer(length: int, heads: int, width: int, device: str) -> Called:
     library = importlib.import_module("linformer")
-    layer = library.LinformerSelfAttention(heads * width, length, k=256, heads=heads).to(device)
+    layer = library.LinformerSelfAttention(heads * width, length, k=128, heads=heads).to(device)
     return lambda t: layer(t["x"])
 
 
@@ -70,11 +79,11 @@ def _axial(length: int, heads: int, width: int, device: str) -> Called:
 
 
 PEERS: dict[str, Peer] = {
-    "axial": Peer("axial-attention", "axial_attention", _axial),
-    "image_transformer": Peer("local-attention", "local_attention", _image),
-    "linformer": Peer("linformer", "linformer", _linformer),
+    "axial": Peer("axial-attention", "axial_attention", _axial, projects=True),
+    "image_transformer": Peer("local-attention", "local_attention", _image, causal=True),
+    "linformer": Peer("linformer", "linformer", _linformer, {"sharing": "heads"}, projects=True),
     "performer": Peer("performer-pytorch", "performer_pytorch", _performer),
     "reformer": Peer("reformer-pytorch", "reformer_pytorch", _reformer),
-    "routing": Peer("routing-transformer", "routing_transformer", _routing),
+    "routing": Peer("routing-transformer", "routing_transformer", _routing, {"combine": "mean"}),
 }
-"""By name of our mechanism. Those that take the layer's input are timed with projections of their own."""
+"""By name of our mechanism."""

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..analysis.live_bytes import LiveBytes
 from ..attentions import Attention, create_attention
+from ..attentions.base import AttentionOutput
 from ..registry import ATTENTIONS
 from .attention_peers import PEERS, Peer
 from .interleaved import Ratio, compare, seconds_of
@@ -29,6 +30,10 @@ HEADS, HEAD_WIDTH = 4, 64
 
 SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {}
 """Options that depend on the length, by mechanism; the others keep their defaults, which are their papers'."""
+
+
+LONGEST = {"sac": 4096}
+"""Where a mechanism's memory ends the measurement: SAC's choice keeps N x N probabilities for each of its 8 edges."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,30 @@ def inputs(length: int, device: str) -> dict[str, Tensor]:
     return {name: t.to(device).requires_grad_() for name, t in given.items()}
 
 
-def build(name: str, length: int, device: str) -> Attention:
+def build(name: str, length: int, device: str, **options: Any) -> Attention:
     """The mechanism at the sizes of its paper, in training mode."""
     torch.manual_seed(0)
-    spec = {"name": name, **SETTINGS.get(name, lambda n: {})(length)}
+    spec = {"name": name, **SETTINGS.get(name, lambda n: {})(length), **options}
     facts = {"width": HEADS * HEAD_WIDTH, "heads": HEADS, "length": length, "prefix": 0, "index": 0, "depth": 1}
     return create_attention(spec, **facts).to(device).train()
 
 
-def step_of(core: Attention, given: Mapping[str, Tensor], causal: bool) -> Callable[[], None]:
+class Projected(nn.Module):
+    """A core with the projections of a layer round it."""
+
+    def __init__(self, core: Attention) -> None:
+        super().__init__()
+        width = HEADS * HEAD_WIDTH
+        self.core, self.enter, self.leave = core, nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, *_: Tensor, causal: bool, x_BND: Tensor) -> AttentionOutput:
+        """The core's result on the projected input, projected; queries, keys and values given are not read."""
+        q, k, v = self.enter(x_BND).unflatten(-1, (3, HEADS, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
+        out: AttentionOutput = self.core(q, k, v, causal=causal, x_BND=x_BND)
+        return out._replace(out_BHNV=self.leave(out.out_BHNV.transpose(1, 2).flatten(2)))
+
+
+def step_of(core: nn.Module, given: Mapping[str, Tensor], causal: bool) -> Callable[[], None]:
     """One forward and backward."""
 
     def step() -> None:
@@ -114,12 +134,13 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}
     for length in lengths:
         given = inputs(length, device)
-        steps = {name: step_of(build(name, length, device), given, causal[name]) for name in names}
+        able = [name for name in names if length <= LONGEST.get(name, length)]
+        steps = {name: step_of(build(name, length, device), given, causal[name]) for name in able}
         steps[EXACT] = step_of(build(EXACT, length, device), given, False)
         causal_exact = step_of(build(EXACT, length, device), given, True)
-        reference = {"exact, causal": causal_exact} if any(causal.values()) else {}
+        reference = {"exact, causal": causal_exact} if any(causal[name] for name in able) else {}
         ratios = compare({**steps, **reference}, EXACT, rounds)
-        for name in names:
+        for name in able:
             own = ratios[name]
             if causal[name]:
                 own = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
@@ -129,7 +150,7 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
     for name in names:
         order = str(ATTENTIONS.entry(name).info.get("order", ""))
         peer = PEERS.get(name)
-        beside = None if peer is None else _beside(name, peer, lengths, rounds, device, causal[name])
+        beside = None if peer is None else _beside(name, peer, lengths, rounds, device)
         grows, peer_name = slope(seconds[name]), "" if peer is None else peer.distribution
         rows.append(
             Row(name, order, causal[name], seconds[name], mebibytes[name], exact[name], grows, beside, peer_name)
@@ -137,7 +158,7 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
     return rows
 
 
-def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: str, causal: bool) -> Ratio | None:
+def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: str) -> Ratio | None:
     """Time of the peer over ours, at the length of 4096 or the longest that is shorter."""
     if importlib.util.find_spec(peer.module) is None:
         return None
@@ -152,7 +173,8 @@ def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: 
             for t in given.values():
                 t.grad = None
 
-        ours = step_of(build(name, length, device), given, causal)
+        core = build(name, length, device, **peer.options)
+        ours = step_of(Projected(core).to(device) if peer.projects else core, given, peer.causal)
         return compare({"ours": ours, "peer": their_step}, "ours", rounds)["peer"]
 
 
@@ -160,26 +182,29 @@ def run(rounds: int, only: str = "all", lengths: Sequence[int] = LENGTHS, device
     """Measure every mechanism, or those named in `only` (by commas).
 
     Raises:
-        ValueError: an unknown name, or a length below 1.
+        ValueError: an unknown name, a length below 1, or none that a mechanism's memory allows.
     """
     names = ATTENTIONS.names() if only == "all" else only.split(",")
     for name in names:
         ATTENTIONS.entry(name)
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths {list(lengths)} must be numbers of tokens, at least 1")
+    for name in names:
+        if min(lengths) > LONGEST.get(name, min(lengths)):
+            raise ValueError(f"{name} is measured up to {LONGEST[name]} tokens; add a length that is not above it")
     seconds_of(step_of(build(EXACT, 64, device), inputs(64, device), False))  # whatever the first call sets up
     return measure(names, sorted(lengths), rounds, device)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table: time over that of exact attention at each length, and how it grows."""
-    lengths = sorted(rows[0].exact)
+    lengths = sorted({n for row in rows for n in row.exact})
     head = ["attention", "order", *(f"{n:,}" for n in lengths), "slope", f"MiB at {lengths[-1]:,}", "peer, ours = 1"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in rows:
-        times = [f"{row.exact[n].median:.2f}" for n in lengths]
+        times = [f"{row.exact[n].median:.2f}" if n in row.exact else "" for n in lengths]
         peer = row.peer_name and (f"{row.peer} {row.peer_name}" if row.peer else f"{row.peer_name} is not installed")
         name = f"{row.attention}, causal" if row.causal else row.attention
-        memory = f"{row.mebibytes[lengths[-1]]:,.0f}"
+        memory = f"{row.mebibytes[lengths[-1]]:,.0f}" if lengths[-1] in row.mebibytes else ""
         lines.append("| " + " | ".join([name, row.order, *times, f"{row.slope:.2f}", memory, peer]) + " |")
     return "\n".join(lines)
