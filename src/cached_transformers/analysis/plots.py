@@ -264,21 +264,31 @@ def cost_against_length(
     """
     if not costs or not all(seconds for seconds, _ in costs.values()):
         raise ValueError("cost_against_length needs at least one mechanism, with at least one length each")
-    mechanism_looks = looks(costs, reference)
-    figure, axes = blank_figure(11.6, 4.6, 1, 2)
+    others = [name for name in costs if name != reference] or list(costs)
+    panels = [others[first : first + len(SERIES)] for first in range(0, len(others), len(SERIES))]
+    compared = [] if reference is None or reference not in costs or others == [reference] else [reference]
+    figure, axes = blank_figure(1.5 + 3.1 * len(panels), 6.4, 2, len(panels))
+    lengths = sorted({n for both in costs.values() for n in both[0]})
+    labels = ("seconds, forward and backward", "peak MiB")
     with style():
-        for index, (ax, label) in enumerate(zip(axes[0], ("seconds, forward and backward", "peak MiB"), strict=True)):
-            for name, both in costs.items():
-                colour, dash, marker = mechanism_looks[name]
-                lengths = sorted(both[index])
-                heights = [max(both[index][n], 1e-9) for n in lengths]
-                width = 2.4 if name == reference else 1.2
-                ax.plot(lengths, heights, color=colour, ls=dash, marker=marker, ms=3, lw=width, label=name)
-            ax.set(xscale="log", yscale="log", xlabel="tokens", title=label)
-            every = sorted({n for both in costs.values() for n in both[index]})
-            ax.set_xticks(every, [short_count(n) for n in every])
-            ax.minorticks_off()
-        axes[0][1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
+        for index, (row, label) in enumerate(zip(axes, labels, strict=True)):
+            heights = [max(height, 1e-9) for both in costs.values() for height in both[index].values()]
+            for ax, panel in zip(row, panels, strict=True):
+                panel_looks = looks([*compared, *panel], reference)
+                for name, look in panel_looks.items():
+                    own = sorted(costs[name][index].items())
+                    width = 2.4 if name == reference else 1.3
+                    points = [n for n, _ in own], [max(height, 1e-9) for _, height in own]
+                    ax.plot(*points, color=look.colour, ls=look.dash, marker=look.marker, ms=3, lw=width, label=name)
+                ax.set(xscale="log", yscale="log", ylim=(min(heights) / 1.5, max(heights) * 1.5))
+                ax.set_xticks(lengths, [f"{n / 1024:g}k" if n % 1024 == 0 else str(n) for n in lengths])
+                ax.minorticks_off()
+                ax.yaxis.set_major_formatter(lambda height, _: f"{height:g}")
+                if index == 0:
+                    ax.legend(loc="upper left", frameon=False, fontsize=8)
+                else:
+                    ax.set_xlabel("tokens")
+            row[0].set_ylabel(label)
     return figure
 
 
