@@ -309,7 +309,7 @@ CONTRACTS: dict[str, Contract] = {
 RULES = ("remembers", "empty", "learns", "recomputes")
 
 
-WITH_ALL = {"none": "language_model", "grc": "sequence_classifier", "grc_stream": "language_model"}
+WITH_ALL = {"grc": "sequence_classifier", "grc_stream": "language_model"}
 """Memories that are held to the contract with every attention, and in which model. The others are with softmax alone;
 `test_pairs` sees to it that they run with all that they can be paired with."""
 
