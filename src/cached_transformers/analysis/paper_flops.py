@@ -2,12 +2,10 @@
 
 Paper: "Cached Transformers" (arXiv:2312.12742), tables 1 and 10 and the figure of its repository
 (annosubmission/GRC-Cache). Its plain models have the numbers of their own papers, which count multiply-adds of linear
-maps, convolutions and attention products (whai362/PVT, classification/get_flops.py, adds the products by a formula). Its
-cached models have, to rounding, the multiply-adds of linear maps and convolutions alone: counters that go by modules
-(fvcore, mmcv) do not see attention products, and nobody added them. So the overhead in the paper is too low, and
-`Cost.paper_overhead` shows by how much; `Cost.overhead` is like for like.
-
-Legend: B rows.
+maps, convolutions and attention products (whai362/PVT, classification/get_flops.py, adds the products by a formula).
+Its cached models have, to rounding, the multiply-adds of linear maps and convolutions alone: counters that go by
+modules (fvcore, mmcv) do not see attention products, and nobody added them. So the overhead in the paper is too low,
+and `Cost.paper_overhead` shows by how much; `Cost.overhead` is like for like.
 """
 
 from __future__ import annotations
