@@ -28,7 +28,7 @@ def test_rows_hold_what_was_counted_and_timed() -> None:
     assert [r.case for r in rows] == list(vision.CASES)
     plain, cached, released = rows
     models = vision.build("pvt_v2_b0", SIDE, list(vision.CASES))
-    images, labels = torch.randn(2, 3, SIDE, SIDE), torch.zeros(2, dtype=torch.long)
+    images = torch.randn(2, 3, SIDE, SIDE)
     for row, model in zip(rows, models.values(), strict=True):
         assert row.parameters == count_parameters(model)
         forward = count_flops(model, images, mode="train") / count_flops(models["plain"], images, mode="train")
