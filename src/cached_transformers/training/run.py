@@ -288,7 +288,7 @@ def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
 
 
 def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
-    """Add files to `bad_files.json`, which holds those of earlier sessions of the run; returns how many it then names."""
+    """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
     path = folder / BAD_FILES
     files = {**(json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}), **found}
     if files:
