@@ -280,7 +280,7 @@ def evaluation_batches(
         _EvaluationRows(dataset),
         batch_size=None,
         sampler=batches,  # type: ignore[arg-type]  # an item is a whole batch
-        collate_fn=_as_it_is,
+        collate_fn=_as_it_is,  # type: ignore[arg-type]  # of single items, which are whole batches
         num_workers=min(workers, len(batches)),
         worker_init_fn=_ignore_interrupts,
         pin_memory=pin_memory,

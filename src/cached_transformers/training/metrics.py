@@ -69,7 +69,7 @@ def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
     from cached_transformers.analysis.statistics import wilson_interval
 
     found = dict(values)
-    rows = values.get("rows")
+    rows = int(values.get("rows") or 0)
     for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
         interval = wilson_interval(round(values[name] * rows), rows)
         found[f"{name}_interval"] = [interval.low, interval.high]
