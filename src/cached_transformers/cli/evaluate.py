@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.analysis.wording import Metric
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
-from cached_transformers.training.metrics import evaluate, jsonable
+from cached_transformers.training.metrics import evaluate, jsonable, with_intervals
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
@@ -74,17 +75,28 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
-    columns = [name for name in rows[0] if name not in ("memory", "places")]
+    columns = [n for n in rows[0] if n not in ("memory", "places") and not n.endswith("_interval")]
     table = Table(title=f"{arguments.folder}: {arguments.split} split, step {step}", title_justify="left", box=None)
     table.add_column("memory")
     for name in columns:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["memory"], *(f"{row[c]:.2%}" if c == "accuracy" else f"{row[c]:.4f}" for c in columns))
+        table.add_row(row["memory"], *(_shown(row, column) for column in columns))
     for name, value in (guessers or {}).items():
         table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
     Console(highlight=False).print(table)
     return 0
+
+
+def _shown(row: dict[str, Any], column: str) -> str:
+    """One score as text, an accuracy with the interval that its rows leave."""
+    value = row[column]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not Metric(column).percent:
+        return f"{value:.4f}"
+    low, high = row.get(f"{column}_interval") or (None, None)
+    return f"{value:.2%} {Metric(column).interval(low, high)}".rstrip()
 
 
 def score(
@@ -104,7 +116,8 @@ def score(
             if not text:
                 treat_memory(model, mode, config)
                 size = config.training.evaluation_batch_size or config.training.batch_size
-                rows.append({"memory": mode, **evaluate(model, dataset, processes, size)})
+                values = evaluate(model, dataset, processes, size, config.training.workers)
+                rows.append({"memory": mode, **with_intervals(values)})
                 continue
             if has_caches(model):
                 treat_memory(model, mode, config)
