@@ -7,6 +7,8 @@ from typing import Any
 from ..registry import DATASETS
 from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
 from .cifar import CIFAR10
+from .coco import CocoDetection, DetectionBatch
+from .coco_files import UnreadableImage
 from .digits import Digits
 from .images import ImageDataset, ImageFolder
 from .listops import Expression, evaluate, generate_trees, root_operator_baselines
@@ -23,7 +25,9 @@ __all__ = [
     "SPLITS",
     "Batch",
     "Books",
+    "CocoDetection",
     "Dataset",
+    "DetectionBatch",
     "Digits",
     "Enwik8",
     "Expression",
@@ -38,6 +42,7 @@ __all__ = [
     "Streams",
     "Text",
     "TextDataset",
+    "UnreadableImage",
     "WikiText2",
     "WikiText103",
     "cache_folder",
