@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.analysis.wording import MISSING, Metric
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
+from cached_transformers.training.detection import check_categories, evaluate_detector
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import evaluate, jsonable
@@ -27,6 +30,7 @@ from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
     load_run,
+    read_categories,
     read_run_config,
     write_evaluation,
     write_report,
@@ -80,11 +84,18 @@ def run(arguments: argparse.Namespace) -> int:
     for name in columns:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["memory"], *(f"{row[c]:.2%}" if c == "accuracy" else f"{row[c]:.4f}" for c in columns))
+        table.add_row(row["memory"], *(shown(c, row[c]) for c in columns))
     for name, value in (guessers or {}).items():
         table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
     Console(highlight=False).print(table)
     return 0
+
+
+def shown(name: str, value: float) -> str:
+    """A score as text: shares in per cent."""
+    if math.isnan(value):
+        return MISSING
+    return f"{value:.2%}" if Metric(name).percent else f"{value:.4f}"
 
 
 def score(
@@ -95,7 +106,9 @@ def score(
     def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
         rows = []
         dataset = build_dataset(config, split)
-        text = task_name(dataset) == "language"
+        text, detection = (task_name(dataset) == name for name in ("language", "detection"))
+        if detection:
+            check_categories([record["name"] for record in read_categories(folder)], dataset)
         if config.evaluation.segment_length and not text:
             raise ValueError(f"--segment-length {config.evaluation.segment_length} is for text, not {dataset.name!r}")
         for mode in modes:
@@ -104,7 +117,8 @@ def score(
             if not text:
                 treat_memory(model, mode, config)
                 size = config.training.evaluation_batch_size or config.training.batch_size
-                rows.append({"memory": mode, **evaluate(model, dataset, processes, size)})
+                judge = evaluate_detector if detection else evaluate
+                rows.append({"memory": mode, **judge(model, dataset, processes, size)})
                 continue
             if has_caches(model):
                 treat_memory(model, mode, config)
@@ -113,7 +127,7 @@ def score(
                 model, dataset, processes, dataclasses.replace(config, evaluation=section)
             )
             rows.append({"memory": mode, **values, "places": places})
-        return rows, step, None if text else fitted_baselines(config, dataset)
+        return rows, step, None if text or detection else fitted_baselines(config, dataset)
 
     return in_world(device, scores)
 

@@ -46,7 +46,7 @@ class CocoDetection:
         split: "train", "validation" or "test".
         path: folder, or one zip archive.
         train, validation, test: names of the splits; two may be the same.
-        masks: whether items have masks; null: where every object of the file has a segmentation.
+        masks: whether items have masks, without which an object is dropped; null: where any object of the file has one.
         empty: training images without objects: "drop" or "keep" them.
         bad_files: images that are missing or cannot be decoded: "stop" at the first, or "skip" them with a warning.
         augment: mirror training images at random.
@@ -89,9 +89,7 @@ class CocoDetection:
         self.annotations = Annotations(*read_annotations(root, name))
         self.class_names, self.category_ids = self.annotations.class_names, self.annotations.category_ids
         self.classes = len(self.class_names)
-        self.masks = not self.annotations.unmasked if masks is None else masks
-        if masks and split == "train":
-            self.annotations.drop_unmasked()
+        self.masks = self._with_masks(masks)
         self.image_ids = self._chosen(image_ids, limit, keep_empty=empty == "keep" or split != "train")
         names = {number: str(self.annotations.images[number]["file_name"]) for number in self.image_ids}
         self._files = find_images(root, name, names.values())
@@ -100,6 +98,19 @@ class CocoDetection:
             for note in self.annotations.notes():
                 warnings.warn(note, stacklevel=2)
         self._reported: set[int] = set()
+
+    def _with_masks(self, wanted: bool | None) -> bool:
+        total = sum(map(len, self.annotations.objects.values()))
+        there = len(self.annotations.unmasked) < total
+        if wanted and not there:
+            raise ValueError(
+                f"data.masks=true, but no object of {self.annotations.source} has a usable segmentation; train a "
+                "detector of boxes (retinanet, faster_rcnn) with data.masks=false"
+            )
+        if there and wanted is not False:
+            self.annotations.drop_unmasked()
+            return True
+        return False
 
     def _chosen(self, image_ids: Sequence[int] | None, limit: int | None, keep_empty: bool) -> list[int]:
         images, source = self.annotations.images, self.annotations.source

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,9 @@ class Annotations:
             raise ValueError(f"{source} lists no category; a detector needs at least one")
         self.category_ids = [int(record["id"]) for record in categories]
         self.class_names = [str(record["name"]) for record in categories]
-        self.images: dict[int, dict[str, Any]] = {record["id"]: self._checked_image(record) for record in tree["images"]}
+        self.images: dict[int, dict[str, Any]] = {
+            record["id"]: self._checked_image(record) for record in tree["images"]
+        }
         classes = {number: index for index, number in enumerate(self.category_ids)}
         self._refuse_strangers("category_id", classes, "categories")
         self._refuse_strangers("image_id", self.images, "images")
@@ -83,9 +87,8 @@ class Annotations:
         strange = [a for a in self.tree["annotations"] if a.get(key) not in known]
         if strange:
             ids = _some(sorted({str(a.get(key)) for a in strange}))
-            have = ""
-            if key == "category_id":
-                have = f" ({', '.join(f'{n} {c!r}' for n, c in list(zip(self.category_ids, self.class_names, strict=True))[:_SHOWN])}, ...)"  # noqa: E501
+            named = [f"{n} {c!r}" for n, c in zip(self.category_ids, self.class_names, strict=True)]
+            have = f" ({_some(named)})" if key == "category_id" else ""
             raise ValueError(
                 f"{self.source}: {len(strange)} annotations (id {_some([a['id'] for a in strange])}) have {key} {ids}, "
                 f"which is not in {kind}{have}; add the missing entries or remove the annotations"
@@ -104,7 +107,7 @@ class Annotations:
         x1, y1, x2, y2 = clipped(box, image["height"], image["width"])
         if x2 <= x1 or y2 <= y1:
             outside = box[2] > 0 and box[3] > 0
-            self._drop("box outside the image" if outside else "box of zero area", number)
+            self.drop("box outside the image" if outside else "box of zero area", number)
             return
         segmentation = usable_segmentation(record.get("segmentation"), image["height"], image["width"])
         if segmentation is None:
@@ -112,14 +115,15 @@ class Annotations:
         found = {"id": number, "class": classes[record["category_id"]], "box": (x1, y1, x2, y2)}
         self.objects.setdefault(record["image_id"], []).append({**found, "segmentation": segmentation})
 
-    def _drop(self, reason: str, number: int) -> None:
+    def drop(self, reason: str, number: int) -> None:
+        """Note an annotation that is no object to learn."""
         self.dropped.setdefault(reason, []).append(number)
 
     def drop_unmasked(self) -> None:
         """Drop the objects without a usable segmentation: there is no mask to learn from them."""
         gone = set(self.unmasked)
         for number in self.unmasked:
-            self._drop("no usable segmentation", number)
+            self.drop("no usable segmentation", number)
         self.objects = {i: [o for o in objects if o["id"] not in gone] for i, objects in self.objects.items()}
         self.unmasked = []
 
@@ -131,24 +135,26 @@ class Annotations:
         ]
 
     def truth(self, image_ids: Iterable[int]) -> Any:
-        """Ground truth of some images as a `pycocotools.coco.COCO`: the file as it is, with areas and crowd flags filled
-        in where they are absent."""
+        """Ground truth of some images as a `pycocotools.coco.COCO`.
+
+        It is the file as it is; areas, crowd flags and segmentations are filled in where they are absent or unusable
+        (the area of the box, no crowd, the box itself).
+        """
         chosen = set(image_ids)
         annotations = []
         for record in self.tree["annotations"]:
             if record["image_id"] in chosen:
-                crowd = int(record.get("iscrowd") or 0)
-                area = record.get("area", record["bbox"][2] * record["bbox"][3])
-                annotations.append({**record, "iscrowd": crowd, "area": area})
+                image, (x, y, w, h) = self.images[record["image_id"]], record["bbox"]
+                known = {"iscrowd": int(record.get("iscrowd") or 0), "area": record.get("area", w * h)}
+                if usable_segmentation(record.get("segmentation"), image["height"], image["width"]) is None:
+                    known["segmentation"] = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+                annotations.append({**record, **known})
         images = [image for number, image in self.images.items() if number in chosen]
         return as_coco({"images": images, "annotations": annotations, "categories": self.tree["categories"]})
 
 
 def as_coco(tree: dict[str, Any]) -> Any:
     """A `pycocotools.coco.COCO` of a tree of images, annotations and categories, without its printing."""
-    from contextlib import redirect_stdout
-    from io import StringIO
-
     coco = require("pycocotools.coco", extra="detection").COCO()
     coco.dataset = {"info": {}, **tree}
     with redirect_stdout(StringIO()):

@@ -41,7 +41,9 @@ class Pyramid(nn.Module):
         channels: C, of every level. extra: makes further levels from the last ones.
     """
 
-    def __init__(self, body: nn.Module, stages: Sequence[int], widths: Sequence[int], channels: int, extra: Any) -> None:
+    def __init__(
+        self, body: nn.Module, stages: Sequence[int], widths: Sequence[int], channels: int, extra: Any
+    ) -> None:
         super().__init__()
         operations = require("torchvision.ops", extra="detection")
         self.body, self.stages, self.out_channels = body, list(stages), channels

@@ -42,7 +42,9 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]
     if not isinstance(stored, dict) or not stored or not all(isinstance(t, Tensor) for t in stored.values()):
-        raise ValueError(f"{source} holds no state dict: a mapping of names to tensors, also below {', '.join(_NESTED)}")
+        raise ValueError(
+            f"{source} holds no state dict: a mapping of names to tensors, also below {', '.join(_NESTED)}"
+        )
     return _without_prefix(stored)
 
 

@@ -46,29 +46,41 @@ class OptimizerConfig:
 class ScheduleConfig:
     """How the learning rate moves over the steps (the `schedule` section of a recipe)."""
 
-    name: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
+    name: Literal["constant", "cosine", "inverse_sqrt", "step"] = "cosine"
     warmup_steps: int = 0
     """Steps of linear growth from zero."""
     final_ratio: float = 0.0
     """cosine only: learning rate of the last step, as a share of the peak."""
+    decay_steps: tuple[int, ...] = ()
+    """step only: after each of these steps the learning rate falls to `decay_factor` of itself."""
+    decay_factor: float = 0.1
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"schedule.warmup_steps={self.warmup_steps} must not be negative")
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f"schedule.final_ratio={self.final_ratio} must lie in [0, 1]")
+        if self.name == "step" and not self.decay_steps:
+            raise ValueError("schedule.name=step needs schedule.decay_steps, e.g. [58632, 80619]; or take constant")
+        if any(step < 1 for step in self.decay_steps) or list(self.decay_steps) != sorted(set(self.decay_steps)):
+            raise ValueError(f"schedule.decay_steps={list(self.decay_steps)} must grow, from 1 on")
+        if not 0 < self.decay_factor <= 1:
+            raise ValueError(f"schedule.decay_factor={self.decay_factor} must lie in (0, 1]")
 
 
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
 
     With warm-up w: constant is peak * min(1, t / w); cosine falls from the peak at t = w to `final_ratio` * peak at
-    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)).
+    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)); step is peak * min(1, t / w) * factor^k after k of
+    the decay steps.
     """
     peak, warmup = optimizer.learning_rate, schedule.warmup_steps
     ramp = min(1.0, step / warmup) if warmup else 1.0
     if schedule.name == "inverse_sqrt":
         return peak * ramp / math.sqrt(max(step, warmup, 1))
+    if schedule.name == "step":
+        return peak * ramp * schedule.decay_factor ** sum(step > at for at in schedule.decay_steps)
     if schedule.name == "constant" or step <= warmup:
         return peak * ramp
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
