@@ -19,7 +19,7 @@ COLUMNS = {
 }
 CAPTION = (
     "Average precision in per cent, by pycocotools: AP over IoU thresholds from .50 to .95, AP50 and AP75 at one "
-    "threshold; small objects are below 32 x 32 pixels, large ones from 96 x 96 pixels on. A dash: there is no such object."
+    "threshold; small objects are below 32 x 32 pixels, large ones from 96 x 96 on. A dash: there is no such object."
 )
 
 

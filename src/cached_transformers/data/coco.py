@@ -24,7 +24,7 @@ from .coco_annotations import Annotations, decode_mask
 from .coco_files import UnreadableImage, decode_rgb, find_images, read_annotations
 
 Target = dict[str, Tensor]
-"""boxes float (N, 4) as corners x1, y1, x2, y2 in pixels; labels long (N,); masks uint8 (N, H, W) where there are any."""
+"""boxes float (N, 4) as corners x1, y1, x2, y2 in pixels; labels long (N,); masks uint8 (N, H, W), if there are any."""
 
 
 class DetectionBatch(NamedTuple):

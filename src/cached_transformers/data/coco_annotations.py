@@ -99,7 +99,8 @@ class Annotations:
         box = record.get("bbox")
         if not isinstance(box, (list, tuple)) or len(box) != 4 or not all(_finite(value) for value in box):
             raise ValueError(
-                f"{self.source}: annotation {number} has bbox {box!r}; it must be four finite numbers: x, y, width, height"
+                f"{self.source}: annotation {number} has bbox {box!r}; it must be four finite numbers: "
+                "x, y, width, height"
             )
         if record.get("iscrowd"):
             self.crowds += 1

@@ -113,8 +113,8 @@ def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
     strange = [name for name in dataset.class_names if name not in known]
     told = f"lacks {missing[:5]} and has {strange[:5]} beside" if missing or strange else "has them in another order"
     raise ValueError(
-        f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files the same "
-        "list of categories"
+        f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
+        "the same list of categories"
     )
 
 

@@ -108,8 +108,8 @@ class TrainingOrder(Sampler[list[Key]]):
 class GroupedOrder(TrainingOrder):
     """Batches of rows of one group as far as they go (images of one aspect ratio need little padding).
 
-    Within an epoch each group's rows keep the order of the permutation; what fills no batch of its group goes into mixed
-    ones, and all batches are dealt in an order of their own. Every row has the chance that it has in `TrainingOrder`.
+    Within an epoch each group's rows keep the order of the permutation; what fills no batch of its group goes into
+    mixed ones, and all batches are dealt in an order of their own. Every row has the chance it has in `TrainingOrder`.
 
     Args:
         groups: group of each row, integers (size,). Others: as in `TrainingOrder`.

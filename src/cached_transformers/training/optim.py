@@ -72,8 +72,8 @@ def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: in
     """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
 
     With warm-up w: constant is peak * min(1, t / w); cosine falls from the peak at t = w to `final_ratio` * peak at
-    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)); step is peak * min(1, t / w) * factor^k after k of
-    the decay steps.
+    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)); step is peak * min(1, t / w) * factor^k after k
+    of the decay steps.
     """
     peak, warmup = optimizer.learning_rate, schedule.warmup_steps
     ramp = min(1.0, step / warmup) if warmup else 1.0

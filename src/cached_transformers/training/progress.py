@@ -62,7 +62,7 @@ class Reporter:
 
 
 def second_score(values: Mapping[str, Any]) -> str:
-    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, perplexity, or APs."""
+    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, perplexity, APs."""
     if "accuracy" in values:
         return f"accuracy {values['accuracy']:.2%}"
     if "bits_per_byte" in values:
