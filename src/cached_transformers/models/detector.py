@@ -15,6 +15,7 @@ Legend: N objects, C channels, H height, W width.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -252,9 +253,12 @@ def make_body(name: str, strides: Sequence[int], options: dict[str, Any]) -> tup
         ValueError: timm does not know it, or it has no such maps.
     """
     timm = require("timm", extra="vision")
+    importlib.import_module("..integrations.timm_models", __package__)  # our models by name
     if not timm.is_model(name):
         raise ValueError(f"timm knows no model {name!r} for model.backbone; timm.list_models('pvt*') lists some")
     body = timm.create_model(name, pretrained=False, num_classes=0, **options)
+    if getattr(body, "class_token", False) is True:  # PVT; maps do not need it, and the original drops it, too
+        body = timm.create_model(name, pretrained=False, num_classes=0, **{"class_token": False, **options})
     facts = list(getattr(body, "feature_info", None) or [])
     by_stride = {int(fact["reduction"]): (index, int(fact["num_chs"])) for index, fact in enumerate(facts)}
     if len(by_stride) < len(facts) or not set(strides) <= set(by_stride) or not hasattr(body, "forward_intermediates"):

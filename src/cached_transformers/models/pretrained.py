@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from .pvt import PyramidVisionTransformer, published_weights
+
 CACHE = "cache_MC"
 """Last part of the name of a shared cache in a state dict."""
 _NESTED = ("state_dict", "model", "state_dict_ema", "model_ema")
@@ -61,6 +63,8 @@ def load_backbone(body: Any, source: Path, caches: bool) -> None:
     """
     heads = classifier_names(body)
     stored = {k: v for k, v in read_weights(source).items() if k.split(".")[0] not in heads}
+    if isinstance(body, PyramidVisionTransformer):  # without class token, whose position goes, too
+        stored = published_weights(stored, body)
     ours = body.state_dict()
     if not caches:
         stored = {k: v for k, v in stored.items() if k.rpartition(".")[2] != CACHE}
