@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.analysis.detection_report import COLUMNS
 from cached_transformers.analysis.wording import MISSING, Metric
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
@@ -78,8 +79,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
+    title = f"{arguments.folder}: {arguments.split} split, step {step}"
+    Console(highlight=False).print(
+        precision_table(title, rows) if "box_ap" in rows[0] else score_table(title, rows, guessers)
+    )
+    return 0
+
+
+def score_table(title: str, rows: list[dict[str, Any]], guessers: dict[str, float] | None) -> Table:
+    """A row of scores per way of treating the memory, and the baselines below."""
     columns = [name for name in rows[0] if name not in ("memory", "places")]
-    table = Table(title=f"{arguments.folder}: {arguments.split} split, step {step}", title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("memory")
     for name in columns:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
@@ -87,8 +97,22 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(row["memory"], *(shown(c, row[c]) for c in columns))
     for name, value in (guessers or {}).items():
         table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
-    Console(highlight=False).print(table)
-    return 0
+    return table
+
+
+def precision_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Average precisions: a row per way of treating the memory, and kind (box, mask)."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("memory", "kind"):
+        table.add_column(name)
+    for name in COLUMNS.values():
+        table.add_column(name, justify="right")
+    for row in rows:
+        for kind in ("box", "mask"):
+            if f"{kind}_ap" in row:
+                values = [(f"{kind}_{part}", row[f"{kind}_{part}"]) for part in COLUMNS]
+                table.add_row(row["memory"], kind, *(shown(name, value) for name, value in values))
+    return table
 
 
 def shown(name: str, value: float) -> str:
