@@ -32,10 +32,10 @@ def draw_detections(pixels_HWC: np.ndarray, found: Mapping[str, Tensor], names: 
     order = found["scores"].argsort().tolist()
     canvas = pixels_HWC.astype(np.float32)
     for index in order if "masks" in found else ():
-        colour = np.array(class_colour(int(found["labels"][index])), dtype=np.float32)
+        tint = np.array(class_colour(int(found["labels"][index])), dtype=np.float32)
         inside_HW = (found["masks"][index, 0] > MASK_THRESHOLD).cpu().numpy()
-        canvas[inside_HW] = (1 - MASK_OPACITY) * canvas[inside_HW] + MASK_OPACITY * colour
-        canvas[_edge(inside_HW)] = colour
+        canvas[inside_HW] = (1 - MASK_OPACITY) * canvas[inside_HW] + MASK_OPACITY * tint
+        canvas[_edge(inside_HW)] = tint
     picture = image_module.fromarray(np.rint(canvas).astype(np.uint8))
     draw = draw_module.Draw(picture)
     size = max(10, min(height, width) // 30)

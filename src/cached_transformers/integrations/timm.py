@@ -122,7 +122,8 @@ def _pvt_size(site: Site) -> tuple[int, int]:
     size, named = site.settings.get("input_size"), re.search(r"\bblock(\d+)\b", site.name)
     if size is None or named is None:
         return int(site.layer.size[0]), int(site.layer.size[1])
-    stride = int(site.around("feature_info").feature_info[int(named[1]) - 1]["reduction"])
+    stages: Any = site.around("feature_info").feature_info
+    stride = int(stages[int(named[1]) - 1]["reduction"])
     return int(size[0]) // stride, int(size[1]) // stride
 
 
