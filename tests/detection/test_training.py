@@ -283,6 +283,8 @@ def test_a_run_that_began_with_a_classifier_needs_its_file_no_more(data, tmp_pat
     assert step == 2 and config.model["checkpoint"] == str(path)
     begun, ended = trained.patch_embed.proj.weight, model.detector.backbone.body.patch_embed.proj.weight
     assert 0 < (begun - ended).abs().max() < 0.05
+    tree["training"] |= {"steps": 3}
+    assert run_training(config_from_dict(tree), tmp_path / "run")["steps"] == 3
 
 
 # ------------------------------------------------------------------------------------------------ recipes

@@ -158,7 +158,8 @@ def _train_test_report(
         train, validation = (build_dataset(config, split) for split in ("train", "validation"))
         test = None if config.training.test == "none" else build_dataset(config, "test")
     config = fill_from_data(config, train.describe())
-    model = build_model(config)
+    continued = resume != "never" and bool(Checkpoints(folder / "checkpoints").paths())
+    model = build_model(without_checkpoint(config) if continued else config)
     trainer = Trainer(config, model, train, validation, folder, processes, reporter)
     trainer.resume(resume)
     if processes.main:
