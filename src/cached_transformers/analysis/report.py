@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cached_transformers.analysis import plots
+from cached_transformers.analysis.detection_report import average_precisions
 from cached_transformers.analysis.page import (
     Cell,
     collapsible,
@@ -77,6 +78,7 @@ def write_run_report(run_folder: str | Path) -> Path:
         "</header>",
         paragraph(" ".join(run_summary(run.records, summary, metric)), "summary"),
         _run_table(summary, metric),
+        average_precisions(summary),
         _curves({run.name: [run.records]}, "curves", metric.name, None),
         _places(run, "places"),
         _gates({run.name: [run.gates]} if run.gates else {}, "gates", None),

@@ -18,7 +18,7 @@ class Metric(NamedTuple):
     @property
     def percent(self) -> bool:
         """Whether the metric is a share of 1, shown in per cent and its differences in percentage points."""
-        return self.name == "accuracy" or self.name.endswith("_accuracy")
+        return self.name == "accuracy" or self.name.endswith("_accuracy") or self.name.startswith(("box_ap", "mask_ap"))
 
     @property
     def scale(self) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from cached_transformers.analysis.wording import Metric
+from cached_transformers.analysis.detection_report import COLUMNS
+from cached_transformers.analysis.wording import MISSING, Metric
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
+from cached_transformers.training.detection import check_categories, evaluate_detector
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import evaluate, jsonable, with_intervals
@@ -28,6 +31,7 @@ from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
     load_run,
+    read_categories,
     read_run_config,
     write_evaluation,
     write_report,
@@ -75,24 +79,48 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
-    columns = [n for n in rows[0] if n not in ("memory", "places") and not n.endswith("_interval")]
-    table = Table(title=f"{arguments.folder}: {arguments.split} split, step {step}", title_justify="left", box=None)
+    title = f"{arguments.folder}: {arguments.split} split, step {step}"
+    Console(highlight=False).print(
+        precision_table(title, rows) if "box_ap" in rows[0] else score_table(title, rows, guessers)
+    )
+    return 0
+
+
+def score_table(title: str, rows: list[dict[str, Any]], guessers: dict[str, float] | None) -> Table:
+    """A row of scores per way of treating the memory, and the baselines below."""
+    columns = [name for name in rows[0] if name not in ("memory", "places") and not name.endswith("_interval")]
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("memory")
     for name in columns:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["memory"], *(_shown(row, column) for column in columns))
+        table.add_row(row["memory"], *(shown(row, column) for column in columns))
     for name, value in (guessers or {}).items():
         table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
-    Console(highlight=False).print(table)
-    return 0
+    return table
 
 
-def _shown(row: dict[str, Any], column: str) -> str:
-    """One score as text, an accuracy with the interval that its rows leave."""
+def precision_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Average precisions: a row per way of treating the memory, and kind (box, mask)."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("memory", "kind"):
+        table.add_column(name)
+    for name in COLUMNS.values():
+        table.add_column(name, justify="right")
+    for row in rows:
+        for kind in ("box", "mask"):
+            if f"{kind}_ap" in row:
+                table.add_row(row["memory"], kind, *(shown(row, f"{kind}_{part}") for part in COLUMNS))
+    return table
+
+
+def shown(row: dict[str, Any], column: str) -> str:
+    """One score as text: shares in per cent, an accuracy with the interval that its rows leave."""
     value = row[column]
     if isinstance(value, int):
         return f"{value:,}"
+    if math.isnan(value):
+        return MISSING
     if not Metric(column).percent:
         return f"{value:.4f}"
     low, high = row.get(f"{column}_interval") or (None, None)
@@ -107,7 +135,9 @@ def score(
     def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
         rows = []
         dataset = build_dataset(config, split)
-        text = task_name(dataset) == "language"
+        text, detection = (task_name(dataset) == name for name in ("language", "detection"))
+        if detection:
+            check_categories([record["name"] for record in read_categories(folder)], dataset)
         if config.evaluation.segment_length and not text:
             raise ValueError(f"--segment-length {config.evaluation.segment_length} is for text, not {dataset.name!r}")
         for mode in modes:
@@ -116,8 +146,11 @@ def score(
             if not text:
                 treat_memory(model, mode, config)
                 size = config.training.evaluation_batch_size or config.training.batch_size
-                values = evaluate(model, dataset, processes, size, config.training.workers)
-                rows.append({"memory": mode, **with_intervals(values)})
+                if detection:
+                    rows.append({"memory": mode, **evaluate_detector(model, dataset, processes, size)})
+                else:
+                    values = evaluate(model, dataset, processes, size, config.training.workers)
+                    rows.append({"memory": mode, **with_intervals(values)})
                 continue
             if has_caches(model):
                 treat_memory(model, mode, config)
@@ -126,7 +159,7 @@ def score(
                 model, dataset, processes, dataclasses.replace(config, evaluation=section)
             )
             rows.append({"memory": mode, **values, "places": places})
-        return rows, step, None if text else fitted_baselines(config, dataset)
+        return rows, step, None if text or detection else fitted_baselines(config, dataset)
 
     return in_world(device, scores)
 

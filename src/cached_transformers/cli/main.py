@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from cached_transformers import __version__
-from cached_transformers.cli import benchmark, compare, evaluate, explain, plot, probe, reproduce, stream, train
+from cached_transformers.cli import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
 from cached_transformers.cli import list as list_command
 from cached_transformers.training.trainer import Interrupted
 
@@ -25,6 +25,7 @@ examples:
   cached explain bp_transformer --plot tree.png            which keys each query attends
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
+  cached detect runs/coco_mini_mask_rcnn photo.jpg         boxes and masks drawn into images
   cached compare digits_vit_plain --with plain,grc --seeds 3
   cached reproduce table5 --data wikitext-2                a table of the paper, small
   cached reproduce table6 --rows transformer-grc           rows of one that generates its data
@@ -45,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (list_command, explain, train, evaluate, compare, reproduce, plot, probe, stream, benchmark):
+    for module in (list_command, explain, train, evaluate, detect, compare, reproduce, plot, probe, stream, benchmark):
         module.add_parser(subparsers)
     return parser
 

@@ -107,14 +107,24 @@ def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
 def pvt_attention(site: Site) -> Host:
     """PVT: as PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
     layer = site.layer
-    height, width = layer.size
+    height, width = _pvt_size(site)
     reduction = None
     if site.memory and layer.sr is not None:
         reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
-    known = _branch(layer, layer.q) | {"reduction": reduction, "size": layer.size, "prefix": layer.prefix}
+    known = _branch(layer, layer.q) | {"reduction": reduction, "size": (height, width), "prefix": layer.prefix}
     known["length"] = height * width + layer.prefix
     inner = Inner(float(layer.attn_drop.p), cross=layer.sr is not None)
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, known, inner=inner)
+
+
+def _pvt_size(site: Site) -> tuple[int, int]:
+    """(height, width) of the map of this layer: that which it was built for, or that of images of `input_size`."""
+    size, named = site.settings.get("input_size"), re.search(r"\bblock(\d+)\b", site.name)
+    if size is None or named is None:
+        return int(site.layer.size[0]), int(site.layer.size[1])
+    stages: Any = site.around("feature_info").feature_info
+    stride = int(stages[int(named[1]) - 1]["reduction"])
+    return int(size[0]) // stride, int(size[1]) // stride
 
 
 def _pvt_query(x_BND: Tensor, size: tuple[int, int]) -> Query:

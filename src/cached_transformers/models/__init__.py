@@ -9,10 +9,19 @@ from torch import nn
 from ..registry import MODELS
 from . import hosted as hosted
 from .decoder import LanguageModel
+from .detector import FasterRCNN, MaskRCNN, RetinaNet
 from .encoder import SequenceClassifier
 from .vision_transformer import VisionTransformer
 
-__all__ = ["LanguageModel", "SequenceClassifier", "VisionTransformer", "create_model"]
+__all__ = [
+    "FasterRCNN",
+    "LanguageModel",
+    "MaskRCNN",
+    "RetinaNet",
+    "SequenceClassifier",
+    "VisionTransformer",
+    "create_model",
+]
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:

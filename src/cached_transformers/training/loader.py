@@ -216,6 +216,35 @@ class TrainingOrder(Sampler[list[Key]]):
             step += 1
 
 
+class GroupedOrder(TrainingOrder):
+    """Batches of rows of one group as far as they go (images of one aspect ratio need little padding).
+
+    Within an epoch each group's rows keep the order of the permutation; what fills no batch of its group goes into
+    mixed ones, and all batches are dealt in an order of their own. Every row has the chance it has in `TrainingOrder`.
+
+    Args:
+        groups: group of each row, integers (size,). Others: as in `TrainingOrder`.
+    """
+
+    def __init__(self, groups: np.ndarray, *args: Any, **options: Any) -> None:
+        super().__init__(len(groups), *args, **options)
+        self._groups, self._dealt = torch.from_numpy(np.asarray(groups)), -1
+
+    def rows(self, step: int) -> list[Key]:
+        epoch, position = divmod(step, self.size // self.batch_size)
+        if epoch != self._dealt:
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+            order, batch = torch.randperm(self.size, generator=generator), self.batch_size
+            parts = [order[self._groups[order] == group] for group in self._groups.unique()]
+            whole = [part[: len(part) // batch * batch] for part in parts]
+            rest = torch.cat([part[len(part) // batch * batch :] for part in parts])
+            rest = rest[torch.randperm(len(rest), generator=generator)]
+            batches = torch.cat([*whole, rest[: len(rest) // batch * batch]]).view(-1, batch)
+            self._batches = batches[torch.randperm(len(batches), generator=generator)]
+            self._dealt = epoch
+        return [(epoch, index) for index in self._batches[position].tolist()]
+
+
 def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
     """Endless batches (`dataset.collate`) in the given order.
 

@@ -46,13 +46,16 @@ class OptimizerConfig:
 class ScheduleConfig:
     """How the learning rate moves over the steps (the `schedule` section of a recipe)."""
 
-    name: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
+    name: Literal["constant", "cosine", "inverse_sqrt", "step"] = "cosine"
     warmup_steps: int = 0
     """Steps of linear growth."""
     initial_ratio: float = 0.0
     """Where that growth begins, as a share of the peak."""
     final_ratio: float = 0.0
     """cosine only: learning rate of the last step, as a share of the peak."""
+    decay_steps: tuple[int, ...] = ()
+    """step only: after each of these steps the learning rate falls to `decay_factor` of itself."""
+    decay_factor: float = 0.1
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -60,19 +63,28 @@ class ScheduleConfig:
         for name in ("initial_ratio", "final_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"schedule.{name}={getattr(self, name)} must lie in [0, 1]")
+        if self.name == "step" and not self.decay_steps:
+            raise ValueError("schedule.name=step needs schedule.decay_steps, e.g. [58632, 80619]; or take constant")
+        if any(step < 1 for step in self.decay_steps) or list(self.decay_steps) != sorted(set(self.decay_steps)):
+            raise ValueError(f"schedule.decay_steps={list(self.decay_steps)} must grow, from 1 on")
+        if not 0 < self.decay_factor <= 1:
+            raise ValueError(f"schedule.decay_factor={self.decay_factor} must lie in (0, 1]")
 
 
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
 
     With warm-up w and i = `initial_ratio`, the ramp is i + (1 - i) * min(1, t / w). Constant is peak * ramp; cosine
-    falls from the peak at t = w to `final_ratio` * peak at t = steps; inverse_sqrt is peak * ramp / sqrt(max(t, w)).
+    falls from the peak at t = w to `final_ratio` * peak at t = steps; inverse_sqrt is peak * ramp / sqrt(max(t, w));
+    step is peak * ramp * factor^k after k of the decay steps.
     """
     peak, warmup = optimizer.learning_rate, schedule.warmup_steps
     begin = schedule.initial_ratio
     ramp = begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
     if schedule.name == "inverse_sqrt":
         return peak * ramp / math.sqrt(max(step, warmup, 1))
+    if schedule.name == "step":
+        return peak * ramp * schedule.decay_factor ** sum(step > at for at in schedule.decay_steps)
     if schedule.name == "constant" or step <= warmup:
         return peak * ramp
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -46,7 +46,8 @@ class Reporter:
 
     def line(self, values: Mapping[str, Any]) -> None:
         """Show one metrics line: in the bar while training, as text for evaluations and in files."""
-        text = f"loss {values['loss']:.4f}  {second_score(values)}"
+        loss = [f"loss {values['loss']:.4f}"] if "loss" in values else []  # a detector has none in evaluation
+        text = "  ".join(filter(None, [*loss, second_score(values)]))
         if values["split"] == "train":
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, values=text)
@@ -61,9 +62,17 @@ class Reporter:
 
 
 def second_score(values: Mapping[str, Any]) -> str:
-    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, or perplexity."""
+    """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, perplexity, APs."""
     if "accuracy" in values:
         return f"accuracy {values['accuracy']:.2%}"
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
-    return f"perplexity {values['perplexity']:.2f}"
+    if "perplexity" in values:
+        return f"perplexity {values['perplexity']:.2f}"
+    kinds = [kind for kind in ("box", "mask") if f"{kind}_ap" in values]
+    keys = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+    short = ("AP", "AP50", "AP75", "APS", "APM", "APL")
+    return "  ".join(
+        f"{kind} " + " ".join(f"{name} {values[f'{kind}_{key}']:.3f}" for key, name in zip(keys, short, strict=True))
+        for kind in kinds
+    )

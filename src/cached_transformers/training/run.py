@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from cached_transformers.config import RunConfig, config_from_dict, config_to_yaml, fill_from_data
 from cached_transformers.registry import DATASETS, MODELS
@@ -34,6 +35,8 @@ TOKENIZER = "tokenizer.json"
 """File in a run folder with the tokenizer of a language model."""
 BAD_FILES = "bad_files.json"
 """File in a run folder that names the data files which were skipped, with what was wrong; absent if there are none."""
+CATEGORIES = "categories.json"
+"""File in a run folder with the ids and names of a detector's classes."""
 MAPPED_IMAGES = 8
 """Images whose feature maps a run keeps."""
 
@@ -82,6 +85,13 @@ def build_model(config: RunConfig) -> nn.Module:
     return MODELS.create(**config.model)
 
 
+def without_checkpoint(config: RunConfig) -> RunConfig:
+    """The configuration without the weights that training began with: a trained run has its own."""
+    if config.model.get("checkpoint") is None:
+        return config
+    return dataclasses.replace(config, model={**config.model, "checkpoint": None})
+
+
 def load_run(folder: Path, checkpoint: str = "best") -> tuple[RunConfig, nn.Module, int]:
     """Configuration, model with its trained weights, and step of a run folder.
 
@@ -95,7 +105,7 @@ def load_run(folder: Path, checkpoint: str = "best") -> tuple[RunConfig, nn.Modu
     config = read_run_config(folder)
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
-    model = build_model(config)
+    model = build_model(without_checkpoint(config))
     try:
         model.load_state_dict(stored.weights)
     except RuntimeError as error:
@@ -109,6 +119,15 @@ def read_run_config(folder: Path) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no config.yaml")
     return config_from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+
+
+def read_categories(folder: Path) -> list[dict[str, Any]]:
+    """Ids and names of the classes of a detector's run folder, in order of the classes (ValueError when it is none)."""
+    path = folder / CATEGORIES
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CATEGORIES}: it is not a run of a detector")
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
@@ -143,7 +162,8 @@ def _train_test_report(
         train, validation = (build_dataset(config, split) for split in ("train", "validation"))
         test = None if config.training.test == "none" else build_dataset(config, "test")
     config = fill_from_data(config, train.describe())
-    model = build_model(config)
+    continued = resume != "never" and bool(Checkpoints(folder / "checkpoints").paths())
+    model = build_model(without_checkpoint(config) if continued else config)
     trainer = Trainer(config, model, train, validation, folder, processes, reporter)
     trainer.resume(resume)
     begin_with(trainer)
@@ -152,6 +172,9 @@ def _train_test_report(
         write_durably(folder / "config.yaml", config_to_yaml(config).encode())
         if task_name(train) == "language":
             write_durably(folder / TOKENIZER, train.tokenizer.dump())
+        elif task_name(train) == "detection":
+            pairs = zip(train.category_ids, train.class_names, strict=True)
+            _write_json(folder / CATEGORIES, [{"id": number, "name": name} for number, name in pairs])
     processes.barrier()
     if trainer.step == config.training.steps:
         reporter.message(f"training is complete already ({trainer.step} steps)")
@@ -234,7 +257,7 @@ def _summary(
     config = trainer.config
     inputs, keywords = example_inputs(scored, config)
     device = trainer.world.device
-    moved = {key: value.to(device) for key, value in keywords.items()}
+    inputs, moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, keywords))
     return {
         "name": config.name,
         "task": config.data["name"],
@@ -242,7 +265,7 @@ def _summary(
         "seed": config.training.seed,
         "steps": trainer.step,
         "parameters": count_parameters(trainer.model),
-        "flops": count_flops(trainer.model, *(value.to(device) for value in inputs), **moved),
+        "flops": count_flops(trainer.model, *inputs, **moved),
         "seconds_per_step": trainer.train_seconds / trainer.step,
         "train_seconds": trainer.train_seconds,
         "skipped_steps": trainer.skipped,
@@ -270,7 +293,7 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         if not gates:
             return
         _write_json(folder / "gates.json", {"layers": gates})
-        if not hasattr(dataset, "collate"):
+        if not hasattr(dataset, "collate") or task_name(dataset) == "detection":  # its images differ in size
             return
         images = next(evaluation_batches(dataset, MAPPED_IMAGES)).inputs
         if not images.is_floating_point():

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+Score = Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap"]
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -56,8 +58,8 @@ class TrainingConfig:
     """Steps between evaluations on the whole validation split; there is one at the end in any case."""
     evaluation_batch_size: int | None = None
     """Rows per evaluation batch and process; null takes `batch_size`. Text: streams, over all processes."""
-    metric: Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity"] = "accuracy"
-    """Validation value that decides which checkpoint is the best; text has no accuracy, and needs another."""
+    metric: Score = "accuracy"
+    """Validation value that decides which checkpoint is the best; text and detection need another than accuracy."""
     test: Literal["best", "last", "both", "none"] = "best"
     """Checkpoint that is evaluated on the test split when training is over; of both, the best is the result."""
     save_every: int | None = None

@@ -1,5 +1,5 @@
-"""What is trained: rows with a label each, or streams of text. The trainer knows steps, files and signals; a task knows
-its batches, its loss, what it carries from step to step, and its scores.
+"""What is trained: rows with a label each, streams of text, or detectors. The trainer knows steps, files and signals; a
+task knows its batches, its loss, what it carries from step to step, and its scores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.config import RunConfig
+from cached_transformers.training.detection import Detection
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.language import LanguageModelling
 from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
@@ -67,7 +68,11 @@ def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, 
     Raises:
         ValueError: settings that do not suit it.
     """
-    kinds: dict[str, Callable[..., Task]] = {"classification": Classification, "language": LanguageModelling}
+    kinds: dict[str, Callable[..., Task]] = {
+        "classification": Classification,
+        "language": LanguageModelling,
+        "detection": Detection,
+    }
     return kinds[task_name(train)](config, model, train, validation, world)
 
 
@@ -85,11 +90,13 @@ def baselines(config: RunConfig, train: Any, scored: Any) -> dict[str, float] | 
 
 
 def example_inputs(dataset: Any, config: RunConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model for the first row, or one segment of text: what FLOPs are counted on."""
+    """Arguments of the model for the first row or image, or one segment of text: what FLOPs are counted on."""
     if task_name(dataset) == "language":
         tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
         return (tokens[None],), {}
     batch = next(evaluation_batches(dataset, 1))
+    if task_name(dataset) == "detection":
+        return (batch.inputs,), {}
     return (batch.inputs,), {} if batch.padding is None else {"padding": batch.padding}
 
 

@@ -318,10 +318,10 @@ class Trainer:
 
     def _score(self, values: dict[str, Any]) -> float:
         """What the best step has most of; a loss that is not a number is worse than all."""
-        if self.settings.metric == "accuracy":
-            return values["accuracy"]
         value = values[self.settings.metric]
-        return -math.inf if math.isnan(value) else -value
+        if math.isnan(value):
+            return -math.inf
+        return value if self.settings.metric in ("accuracy", "box_ap", "mask_ap") else -value
 
     def _stop_if_asked(self, stop: list[int]) -> None:
         """Save and leave when any process was asked to stop; all processes decide alike."""

@@ -1,0 +1,379 @@
+"""Data in COCO's format: where it lies, what is learned of it, and what is refused, dropped or mended."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from made import folder, tree, write
+from PIL import Image
+from pycocotools.coco import COCO
+
+from cached_transformers.data import UnreadableImage, create_dataset
+from cached_transformers.data.coco_files import decode_rgb
+from cached_transformers.training.loader import GroupedOrder, training_batches
+
+
+def load(root, split="train", **options):
+    return create_dataset("coco", split=split, path=root, **options)
+
+
+def changed(tmp_path, change, **options):
+    """Made data after `change(annotations)`."""
+    annotations, pictures = tree(**options)
+    change(annotations)
+    return write(tmp_path, annotations, pictures)
+
+
+# ------------------------------------------------------------------------------------------------ places
+
+
+def test_folders_one_archive_and_an_archive_each_give_the_same(tmp_path):
+    root = folder(tmp_path / "plain")
+    one, each = tmp_path / "one.zip", tmp_path / "each"
+    each.mkdir()
+    with zipfile.ZipFile(one, "w") as archive:
+        for path in sorted(root.rglob("*.*")):
+            archive.write(path, path.relative_to(root))
+    for part in ("annotations", "train2017", "val2017"):
+        with zipfile.ZipFile(each / f"{part}.zip", "w") as archive:
+            for path in sorted((root / part).iterdir()):
+                archive.write(path, path.relative_to(root))
+    for split in ("train", "validation"):
+        items = [load(place, split, augment=False) for place in (root, one, each)]
+        assert [len(data) for data in items] == [6, 6, 6]
+        for index in range(6):
+            (image, target), *others = (data[index] for data in items)
+            for other, its_target in others:
+                assert torch.equal(image, other)
+                assert all(torch.equal(target[key], its_target[key]) for key in ("boxes", "labels", "masks"))
+
+
+def test_annotations_beside_the_images_are_found(tmp_path):
+    root = folder(tmp_path)
+    for name in ("train", "valid"):
+        shutil.move(root / ("train2017" if name == "train" else "val2017"), root / name)
+    for old, new in (("train2017", "train"), ("val2017", "valid")):
+        shutil.move(root / "annotations" / f"instances_{old}.json", root / new / "_annotations.coco.json")
+    data = load(root, "validation", train="train", validation="valid")
+    assert len(data) == 6 and data[0][0].shape == (3, 48, 64)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    root = folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no annotations for 'train2014': looked for annotations/instances"):
+        load(root, train="train2014")
+    with pytest.raises(FileNotFoundError, match=r"data\.test names no annotations; set it, .* or training\.test=none"):
+        load(root, "test")
+    with pytest.raises(FileNotFoundError, match="does not exist; expected a folder or zip archive"):
+        load(tmp_path / "nowhere")
+    shutil.rmtree(root / "train2017")
+    with pytest.raises(FileNotFoundError, match=r"none of the 6 images of 'train2017' \(such as 000\.png\)"):
+        load(root)
+    (root / "annotations" / "instances_val2017.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"instances_val2017\.json is not JSON.*is it complete"):
+        load(root, "validation")
+
+
+def test_real_coco(shared):
+    """Counts of the data's own description; masks and boxes as pycocotools reads them."""
+    data = load(shared / "data" / "coco-mini", augment=False)
+    facts = data.describe()
+    assert len(data.annotations.images) == 258 and facts["classes"] == 80 and facts["crowds"] == 23
+    assert facts["objects"] == 2148 - 23 and facts["dropped"] == {}
+    assert len(load(shared / "data" / "coco-mini", "validation")) == 128
+    theirs = data.truth(data.image_ids)
+    for number in data.image_ids[::25]:
+        image, target = data[data.image_ids.index(number)]
+        record = data.annotations.images[number]
+        assert image.shape == (3, record["height"], record["width"]) and image.min() >= 0 and image.max() <= 1
+        objects = theirs.loadAnns(theirs.getAnnIds(number, iscrowd=False))
+        assert target["masks"].shape[0] == len(objects) == len(target["boxes"])
+        for mask, box, label, raw in zip(target["masks"], target["boxes"], target["labels"], objects, strict=True):
+            assert np.array_equal(mask.numpy(), theirs.annToMask(raw))
+            x, y, w, h = raw["bbox"]
+            assert box.tolist() == pytest.approx([x, y, x + w, y + h], abs=1e-3)
+            assert data.category_ids[label] == raw["category_id"]
+
+
+# ---------------------------------------------------------------------------------------------- learning
+
+
+def test_classes_follow_category_ids_and_masks_follow_boxes(tmp_path):
+    root = folder(tmp_path)
+    data = load(root, augment=False)
+    assert data.class_names == ["red", "green", "blue"] and data.category_ids == [5, 10, 15]
+    official = COCO(str(root / "annotations" / "instances_train2017.json"))
+    for index, number in enumerate(data.image_ids):
+        _, target = data[index]
+        for raw, mask in zip(official.loadAnns(official.getAnnIds(number)), target["masks"], strict=True):
+            assert np.array_equal(mask.numpy(), official.annToMask(raw))
+
+
+def test_half_of_the_images_are_mirrored_with_what_is_in_them(tmp_path):
+    root = folder(tmp_path)
+    plain, data = load(root, augment=False), load(root)
+    assert data.augment and not load(root, "validation").augment
+    seen = set()
+    for draw in range(8):
+        torch.manual_seed(draw)
+        image, target = data[0]
+        original, its_target = plain[0]
+        flipped = not torch.equal(image, original)
+        seen.add(flipped)
+        if flipped:
+            assert torch.equal(image, original.flip(-1))
+            assert torch.equal(target["masks"], its_target["masks"].flip(-1))
+        for mask, box in zip(target["masks"], target["boxes"], strict=True):  # either way a box bounds its mask
+            rows, columns = mask.nonzero().unbind(1)
+            bounds = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert box.tolist() == [float(bound) for bound in bounds]
+    assert seen == {True, False}
+
+
+def test_crowds_are_not_learned(tmp_path):
+    def crowd(annotations):
+        annotations["annotations"][0]["iscrowd"] = 1
+
+    data = load(changed(tmp_path, crowd), augment=False)
+    assert len(data[0][1]["boxes"]) == 1 and len(data[1][1]["boxes"]) == 2
+    assert data.describe()["crowds"] == 1
+    assert [a["iscrowd"] for a in data.truth([100]).loadAnns(data.truth([100]).getAnnIds(100))] == [1, 0]
+
+
+def test_boxes_are_clipped_and_empty_ones_dropped_counted_and_named(tmp_path):
+    def spoil(annotations):
+        boxes = [[-10, -5, 30, 25], [60, 40, 100, 100], [5, 5, 0, 10], [5, 5, 10, -3], [500, 5, 10, 10]]
+        for record, box in zip(annotations["annotations"], boxes, strict=False):
+            record["bbox"] = box
+
+    with pytest.warns(UserWarning) as caught:
+        data = load(changed(tmp_path, spoil), augment=False)
+    said = sorted(str(w.message).split(": ", 1)[1] for w in caught if w.category is UserWarning)
+    assert said == [
+        "1 annotations dropped from training (box outside the image): id 21",
+        "2 annotations dropped from training (box of zero area): id 11, 12",
+    ]
+    assert data[0][1]["boxes"].tolist() == [[0, 0, 20, 20], [60, 40, 64, 48]]
+    assert data.image_ids == [100, 102, 103, 104, 105]  # 101 has lost both of its objects
+    assert data.describe()["dropped"] == {"box of zero area": 2, "box outside the image": 1}
+
+
+def test_unusable_segmentations(tmp_path):
+    def spoil(annotations):
+        shapes = [[[1, 2, 3, 4]], {"size": [3, 3], "counts": [9]}, None]
+        for record, found in zip(annotations["annotations"], shapes, strict=False):
+            record["segmentation"] = found
+
+    root = changed(tmp_path, spoil)
+    with pytest.warns(UserWarning, match=r"3 annotations dropped .*no usable segmentation\): id 1, 2, 11"):
+        data = load(root, augment=False)
+    assert data.masks and data.image_ids[0] == 101 and len(data[0][1]["masks"]) == 1
+    boxes = load(root, augment=False, masks=False)
+    assert "masks" not in boxes[0][1] and len(boxes[0][1]["boxes"]) == 2
+
+
+def test_boxes_alone(tmp_path):
+    def spoil(annotations):
+        for record in annotations["annotations"]:
+            del record["segmentation"], record["area"], record["iscrowd"]
+
+    root = changed(tmp_path, spoil)
+    data = load(root)
+    assert not data.masks and "masks" not in data[0][1]
+    record = data.annotations.tree["annotations"][0]
+    assert data.truth([100]).anns[record["id"]]["area"] == record["bbox"][2] * record["bbox"][3]
+    with pytest.raises(ValueError, match=r"no object of .* has a usable segmentation; train a detector of boxes"):
+        load(root, masks=True)
+
+
+def test_images_without_objects(tmp_path):
+    def empty(annotations):
+        annotations["annotations"] = [a for a in annotations["annotations"] if a["image_id"] != 102]
+
+    root = changed(tmp_path, empty)
+    assert 102 not in load(root).image_ids
+    data = load(root, empty="keep", augment=False)
+    assert data.image_ids[2] == 102
+    target = data[2][1]
+    assert [target[k].shape for k in ("boxes", "labels", "masks")] == [(0, 4), (0,), (0, 40, 72)]
+    # Evaluation is on all images: a detection in an empty one is a mistake.
+    assert 102 in load(root, "validation", validation="train2017").image_ids
+
+
+def test_some_images_alone(tmp_path):
+    root = folder(tmp_path)
+    assert load(root, image_ids=[104, 101]).image_ids == [101, 104]
+    assert load(root, limit=2).image_ids == [100, 101]
+    with pytest.raises(ValueError, match=r"data\.image_ids: \[7\] are not among the 6 images"):
+        load(root, image_ids=[101, 7])
+    with pytest.raises(ValueError, match=r"data\.limit=0 must be at least 1"):
+        load(root, limit=0)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def strange_category(annotations):
+    annotations["annotations"][3]["category_id"] = 77
+
+
+def strange_image(annotations):
+    annotations["annotations"][3]["image_id"] = 9
+
+
+def repeated_image(annotations):
+    annotations["images"][1]["id"] = 100
+
+
+def repeated_annotation(annotations):
+    annotations["annotations"][1]["id"] = 1
+
+
+def repeated_name(annotations):
+    annotations["categories"][0]["name"] = "red"
+
+
+def strange_box(annotations):
+    annotations["annotations"][0]["bbox"] = [1, 2, float("nan"), 4]
+
+
+def no_height(annotations):
+    del annotations["images"][2]["height"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (strange_category, r"1 annotations \(id 12\) have category_id 77, .* categories \(5 'red', 10 'green'"),
+        (strange_image, r"1 annotations \(id 12\) have image_id 9, which is not in images; add the missing"),
+        (repeated_image, "id 100 occurs more than once in images; every id must be unique"),
+        (repeated_annotation, "id 1 occurs more than once in annotations"),
+        (repeated_name, "name red occurs more than once in categories"),
+        (strange_box, r"annotation 1 has bbox \[1, 2, nan, 4\]; it must be four finite numbers"),
+        (no_height, "image 102 needs a file_name and a positive whole width and height"),
+    ],
+)
+def test_contradictions_are_refused_by_name(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        load(changed(tmp_path, change))
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def test_missing_files_stop_or_are_left_out(tmp_path):
+    root = folder(tmp_path)
+    (root / "train2017" / "001.png").unlink()
+    (root / "train2017" / "004.png").unlink()
+    with pytest.raises(ValueError, match=r"2 of 6 image files are missing: .*001\.png, .*004\.png; fetch them, or"):
+        load(root)
+    with pytest.warns(UserWarning, match="2 of 6 image files are missing.*they are left out"):
+        data = load(root, bad_files="skip")
+    assert data.image_ids == [100, 102, 103, 105] and len(data) == 4
+
+
+def test_damaged_files_stop_or_are_replaced(tmp_path):
+    root = folder(tmp_path)
+    whole = (root / "train2017" / "001.png").read_bytes()
+    (root / "train2017" / "001.png").write_bytes(whole[: len(whole) // 2])
+    (root / "train2017" / "002.png").write_bytes(b"")
+    Image.new("RGB", (10, 10)).save(root / "train2017" / "003.png")
+    data = load(root, augment=False)
+    for index, message in ((1, "cannot be decoded"), (2, r"is empty \(0 bytes\)"), (3, "10 x 10 pixels, its annot")):
+        with pytest.raises(UnreadableImage, match=rf"00{index}\.png.*{message}"):
+            data[index]
+    skipping = load(root, augment=False, bad_files="skip")
+    with pytest.warns(UserWarning) as caught:
+        image, _ = skipping[1]
+    assert torch.equal(image, skipping[4][0])
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    assert ["001.png" in text for text in said] == [True, False, False]
+
+
+def test_pixels_of_every_kind_of_image():
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    deep = Image.fromarray(grey.astype(np.uint16) * 257)
+    pictures = {"L": Image.fromarray(grey), "I;16": deep, "P": Image.fromarray(grey).convert("P")}
+    pictures |= {"LA": Image.fromarray(grey).convert("LA"), "RGBA": Image.fromarray(grey).convert("RGBA")}
+    for mode, picture in pictures.items():
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        assert Image.open(io.BytesIO(buffer.getvalue())).mode == mode
+        assert np.array_equal(decode_rgb(buffer.getvalue(), "x"), np.repeat(grey[..., None], 3, 2)), mode
+    buffer = io.BytesIO()
+    Image.new("CMYK", (4, 6), (0, 255, 255, 0)).save(buffer, "JPEG")
+    pixels = decode_rgb(buffer.getvalue(), "x")
+    assert pixels.shape == (6, 4, 3) and pixels[0, 0, 0] > 200 and pixels[0, 0, 1] < 60
+
+
+def test_an_image_is_taken_as_its_annotations_see_it():
+    picture = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(4, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", exif=exif)
+    assert decode_rgb(buffer.getvalue(), "x", (4, 8)).shape == (4, 8, 3)
+    assert decode_rgb(buffer.getvalue(), "x", (8, 4)).shape == (8, 4, 3)
+    assert decode_rgb(buffer.getvalue(), "x").shape == (8, 4, 3)
+
+
+def test_archives_are_read_by_several_processes(tmp_path):
+    root = folder(tmp_path / "plain")
+    packed = tmp_path / "data.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        for path in sorted(root.rglob("*.*")):
+            archive.write(path, path.relative_to(root))
+    data = load(packed)
+    data[0]  # opens the archive before the workers start
+    pickle.loads(pickle.dumps(data))[1]
+    order = GroupedOrder(data.groups, 2, 0)
+    alone, shared = (training_batches(data, GroupedOrder(data.groups, 2, 0), workers) for workers in (0, 2))
+    for _ in range(4):
+        for left, right in zip(next(alone).inputs, next(shared).inputs, strict=True):
+            assert torch.equal(left, right)
+    assert len(order.rows(0)) == 2
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def test_batches_hold_images_of_one_kind_and_every_row_has_its_turn():
+    groups = np.array([0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0])  # 5 high, 8 wide
+    order = GroupedOrder(groups, 3, seed=1)
+    for epoch in range(3):
+        batches = [order.rows(4 * epoch + position) for position in range(4)]
+        assert {key[0] for batch in batches for key in batch} == {epoch}
+        rows = [index for batch in batches for _, index in batch]
+        assert len(set(rows)) == len(rows) == 12
+        mixed = [len({int(groups[index]) for _, index in batch}) == 2 for batch in batches]
+        assert sum(mixed) <= 1  # two rows of the high and two of the wide are left over
+    later = GroupedOrder(groups, 3, seed=1)
+    assert later.rows(7) == order.rows(7) and later.rows(2) == order.rows(2)
+    starts = [order.rows(4 * epoch) for epoch in range(20)]
+    assert {int(groups[batch[0][1]]) for batch in starts} == {0, 1}  # kinds come in no fixed order
+
+
+def test_processes_and_pieces_share_a_grouped_batch():
+    groups = np.arange(16) % 2
+    whole = GroupedOrder(groups, 4, seed=3).rows(2)
+    pieces = []
+    for rank in range(2):
+        stream = iter(GroupedOrder(groups, 4, 3, 2, rank, 2, 2))
+        pieces += [next(stream) for _ in range(2)]
+    assert [key for piece in pieces for key in piece] == whole and all(len(piece) == 1 for piece in pieces)
+
+
+def test_names_of_the_annotations_are_not_mixed_up(tmp_path):
+    """A second file of annotations beside the first is another split, not more of the same."""
+    root = folder(tmp_path)
+    other, _ = tree(count=2, seed=5)
+    (root / "annotations" / "instances_few.json").write_text(json.dumps(other), encoding="utf-8")
+    shutil.copytree(root / "train2017", root / "few")
+    assert len(load(root, train="few")) == 2 and len(load(root)) == 6
