@@ -18,6 +18,8 @@ from cached_transformers.analysis.run_folder import (
     read_comparison,
     read_run,
 )
+from cached_transformers.analysis.wording import Metric
+from cached_transformers.cli.cache_use import print_cache_use
 from cached_transformers.cli.tables import print_statistics
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ def _write_reports(arguments: argparse.Namespace) -> int:
                     rows_intervals=by_rows,
                     baselines=comparison.baselines,
                 )
+                if comparison.cache_use:
+                    print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, Console())
         print(f"\nwritten: {path}")
     return 0
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,13 +67,22 @@ def untouched(model: nn.Module) -> Iterator[None]:
         restore_rng(rng)
 
 
-def evaluate(model: nn.Module, dataset: Any, world: World, batch_size: int) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    world: World,
+    batch_size: int,
+    inside: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, float]:
     """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32.
 
     Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
+
+    Args:
+        inside: called with the model once it is in evaluation mode; forwards run in the context that it returns.
     """
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
-    with untouched(model):
+    with untouched(model), inside(model):
         for batch in evaluation_batches(dataset, batch_size, world.rank, world.size):
             logits_BK, targets_B, _ = forward(model, batch, world.device)
             total += sums(logits_BK, targets_B)

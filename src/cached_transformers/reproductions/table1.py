@@ -1,0 +1,29 @@
+"""Table 1: image classification, each backbone plain and with GRC, and with the controls that the paper lacks.
+
+The paper trains each pair once, on ImageNet. Here: several seeds with the same order of the data, and beside each
+cached model the plain one with the same convolution and the plain one at equal cost (`images.Backbone`). The small
+scale is CIFAR-10 with small models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .base import Reproduction, Row
+from .images import SMALL, protocol
+
+
+def _rows(scale: str) -> Sequence[Row]:
+    return [row for backbone in SMALL.values() for row in backbone.rows()]
+
+
+TABLE1 = Reproduction(
+    summary="images: backbones plain, with GRC, with its convolution alone, and plain at equal operations",
+    recipes={"small": "table1_small"},
+    files={"small": "CIFAR-10 (binary version)"},
+    paper=_rows,
+    others=lambda: [],
+    equal="operations",
+    protocol=protocol,
+    cache_use=True,
+)
