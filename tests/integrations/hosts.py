@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cached_transformers import add_memory
 from cached_transformers.integrations.torchvision_guard import ensure_torchvision
 from cached_transformers.memories.grc import GRC, caches
+from cached_transformers.models.pvt import PyramidVisionTransformer
 
 ROWS, TOKENS = 3, 6
 
@@ -65,6 +66,10 @@ def timm_model(name: str, **options: Any) -> Callable[[], nn.Module]:
         return library("timm").create_model(name, num_classes=5, **options)  # type: ignore[no-any-return]
 
     return make
+
+
+def pyramid(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: PyramidVisionTransformer(num_classes=5, **options)
 
 
 def images(height: int, width: int) -> Callable[[], dict[str, Any]]:
@@ -173,6 +178,13 @@ SWIN = timm_host("swin", "swin_tiny_patch4_window7_224", 56, img_size=56, embed_
 _PYRAMID: dict[str, Any] = {"depths": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2)}
 PVT = timm_host("pvt_v2", "pvt_v2_b0", 64, {"input_size": (64, 64)}, **_PYRAMID)
 PVT_LINEAR = timm_host("pvt_v2_linear", "pvt_v2_b2_li", 64, {"input_size": (64, 64)}, **_PYRAMID)
+_SMALL = {"img_size": 64, "embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 1)}
+PVT_V1 = Host(
+    "pvt",
+    pyramid(**_SMALL, mlp_ratios=(2, 2, 2, 2)),
+    lambda: {"x_BCHW": torch.randn(ROWS, 3, 64, 64)},
+    recompute=timm_recompute,
+)
 _LENGTH = {"length": 4}
 ENCODER = Host("encoder", encoder(), tokens, options=_LENGTH)
 ENCODER_PADDED = Host("encoder_padded", encoder(), padded_tokens, options=_LENGTH)
@@ -192,6 +204,7 @@ HOSTS = [
     SWIN,
     PVT,
     PVT_LINEAR,
+    PVT_V1,
     ENCODER,
     ENCODER_PADDED,
     ENCODER_PRENORM,

@@ -84,6 +84,16 @@ def flops_by_module(
     return rows
 
 
+def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> dict[str, int]:
+    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ...
+
+    Raises:
+        ValueError: mode is neither "eval" nor "train".
+    """
+    counts = _count(model, mode, inputs, kwargs).get_flop_counts().get(ROOT, {})
+    return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
+
+
 def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """Number of parameters (shared ones once); caches and other buffers are not parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)

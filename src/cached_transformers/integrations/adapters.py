@@ -61,6 +61,7 @@ class Host:
         known: facts that a memory may ask for: length, size, prefix, window, reduction.
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
+        watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         inner: the layer's own attention.
         refusal: why the layer takes no memory.
     """
@@ -72,6 +73,7 @@ class Host:
     known: dict[str, Any] = field(default_factory=dict)
     install: Callable[[nn.Module, LayerMemory], None] | None = None
     uninstall: Callable[[nn.Module], None] | None = None
+    watch: tuple[nn.Module, Callable[..., None]] | None = None
     inner: Inner = field(default_factory=Inner)
     refusal: str | None = None
 
@@ -92,6 +94,15 @@ class Site:
     def parent(self, levels: int = 1) -> nn.Module:
         """The module that holds the layer, or the one further up."""
         return self.model.get_submodule(self.name.rsplit(".", levels)[0] if self.name.count(".") >= levels else "")
+
+    def around(self, attribute: str) -> nn.Module:
+        """The nearest module round the layer that has the attribute; the whole model where none has."""
+        parts = self.name.split(".")
+        for end in reversed(range(len(parts))):
+            module = self.model.get_submodule(".".join(parts[:end]))
+            if hasattr(module, attribute):
+                return module
+        return self.model
 
     def length(self, longest: int = 0) -> int:
         """The `length` that the user set, for hosts that cannot know it. An attention may do without: it then gets
@@ -151,7 +162,7 @@ class Tap:
         self.memory, self.projection, self.heads, self.make_query = memory, host.projection, host.heads, host.query
         self.query: Query | None = None
         self.exchange: Any = None
-        self.handle: RemovableHandle | None = None
+        self.handles: list[RemovableHandle] = []
 
     def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.query = self.make_query(*args, **kwargs)
@@ -180,14 +191,14 @@ class Tap:
     def remove(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
         del self.projection.forward
-        assert self.handle is not None
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
 
 
 def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options: Any) -> nn.Module:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
-    Works with timm's ViT and DeiT, Swin and PVTv2, torch.nn.MultiheadAttention and TransformerEncoder, and
+    Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
     transformers' ViT and BERT; other classes by `register_adapter`. Train and save as before: the memory's parameters
     and caches live under `<attention layer>.memory` in the state dict.
 
@@ -276,7 +287,10 @@ def _attach(layer: nn.Module, host: Host, memory: LayerMemory) -> None:
         return
     tap = Tap(memory, host)
     tap.projection.forward = tap.project  # type: ignore[method-assign]
-    tap.handle = layer.register_forward_pre_hook(tap.before_attention, with_kwargs=True)
+    tap.handles.append(layer.register_forward_pre_hook(tap.before_attention, with_kwargs=True))
+    if host.watch is not None:
+        module, hook = host.watch
+        tap.handles.append(module.register_forward_pre_hook(hook))
     layer.memory_detach = tap.remove  # type: ignore[assignment]
 
 
