@@ -14,11 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cached_transformers.cli import throughput
 from cached_transformers.cli.compare import Comparison, carry_out, parse_seeds
 from cached_transformers.cli.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data, load_config
 from cached_transformers.registry import unknown_name
-from cached_transformers.reproductions import REPRODUCTIONS, Reproduction, Row
+from cached_transformers.reproductions import MEASURED, REPRODUCTIONS, Reproduction, Row
 from cached_transformers.reproductions.base import pairs
 from cached_transformers.training.run import build_dataset
 from cached_transformers.training.tasks import baselines, task_name
@@ -26,7 +27,8 @@ from cached_transformers.training.tasks import baselines, task_name
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    known = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in REPRODUCTIONS.items())
+    summaries = {name: entry.summary for name, entry in (*REPRODUCTIONS.items(), *MEASURED.items())}
+    known = "\n".join(f"  {name:<10} {summaries[name]}" for name in sorted(summaries, key=lambda n: (len(n), n)))
     parser = subparsers.add_parser(
         "reproduce",
         help="run a table of the GRC paper: rows of equal size or cost, over several seeds",
@@ -42,8 +44,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--rows", default="paper", metavar="paper|all|A,B", help="all: what the paper lacks, too; or rows by name"
     )
-    parser.add_argument("--seeds", default="3", help="how many (3 means 0,1,2), or a list such as 0,1,7")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--seeds", help="how many (3, the default, means 0,1,2), or a list such as 0,1,7")
+    parser.add_argument("--jobs", type=int, help="runs at a time, each in a process of its own (default: 1)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/NAME_SCALE)")
     parser.set_defaults(run=run)
 
@@ -51,8 +53,10 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, then write compare.json and the report."""
     name, scale = arguments.reproduction, arguments.scale
+    if name in MEASURED:
+        return throughput.reproduce(MEASURED[name], arguments)
     if name not in REPRODUCTIONS:
-        raise ValueError(unknown_name("reproduction", name, list(REPRODUCTIONS)))
+        raise ValueError(unknown_name("reproduction", name, [*REPRODUCTIONS, *MEASURED]))
     table = REPRODUCTIONS[name]
     files = table.files.get(scale)
     if files is not None and arguments.data is None:
@@ -62,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     for key, option in (("training.seed", "--seeds"), ("data.path", "--data")):
         if any(override.startswith(f"{key}=") for override in arguments.overrides):
             raise ValueError(f"{key} is set by {option} in a reproduction; drop the override")
-    if arguments.jobs < 1:
-        raise ValueError(f"--jobs {arguments.jobs} must be at least 1")
-    seeds = parse_seeds(arguments.seeds)
+    jobs = 1 if arguments.jobs is None else arguments.jobs
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs} must be at least 1")
+    seeds = parse_seeds("3" if arguments.seeds is None else arguments.seeds)
     rows = table.rows(scale, arguments.rows)
     recipe = load_config(table.recipes[scale], arguments.overrides)
     if files is not None:
@@ -83,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     comparison = Comparison(
         recipe, variants, seeds, folder, found, pairs=pairs(rows), rows=number, cache_use=table.cache_use
     )
-    return carry_out(comparison, arguments.jobs, console)
+    return carry_out(comparison, jobs, console)
 
 
 def own_recipes(rows: Sequence[Row], recipe: RunConfig, overrides: Sequence[str]) -> dict[str | None, RunConfig]:

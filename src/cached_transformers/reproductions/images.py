@@ -96,6 +96,19 @@ def grc_options(recipe: RunConfig) -> dict[str, Any]:
 
 PVT_SMALL: dict[str, Any] = {
     "name": "timm",
+    "architecture": "pvt_tiny",
+    "img_size": 32,
+    "patch_size": 4,
+    "depths": [1, 2, 1],
+    "embed_dims": [64, 128, 256],
+    "num_heads": [2, 4, 8],
+    "sr_ratios": [2, 1, 1],
+    "mlp_ratios": [4, 4, 4],
+}
+"""PVT for images of 32 x 32 pixels: three stages with maps of 8 x 8, 4 x 4 and 2 x 2 tokens."""
+
+PVT_V2_SMALL: dict[str, Any] = {
+    "name": "timm",
     "architecture": "pvt_v2_b0",
     "depths": [1, 1, 1, 1],
     "embed_dims": [48, 96, 160, 256],
@@ -105,10 +118,14 @@ PVT_SMALL: dict[str, Any] = {
     # The size of the maps that the caches are made for.
     "pretrained_cfg_overlay": {"input_size": [3, 32, 32]},
 }
-"""PVTv2 for images of 32 x 32 pixels: maps of 8 x 8, 4 x 4, 2 x 2 and 1 x 1 tokens."""
+"""PVTv2 for the same images, with a convolution in every feed-forward layer: maps of 8 x 8, 4 x 4, 2 x 2 and one."""
 
-SMALL = {"vit": Backbone("vit"), "pvt_v2": Backbone("pvt_v2", PVT_SMALL)}
-"""Backbones of the small scale: the vision transformer of the recipe, and a PVTv2."""
+SMALL = {
+    "vit": Backbone("vit"),
+    "pvt": Backbone("pvt", PVT_SMALL),
+    "pvt_v2": Backbone("pvt_v2", PVT_V2_SMALL),
+}
+"""Backbones of the small scale: the vision transformer of the recipe, a PVT, a PVTv2."""
 
 
 def protocol(config: RunConfig) -> str:

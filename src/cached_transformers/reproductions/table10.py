@@ -13,6 +13,8 @@ from .base import Reproduction, Row
 from .images import SMALL, Backbone, protocol
 
 RATIOS = (0.125, 0.25, 0.5, 1.0)
+BACKBONE = "pvt"
+"""The backbone of the small scale."""
 
 
 def backbone_rows(backbone: Backbone) -> list[Row]:
@@ -30,7 +32,7 @@ def backbone_rows(backbone: Backbone) -> list[Row]:
 
 
 def _rows(scale: str) -> Sequence[Row]:
-    return backbone_rows(SMALL["pvt_v2"])
+    return backbone_rows(SMALL[BACKBONE])
 
 
 TABLE10 = Reproduction(
