@@ -6,9 +6,14 @@ from typing import Any
 
 from ..registry import DATASETS
 from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
-from .cifar import CIFAR10
+from .cifar import CIFAR10, CIFAR100
+from .decoding import BadFile
 from .digits import Digits
-from .images import ImageDataset, ImageFolder
+from .huggingface_images import HuggingFaceImages
+from .image_folder import ImageFolder
+from .image_shards import ImageShards
+from .imagenet import ImageNet
+from .images import ImageDataset
 from .listops import Expression, evaluate, generate_trees, root_operator_baselines
 from .listops_datasets import ListOps, ListOpsTSV
 from .listops_files import read_tsv, verify_tsv, write_tsv
@@ -16,11 +21,14 @@ from .store import cache_folder
 from .streams import StreamBatch, Streams
 from .text import TextDataset
 from .text_datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
+from .tiny_imagenet import TinyImageNet
 
 __all__ = [
     "CIFAR10",
+    "CIFAR100",
     "DATASETS",
     "SPLITS",
+    "BadFile",
     "Batch",
     "Books",
     "Dataset",
@@ -28,8 +36,11 @@ __all__ = [
     "Enwik8",
     "Expression",
     "HuggingFace",
+    "HuggingFaceImages",
     "ImageDataset",
     "ImageFolder",
+    "ImageNet",
+    "ImageShards",
     "LabelledDataset",
     "ListOps",
     "ListOpsTSV",
@@ -38,6 +49,7 @@ __all__ = [
     "Streams",
     "Text",
     "TextDataset",
+    "TinyImageNet",
     "WikiText2",
     "WikiText103",
     "cache_folder",

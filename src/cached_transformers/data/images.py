@@ -1,25 +1,26 @@
-"""Images: what all image data sets share, and folders of image files ("image_folder").
+"""Images: what all image data sets share. Files in folders and archives are in `image_folder.py`.
 
 Shape legend: B batch, C channels, H height, W width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..extras import require
-from ..registry import DATASETS
-from .base import SPLIT_WORDS, SPLITS, Batch, LabelledDataset, check_fraction, check_split, stratified_split
+from .augmentation import INTERPOLATIONS, Augmentation, central_square, evaluation_view
+from .base import Batch, LabelledDataset
+from .decoding import BadFile, open_picture
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # the usual per-channel mean and deviation of ImageNet
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""The usual mean and deviation of each channel of ImageNet, for pixels in 0..1."""
 _HALF = ((0.5,), (0.5,))
+BadFiles = Literal["stop", "skip"]
 
 
 class ImageDataset(LabelledDataset):
@@ -28,9 +29,10 @@ class ImageDataset(LabelledDataset):
     Args:
         image_size: height and width in pixels.
         mean, std: one number a channel, of pixels scaled to 0..1; inputs are (pixel - mean) / std.
-        augment: whether items of the training split are shifted (and flipped) at random; other splits never are.
+        augment: whether items of the training split are changed at random; other splits never are.
         shift: greatest shift in pixels, in either direction of either axis; what moves in is black.
         flip: whether half of the augmented images are mirrored.
+        augmentation: options of `Augmentation`, which then takes the place of `shift` and `flip`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ImageDataset(LabelledDataset):
         augment: bool,
         shift: int,
         flip: bool,
+        augmentation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(name, split, labels, classes=len(class_names))
         if len(mean) != len(std) or not all(value > 0 for value in std):
@@ -57,20 +60,32 @@ class ImageDataset(LabelledDataset):
         self.augment = augment and split == "train"
         self._shift = shift
         self._flip = flip
+        chosen = None if augmentation is None else Augmentation.from_options(augmentation)
+        wanted = self.augment and chosen is not None
+        self._transform = chosen.transform(image_size, self.mean, self.std) if wanted and chosen else None
 
     def pixels(self, index: int) -> Tensor:
         """Stored pixels of one item, uint8 (C, H, W), before augmentation and normalisation."""
         raise NotImplementedError("abstract: a data set of images reads its own pixels")
 
+    def picture(self, index: int) -> Any:
+        """One item as a PIL image in its own size, which is what an `Augmentation` begins with."""
+        pixels_HWC = self.pixels(index).permute(1, 2, 0).numpy()
+        grey = pixels_HWC.shape[-1] == 1
+        return require("PIL.Image", extra="vision").fromarray(pixels_HWC[..., 0] if grey else pixels_HWC)
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         position = self.position(index)
+        label = int(self.labels[position])
+        if self._transform is not None:
+            return self._transform(self.picture(position)), label
         image_CHW = self.pixels(position).to(torch.float32) / 255
         if self.augment:
             image_CHW = random_shift(image_CHW, self._shift)
             if self._flip and torch.rand(()) < 0.5:
                 image_CHW = image_CHW.flip(-1)
         image_CHW = (image_CHW - _per_channel(self.mean)) / _per_channel(self.std)
-        return image_CHW, int(self.labels[position])
+        return image_CHW, label
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
         """Stack images to (B, C, H, W)."""
@@ -99,99 +114,84 @@ class StoredImages(ImageDataset):
         return torch.from_numpy(self._images[index].copy())
 
 
-@DATASETS.register("image_folder")
-class ImageFolder(ImageDataset):
-    """Classify image files (.jpg, .jpeg, .png) laid out as root/<class>/ or as root/<split>/<class>/.
-
-    Without split folders every class is dealt out by `validation_fraction` and `test_fraction`. With split folders
-    (`train`, and `val` or `validation`, and `test`) these are used; when there is none for validation, it is dealt
-    from `train` by `validation_fraction`. Classes are the folder names in alphabetical order. A file is decoded when
-    its item is asked for: turned as its EXIF entry says, and its largest central square is resized (bicubic).
+class EncodedImages(ImageDataset):
+    """Images decoded when they are asked for; subclasses say where the bytes of a file come from.
 
     Args:
-        split: "train", "validation" or "test".
-        path: the root folder.
-        image_size: height and width of an input in pixels.
         channels: 3 (colour) or 1 (grey).
-        mean, std: of pixels in 0..1, one number a channel; default: those of ImageNet for colour, 0.5 for grey.
-        augment: shift by up to `shift` pixels and mirror (with `flip`) training images at random.
-        validation_fraction, test_fraction: shares held out where the folders do not say.
-        seed: decides which files are held out.
-
-    Raises:
-        FileNotFoundError: no such folder, or none for the split.
-        ValueError: no image, fewer than two classes, a class that training does not have; on access, a file that
-            cannot be decoded (named).
-        ImportError: Pillow is not installed.
+        mean, std: default: those of ImageNet for colour, 0.5 for grey.
+        crop_ratio: share of the shorter side that evaluation (and training without `augmentation`) sees: the image is
+            resized and the centre cut out. None takes the largest central square, whole.
+        interpolation: of that resizing.
+        bad_files: what the loader does with a file that cannot be decoded: "stop" the run, or "skip" it. Training takes
+            the next file instead, evaluation leaves it out; either way it is counted and named.
+        others: see `ImageDataset`.
     """
 
     def __init__(
         self,
+        name: str,
         split: str,
+        labels: np.ndarray,
         *,
-        path: str | Path,
-        image_size: int = 224,
+        image_size: int,
         channels: int = 3,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        augment: bool = True,
-        shift: int = 4,
-        flip: bool = True,
-        validation_fraction: float = 0.1,
-        test_fraction: float = 0.1,
-        seed: int = 0,
+        crop_ratio: float | None = None,
+        interpolation: str = "bicubic",
+        bad_files: BadFiles = "stop",
+        **options: Any,
     ) -> None:
-        if image_size < 1:
-            raise ValueError(f"image_size={image_size} must be at least 1 pixel")
-        if channels not in (1, 3):
-            raise ValueError(f"channels={channels} must be 3 (colour) or 1 (grey)")
-        usual_mean, usual_std = _IMAGENET if channels == 3 else _HALF
+        check_view(image_size, channels, crop_ratio, interpolation, bad_files)
+        usual_mean, usual_std = IMAGENET if channels == 3 else _HALF
         mean, std = usual_mean if mean is None else mean, usual_std if std is None else std
         if len(mean) != channels:
             raise ValueError(f"mean={tuple(mean)} must have one number for each of the {channels} channels")
         require("PIL.Image", extra="vision")
-        fractions = {
-            "validation": check_fraction("validation_fraction", validation_fraction),
-            "test": check_fraction("test_fraction", test_fraction),
-        }
-        self._files, labels, names = _files_of_split(Path(path).expanduser(), check_split(split), fractions, seed)
+        super().__init__(name, split, labels, image_size=image_size, mean=mean, std=std, **options)
+        self.bad_files = bad_files
         self._channels = channels
-        super().__init__(
-            "image_folder",
-            split,
-            labels,
-            class_names=names,
-            image_size=image_size,
-            mean=mean,
-            std=std,
-            augment=augment,
-            shift=shift,
-            flip=flip,
-        )
+        view = None if crop_ratio is None else evaluation_view(image_size, crop_ratio, interpolation, mean, std)
+        self._view = view
 
-    def file(self, index: int) -> Path:
-        """The file of one item."""
-        return self._files[self.position(index)]
+    def encoded(self, index: int) -> tuple[bytes, object]:
+        """The file of one item, and what errors call it."""
+        raise NotImplementedError("abstract: a data set of files reads its own")
+
+    def picture(self, index: int) -> Any:
+        """One item as a PIL image, upright, in its own size.
+
+        Raises:
+            BadFile: the file (named) cannot be decoded.
+        """
+        try:
+            content, name = self.encoded(index)
+        except OSError as error:
+            raise BadFile(error.filename or f"item {index} of {self.name!r}", error) from error
+        return open_picture(content, name, self._channels)
 
     def pixels(self, index: int) -> Tensor:
-        return decode(self.file(index), self.image_size, self._channels)
+        picture = self.picture(index)
+        if self._view is not None:
+            return self._view(picture)
+        square = central_square(picture, self.image_size)
+        pixels_HWC = np.array(square, dtype=np.uint8).reshape(self.image_size, self.image_size, self._channels)
+        return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
 
 
-def decode(file: Path, image_size: int, channels: int) -> Tensor:
-    """Pixels of an image file, uint8 (channels, image_size, image_size): upright, central square, bicubic.
-
-    Raises:
-        ValueError: the file (named) cannot be decoded.
-    """
-    image_module, operations = require("PIL.Image", extra="vision"), require("PIL.ImageOps", extra="vision")
-    try:
-        with image_module.open(file) as opened:
-            upright = operations.exif_transpose(opened).convert("RGB" if channels == 3 else "L")
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-        raise ValueError(f"{file} cannot be decoded as an image: {error}; remove or replace the file") from error
-    square = operations.fit(upright, (image_size, image_size), image_module.Resampling.BICUBIC)
-    pixels_HWC = np.array(square, dtype=np.uint8).reshape(image_size, image_size, channels)
-    return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+def check_view(image_size: int, channels: int, crop_ratio: float | None, interpolation: str, bad_files: str) -> None:
+    """Refuse options of `EncodedImages` that are out of range (ValueError)."""
+    if image_size < 1:
+        raise ValueError(f"image_size={image_size} must be at least 1 pixel")
+    if channels not in (1, 3):
+        raise ValueError(f"channels={channels} must be 3 (colour) or 1 (grey)")
+    if crop_ratio is not None and not 0 < crop_ratio <= 1:
+        raise ValueError(f"crop_ratio={crop_ratio} must lie in (0, 1], e.g. 0.875, or be null for the whole square")
+    if interpolation not in INTERPOLATIONS[:3]:
+        raise ValueError(f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS[:3])}")
+    if bad_files not in ("stop", "skip"):
+        raise ValueError(f"bad_files={bad_files!r} must be stop or skip")
 
 
 def random_shift(image_CHW: Tensor, shift: int) -> Tensor:
@@ -204,71 +204,3 @@ def random_shift(image_CHW: Tensor, shift: int) -> Tensor:
 
 def _per_channel(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)[:, None, None]
-
-
-def _files_of_split(
-    root: Path, split: str, fractions: dict[str, float], seed: int
-) -> tuple[list[Path], np.ndarray, list[str]]:
-    """Files, labels and class names of a split."""
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root} does not exist; expected a folder of root/<class>/*.jpg or *.png")
-    folders = {name: _split_folder(root, name) for name in SPLITS}
-    train = folders["train"]
-    names = _class_names(train or root)
-    if train is None:
-        return _dealt(root, names, split, fractions, seed)
-    own = folders[split]
-    if own is None and split == "test":
-        present = ", ".join(sorted(folder.name for folder in folders.values() if folder))
-        message = f"{root} has no folder for split 'test', only {present}"
-        raise FileNotFoundError(f"{message}; add one, or train with training.test=none")
-    if folders["validation"] is None and split != "test":
-        return _dealt(train, names, split, {"validation": fractions["validation"]}, seed)
-    assert own is not None
-    foreign = sorted(set(_class_names(own)) - set(names))
-    if foreign:
-        raise ValueError(f"{own} has classes that {train} has not: {', '.join(foreign[:5])}")
-    return *_labelled(own, names), names
-
-
-def _dealt(
-    folder: Path, names: list[str], split: str, fractions: dict[str, float], seed: int
-) -> tuple[list[Path], np.ndarray, list[str]]:
-    files, labels = _labelled(folder, names)
-    chosen = stratified_split(labels, fractions, seed)[split]
-    if not len(chosen):
-        message = f"no image of {folder} falls into split {split!r}"
-        raise ValueError(f"{message}: it has {len(files)} images, dealt out by {fractions}; raise {split}_fraction")
-    return [files[index] for index in chosen], labels[chosen], names
-
-
-def _split_folder(root: Path, split: str) -> Path | None:
-    found = [folder for folder in _subfolders(root) if folder.name.lower() in SPLIT_WORDS[split]]
-    if len(found) > 1:
-        raise ValueError(f"{root} has several folders for split {split!r}: {', '.join(f.name for f in found)}")
-    return found[0] if found else None
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _class_names(folder: Path) -> list[str]:
-    names = [subfolder.name for subfolder in _subfolders(folder)]
-    if len(names) < 2:
-        found = ", ".join(names) or "no folder"
-        raise ValueError(f"{folder} must hold one folder for each of two or more classes; found {found}")
-    return names
-
-
-def _labelled(folder: Path, names: list[str]) -> tuple[list[Path], np.ndarray]:
-    """All image files below the class folders, in a fixed order, with their labels."""
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        here = sorted(file for file in (folder / name).rglob("*") if file.suffix.lower() in SUFFIXES)
-        files += here
-        labels += [label] * len(here)
-    if not files:
-        raise ValueError(f"{folder} holds no image; expected files {', '.join(sorted(SUFFIXES))} in its class folders")
-    return files, np.array(labels, dtype=np.int64)
