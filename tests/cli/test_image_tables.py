@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_images import make_cifar10
+from cli.made_images import make_cifar10
 
 from cached_transformers.analysis.cache_table import cache_use_statistics
 from cached_transformers.analysis.flops import count_flops

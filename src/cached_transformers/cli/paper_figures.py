@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from cached_transformers.analysis import paper_figures
@@ -173,14 +174,18 @@ def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[Lay
 
 
 def _photographs(files: Sequence[Path], known: Any) -> tuple[torch.Tensor, list[str]]:
-    from cached_transformers.data.images import decode
+    from cached_transformers.data.augmentation import central_square
+    from cached_transformers.data.decoding import open_picture
 
+    pictures = []
     for file in files:
         if not file.is_file():
             raise ValueError(f"--images: there is no file {file}")
-    pixels = torch.stack([decode(file, known["image_size"], known["channels"]) for file in files]).float() / 255
+        square = central_square(open_picture(file.read_bytes(), file, known["channels"]), known["image_size"])
+        pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], known["channels"])
+        pictures.append(torch.from_numpy(pixels_HWC).permute(2, 0, 1) / 255)
     mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
-    return (pixels - mean) / std, [file.name for file in files]
+    return (torch.stack(pictures) - mean) / std, [file.name for file in files]
 
 
 def _of_split(data: Any) -> tuple[torch.Tensor, list[str]]:
