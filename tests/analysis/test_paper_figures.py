@@ -39,7 +39,9 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
     figure = paper_figures.accuracy_against_flops(points, "accuracy", "one forward pass")
     (ax,) = figure.axes
     marks = {
-        (line.get_xdata()[0], round(line.get_ydata()[0], 6)): line for line in ax.lines if line.get_marker() in "os"
+        (line.get_xdata()[0], round(line.get_ydata()[0], 6)): line
+        for line in ax.lines
+        if line.get_marker() in "os" and len(line.get_xdata())
     }
     mean = {p: mean_interval(p.values) for p in map(lambda p: p._replace(values=tuple(p.values)), points)}
     for p, found in mean.items():
@@ -127,7 +129,7 @@ def test_maps_of_a_pyramid_have_the_size_of_their_stage_on_any_image() -> None:
     for height, width, expected in ((32, 32, [(8, 8), (4, 4)]), (32, 48, [(8, 12), (4, 6)])):
         images = torch.randn(2, 3, height, width)
         found = collect_layer_maps(model, images)
-        assert [layer.index for layer in found] == [1, 2]
+        assert [layer.number for layer in found] == [1, 2]
         assert [layer.own.shape for layer in found] == [layer.memory.shape for layer in found]
         assert [layer.own.shape[1:] for layer in found] == expected
     assert model.training

@@ -35,7 +35,7 @@ def record_branches(model: nn.Module) -> Iterator[list[list[Pair]]]:
 class LayerMaps(NamedTuple):
     """What a cached layer's branches give each place of the images: norms over heads and channels, (N, h, w) each."""
 
-    index: int
+    number: int
     name: str
     own: np.ndarray
     memory: np.ndarray
@@ -57,11 +57,11 @@ def collect_layer_maps(model: nn.Module, images_NCHW: Tensor) -> list[LayerMaps]
     n, _, height, width = images_NCHW.shape
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, CachedAttention)]
     found = []
-    for index, ((name, memory), pairs) in enumerate(zip(layers, notes, strict=True), start=1):
+    for number, ((name, memory), pairs) in enumerate(zip(layers, notes, strict=True), start=1):
         for y, o in pairs[:1]:
             both = [_map(t, memory.cache.prefix, height / width) for t in (y, o)]
             if y.shape[0] == n and both[0] is not None and both[1] is not None:
-                found.append(LayerMaps(index, name, both[0], both[1]))
+                found.append(LayerMaps(number, name, both[0], both[1]))
     return found
 
 

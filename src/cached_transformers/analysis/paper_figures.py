@@ -138,7 +138,7 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
                 ax.set(xticks=[], yticks=[])
                 ax.grid(False)
                 ax.spines[:].set_visible(False)
-        titles = ["photograph"] + [f"{kind}, layer {a.index}" for a in layers for kind in ("self", "cache")]
+        titles = ["photograph"] + [f"{kind}, layer {a.number}" for a in layers for kind in ("self", "cache")]
         for ax, title in zip(axes[0], titles, strict=True):
             ax.set_title(title, fontsize=9, loc="center", pad=6)
     return figure
@@ -203,7 +203,7 @@ def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]
 def write_maps(path: Path, names: Sequence[str], layers: Sequence[LayerMaps]) -> Path:
     """Write the maps of figure 4 as JSON: for each image and layer the norms of self-attention and cache."""
     content = [
-        {"image": name, "layer": layer.index, "module": layer.name}
+        {"image": name, "layer": layer.number, "module": layer.name}
         | {kind: np.round(data[n], 6).tolist() for kind, data in (("self", layer.own), ("cache", layer.memory))}
         for n, name in enumerate(names)
         for layer in layers

@@ -122,7 +122,7 @@ def score(
     """Scores of a run's checkpoint for each memory mode, for text with the loss by place; the step; the baselines."""
 
     def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
-        rows = []
+        rows: list[dict[str, Any]] = []
         dataset = build_dataset(config, split)
         text = task_name(dataset) == "language"
         if config.evaluation.segment_length and not text:

@@ -131,7 +131,8 @@ def read(folders: Sequence[Path]) -> tuple[list[Comparison], dict[str, list[Run]
     Raises:
         ValueError: a folder is neither.
     """
-    comparisons, runs = [], {}
+    comparisons: list[Comparison] = []
+    runs: dict[str, list[Run]] = {}
     for folder in folders:
         if is_comparison(folder):
             comparisons.append(read_comparison(folder))
@@ -166,7 +167,7 @@ def listed(folders: Sequence[Path]) -> str:
 def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[LayerMaps]:
     if layers is None:
         return [maps[i] for i in sorted({0, len(maps) // 2, len(maps) - 1})]
-    by_index = {layer.index: layer for layer in maps}
+    by_index = {layer.number: layer for layer in maps}
     for index in layers:
         if index not in by_index:
             raise ValueError(f"layer {index} has no map; these have: {', '.join(map(str, by_index))}")

@@ -27,7 +27,8 @@ from cached_transformers.training.tasks import baselines, task_name
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    summaries = {name: entry.summary for name, entry in (*REPRODUCTIONS.items(), *MEASURED.items())}
+    summaries = {name: entry.summary for name, entry in REPRODUCTIONS.items()}
+    summaries |= {name: entry.summary for name, entry in MEASURED.items()}
     known = "\n".join(f"  {name:<10} {summaries[name]}" for name in sorted(summaries, key=lambda n: (len(n), n)))
     parser = subparsers.add_parser(
         "reproduce",

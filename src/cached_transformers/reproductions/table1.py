@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .base import Reproduction, Row
 from .images import SMALL, protocol
 
-BACKBONES = ("vit", "pvt")
+BACKBONES = ("vit", "pvt_v2")
 """Those of the table at small scale; the others are among `others`."""
 
 
