@@ -132,6 +132,14 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
+def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the options that it is older than, at their defaults; as it is when not readable."""
+    try:
+        return config_to_dict(config_from_dict(tree))
+    except ValueError:
+        return tree
+
+
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for every key that differs between two configurations and may not."""
     left, right = flatten(old), flatten(new)

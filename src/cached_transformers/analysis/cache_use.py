@@ -75,7 +75,8 @@ class Mixed:
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
-        self.dataset, self.collate = dataset, dataset.collate
+        self.dataset, self.collate, self.classes = dataset, dataset.collate, dataset.classes
+        self.split, self.bad_files = getattr(dataset, "split", ""), getattr(dataset, "bad_files", "stop")
         self.order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
 
     def __len__(self) -> int:
@@ -106,6 +107,7 @@ def score_cache_use(
     batch_size: int,
     seed: int,
     other: nn.Module | None = None,
+    workers: int = 0,
 ) -> list[dict[str, Any]]:
     """Scores {"mode", "loss", "accuracy"} of a model, one for each way of treating its caches.
 
@@ -114,6 +116,7 @@ def score_cache_use(
         modes: of `modes_of`. batch_size: rows of an evaluation batch, for all but `batch N`.
         seed: of the permutation.
         other: the model that `other` takes its caches from.
+        workers: processes that load data.
     """
     rows = []
     for mode in modes:
@@ -129,7 +132,7 @@ def score_cache_use(
         elif mode.startswith("batch "):
             scored, size = Mixed(dataset), int(mode.split()[1])
             inside = caches_updated_by_the_batch  # type: ignore[assignment]
-        rows.append({"mode": mode, **evaluate(model, scored, world, size, inside)})
+        rows.append({"mode": mode, **evaluate(model, scored, world, size, workers, inside)})
     return rows
 
 

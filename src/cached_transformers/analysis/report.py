@@ -27,6 +27,7 @@ from cached_transformers.analysis.page import (
 )
 from cached_transformers.analysis.probe_report import probe_section
 from cached_transformers.analysis.run_folder import Comparison, Run, find_comparisons, read_run
+from cached_transformers.analysis.statistics import wilson_interval
 from cached_transformers.analysis.style import COLOURS, inline_svg, looks
 from cached_transformers.analysis.wording import (
     MISSING,
@@ -319,12 +320,16 @@ def _maps(run: Run, identifier: str, name: str = "") -> str:
 
 def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
-    names = list(dict.fromkeys([metric.name, "loss"]))
-    for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST):
+    parts = (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST)
+    top5 = ["top5_accuracy"] if any("top5_accuracy" in (summary.get(key) or {}) for _, key in parts) else []
+    names = list(dict.fromkeys([metric.name, *top5, "loss"]))
+    for label, key in parts:
         values = summary.get(key)
         if values:
             step = values.get("step")
-            shown = [Metric(name).value(values.get(name)) for name in names]
+            shown: list[Cell | str] = [
+                Cell(Metric(name).value(values.get(name)), small=rows_interval(values, Metric(name))) for name in names
+            ]
             rows.append([label, *shown, MISSING if step is None else f"{step:,}"])
     for name, value in (summary.get("baselines") or {}).items():
         rows.append([f"baseline: {name}", metric.value(value), *[MISSING] * len(names)])
@@ -337,6 +342,15 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
         }
     )
     return (table(["", *names, "step"], rows) if rows else "") + cost
+
+
+def rows_interval(values: Mapping[str, Any], metric: Metric) -> str:
+    """Wilson's 95 % interval of an accuracy from the rows that were scored; empty for other metrics."""
+    rows, value = values.get("rows"), values.get(metric.name)
+    if not rows or value is None or not metric.percent:
+        return ""
+    interval = wilson_interval(round(value * rows), rows)
+    return metric.interval(interval.low, interval.high)
 
 
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> str:

@@ -134,9 +134,13 @@ def run_summary(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
             f"The best validation {metric.name} is {metric.value(best[metric.name])}, at step {best['step']:,}."
         )
     if test and metric.name in test:
-        sentences.append(f"On the test split it reaches {metric.value(test[metric.name])}.")
+        interval = metric.interval(*(test.get(f"{metric.name}_interval") or (None, None)))
+        chance = f" (95 % interval {interval} for the chance in drawing its {test['rows']:,} rows)" if interval else ""
+        sentences.append(f"On the test split it reaches {metric.value(test[metric.name])}{chance}.")
         if baselines:
             sentences.append(_best_baseline(metric, baselines)[1])
+    if summary.get("bad_files"):
+        sentences.append(f"{summary['bad_files']:,} data files could not be used and were skipped (bad_files.json).")
     return [*sentences, "One run has no spread: a difference to another run may be chance."]
 
 

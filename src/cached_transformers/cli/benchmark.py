@@ -10,6 +10,7 @@ from typing import Any
 
 BENCHMARKS = {
     "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
+    "vision": "cached ViT, PVT, Swin and PVTv2 beside the plain models: images a second, peak memory, counted FLOPs",
     "attentions": "every attention mechanism against length, beside exact attention and published implementations",
     "memories": "every stream memory as a language model, beside published implementations where installed",
 }
@@ -26,11 +27,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
     )
     parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), default="grc", help="what to measure")
-    parser.add_argument("--batch", type=int, default=8, help="grc: images in a batch (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="grc, vision: images in a batch (default: 8)")
     parser.add_argument("--rounds", type=int, default=11, help="counted rounds of training steps (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    parser.add_argument("--compile", action="store_true", help="grc: time every model through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="grc, vision: time all through torch.compile")
+    parser.add_argument("--models", help="vision: names, separated by commas (default: ViT-S,PVT-Tiny,Swin-T,PVTv2-B2)")
+    parser.add_argument("--image-size", type=int, default=224, help="vision: side of the images (default: 224)")
+    parser.add_argument("--channels-last", action="store_true", help="vision: weights and images in channels_last")
+    parser.add_argument("--released", action="store_true", help="vision: the released variant of GRC, too")
     parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
     parser.add_argument("--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas")
@@ -46,13 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: a count below 1.
         ImportError: timm is not installed.
     """
-    for name in ("batch", "rounds", "threads"):
+    for name in ("batch", "rounds", "threads", "image_size"):
         if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} {getattr(arguments, name)} must be at least 1")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
     import torch
 
     from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import attentions, grc, memories
+    from cached_transformers.benchmarks import attentions, grc, memories, vision
     from cached_transformers.training.run import environment
 
     torch.set_num_threads(arguments.threads)
@@ -64,6 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
         facts |= {"batch": arguments.batch, "compile": arguments.compile}
         rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
         print(grc.as_markdown(rows))
+    elif arguments.name == "vision":
+        facts |= {"batch": arguments.batch, "image_size": arguments.image_size, "compile": arguments.compile}
+        facts |= {"channels_last": arguments.channels_last}
+        rows = vision.run(
+            arguments.batch,
+            arguments.rounds,
+            device,
+            models=arguments.models.split(",") if arguments.models else vision.STANDARD,
+            image_size=arguments.image_size,
+            released=arguments.released,
+            channels_last=arguments.channels_last,
+            compiled=arguments.compile,
+        )
+        print(vision.as_markdown(rows))
     elif arguments.name == "attentions":
         lengths = arguments.lengths or attentions.LENGTHS
         rows = attentions.run(arguments.rounds, arguments.attentions, lengths, device)

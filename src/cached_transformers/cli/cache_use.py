@@ -52,7 +52,9 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
         theirs = None if other is None else load(other[0])
         size = config.training.evaluation_batch_size or config.training.batch_size
         modes = modes_of(load(), other is not None)
-        return score_cache_use(load, build_dataset(config, split), modes, world, size, seed, theirs)
+        return score_cache_use(
+            load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
+        )
 
     content = {**facts, "scores": in_world(config.training.device, scores)}
     temporary = path.with_name(f".{path.name}")

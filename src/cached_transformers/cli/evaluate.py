@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.analysis.wording import Metric
 from cached_transformers.config import RunConfig
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
-from cached_transformers.training.metrics import jsonable
+from cached_transformers.training.metrics import jsonable, with_intervals
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
@@ -87,13 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
-    columns = [name for name in rows[0] if name not in ("memory", "places")]
+    columns = [n for n in rows[0] if n not in ("memory", "places") and not n.endswith("_interval")]
     table = Table(title=f"{arguments.folder}: {arguments.split} split, step {step}", title_justify="left", box=None)
     table.add_column("memory")
     for name in columns:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["memory"], *(f"{row[c]:.2%}" if c == "accuracy" else f"{row[c]:.4f}" for c in columns))
+        table.add_row(row["memory"], *(_shown(row, column) for column in columns))
     for name, value in (guessers or {}).items():
         table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
     Console(highlight=False).print(table)
@@ -108,6 +109,17 @@ def _sizes(text: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise ValueError(f"--batch-sizes {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,64")
     return sizes
+
+
+def _shown(row: dict[str, Any], column: str) -> str:
+    """One score as text, an accuracy with the interval that its rows leave."""
+    value = row[column]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not Metric(column).percent:
+        return f"{value:.4f}"
+    low, high = row.get(f"{column}_interval") or (None, None)
+    return f"{value:.2%} {Metric(column).interval(low, high)}".rstrip()
 
 
 def score(
@@ -179,10 +191,18 @@ def score_shared(
             )
     theirs = None if other is None else load_run(other, checkpoint)[1]
     size = config.training.evaluation_batch_size or config.training.batch_size
+    settings = config.training
     rows = score_cache_use(
-        lambda: load_run(folder, checkpoint)[1], dataset, modes, processes, size, config.training.seed, theirs
+        lambda: load_run(folder, checkpoint)[1],
+        dataset,
+        modes,
+        processes,
+        size,
+        settings.seed,
+        theirs,
+        settings.workers,
     )
-    return [{"memory": row.pop("mode"), **row} for row in rows], step
+    return [{"memory": row.pop("mode"), **with_intervals(row)} for row in rows], step
 
 
 def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None:

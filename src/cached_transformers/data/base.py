@@ -136,8 +136,10 @@ def stratified_split(labels: np.ndarray, fractions: dict[str, float], seed: int)
         raise ValueError(f"the held-out shares {fractions} must add up to less than 1, or nothing is left to train on")
     generator = np.random.Generator(np.random.PCG64(seed))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*fractions, "train")}
-    for label in np.unique(labels):
-        rest = generator.permutation(np.flatnonzero(labels == label))
+    order = np.argsort(labels, kind="stable")
+    _, starts = np.unique(labels[order], return_index=True)
+    for of_one_class in np.split(order, starts[1:]):
+        rest = generator.permutation(of_one_class)
         counts = {name: round(share * len(rest)) for name, share in fractions.items()}
         for name, count in counts.items():
             parts[name].append(rest[:count])

@@ -126,6 +126,9 @@ class EncodedImages(ImageDataset):
         bad_files: what the loader does with a file that cannot be decoded: "stop" the run, or "skip" it. Training takes
             the next file instead, evaluation leaves it out; either way it is counted and named.
         others: see `ImageDataset`.
+
+    Attributes:
+        bad_found: files that were skipped so far, with what is wrong; the loader keeps it.
     """
 
     def __init__(
@@ -151,6 +154,7 @@ class EncodedImages(ImageDataset):
         require("PIL.Image", extra="vision")
         super().__init__(name, split, labels, image_size=image_size, mean=mean, std=std, **options)
         self.bad_files = bad_files
+        self.bad_found: dict[str, str] = {}
         self._channels = channels
         view = None if crop_ratio is None else evaluation_view(image_size, crop_ratio, interpolation, mean, std)
         self._view = view

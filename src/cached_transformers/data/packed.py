@@ -259,7 +259,7 @@ def _index_arrays(path: Path) -> Arrays:
                     names.append(name)
                     offsets.append(info.offset_data)
                     sizes.append(info.size)
-                archive.members.clear()  # tarfile keeps every member it has seen; millions do not fit
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen; millions do not fit
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no tar archive, or damaged: {error}; fetch it again") from error
     _whole(path, offsets, sizes, names)

@@ -47,6 +47,11 @@ class TimmModel(nn.Module):
         """timm's own gradient checkpointing."""
         self.model.set_grad_checkpointing(enabled)
 
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm exempts from weight decay: positions, class tokens, tables of relative positions."""
+        exempt = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in exempt()}
+
     def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
         """Logits (B, classes) of images (B, C, H, W)."""
         logits = self.model(inputs_BCHW)

@@ -2,15 +2,21 @@
 
 A step number is the position in the data: step s takes rows [p * batch, (p + 1) * batch) of epoch e's permutation,
 where e, p = divmod(s, batches in an epoch). Rows that do not fill a batch wait for another epoch's permutation.
-Augmentation of row i in epoch e draws from a generator seeded by (seed, e, i), so it does not depend on who loads the
+Augmentation of row i in epoch e draws from generators seeded by (seed, e, i), so it does not depend on who loads the
 row, or when.
+
+Repeated augmentation (Hoffer et al., arXiv:1901.09335; as DeiT's sampler, arXiv:2012.12877, does it) takes each image
+of a batch several times, changed in different ways: an epoch has as many rows as without, of fewer images.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
-from collections.abc import Iterator
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +24,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-Key = tuple[int, int]
-"""(epoch, index) of one row."""
+from cached_transformers.data.decoding import BadFile
+
+Key = tuple[int, ...]
+"""(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
+_IN_A_ROW = 100
+"""Files in a row that may be bad before loading gives up."""
+_NAMED = 20
+"""Bad files that are named on the screen while a run goes on; all of them are counted."""
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -27,24 +39,111 @@ def mixed_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+@contextlib.contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """The generators of Python, numpy and torch (CPU) seeded for a `with` block, and put back after it."""
+    seed = mixed_seed(*numbers)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # The CPU generator itself: torch.manual_seed would seed CUDA too, and nothing would put that back.
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+class Loaded(NamedTuple):
+    """What a loading process hands over: a batch (None when no row of it can be used), and the bad files it met."""
+
+    batch: Any
+    bad: tuple[BadFile, ...]
+
+
 class SeededRows(TorchDataset[tuple[Tensor, int]]):
-    """Rows of a dataset by (epoch, index); augmentation is seeded per row and leaves torch's global generator alone."""
+    """Rows of a dataset by (epoch, index); augmentation is seeded per row and leaves the global generators alone.
+
+    Where the dataset says `bad_files: skip`, the next row that can be used stands in for one that cannot, so that
+    batches keep their size; the files that were met are kept in `met` until they are handed over.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.met: list[BadFile] = []
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        epoch, index = key
         if not getattr(self.dataset, "augment", False):
-            return self.dataset[index]
-        before = torch.get_rng_state()
-        # The CPU generator itself: torch.manual_seed would seed CUDA too, and nothing would put that back.
-        torch.default_generator.manual_seed(mixed_seed(self.seed, epoch, index))
+            return self._usable(key[1])
+        with seeded(self.seed, *key):
+            return self._usable(key[1])
+
+    def _usable(self, index: int) -> tuple[Tensor, int]:
+        for further in range(_IN_A_ROW):
+            try:
+                return self.dataset[(index + further) % len(self.dataset)]
+            except BadFile as error:
+                if not skips_bad_files(self.dataset):
+                    raise
+                self.met.append(error)
+        raise ValueError(
+            f"{_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file}; fetch the data again"
+        )
+
+
+class _Collate:
+    """Rows to a `Loaded` batch. Errors travel as values: from a loading process they would arrive as text."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __call__(self, items: Sequence[Any]) -> Loaded:
+        failed = [item for item in items if isinstance(item, BadFile)]
+        batch = None if failed else self.rows.dataset.collate(items)
+        met = (*failed, *self.rows.met)
+        self.rows.met = []
+        return Loaded(batch, met)
+
+
+class _Caught(TorchDataset[Any]):
+    """Rows, with a `BadFile` as the row where it stops the run."""
+
+    def __init__(self, rows: SeededRows) -> None:
+        self.rows = rows
+
+    def __getitem__(self, key: Key) -> Any:
         try:
-            return self.dataset[index]
-        finally:
-            torch.set_rng_state(before)
+            return self.rows[key]
+        except BadFile as error:
+            return error
+
+
+def skips_bad_files(dataset: Any) -> bool:
+    """Whether loading goes on without files that cannot be used."""
+    return getattr(dataset, "bad_files", "stop") == "skip"
+
+
+def opened(loaded: Loaded, dataset: Any) -> Any:
+    """The batch, after its bad files have been noted in `dataset.bad_found`; a warning names the first ones.
+
+    Raises:
+        BadFile: the dataset says that one stops the run.
+    """
+    for error in loaded.bad:
+        if not skips_bad_files(dataset):
+            raise error
+        found = dataset.bad_found
+        if error.file not in found and len(found) < _NAMED:
+            number = len(found) + 1
+            more = "; more are counted, not named" if number == _NAMED else ""
+            warnings.warn(
+                f"skipped {error.file}: {error.reason} (bad file {number}{more})", RuntimeWarning, stacklevel=2
+            )
+        found[error.file] = error.reason
+    return loaded.batch
 
 
 class TrainingOrder(Sampler[list[Key]]):
@@ -57,6 +156,7 @@ class TrainingOrder(Sampler[list[Key]]):
         start: steps already taken.
         rank, world_size: this process and the number of processes.
         accumulate: pieces into which each process divides its share of a batch.
+        repeats: how often each image of a batch is in it.
 
     Raises:
         ValueError: the batch does not divide evenly, or is larger than the dataset.
@@ -71,7 +171,13 @@ class TrainingOrder(Sampler[list[Key]]):
         rank: int = 0,
         world_size: int = 1,
         accumulate: int = 1,
+        repeats: int = 1,
     ) -> None:
+        if batch_size % repeats:
+            raise ValueError(
+                f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}: "
+                "each image of a batch is in it so often"
+            )
         if batch_size % (world_size * accumulate):
             raise ValueError(
                 f"training.batch_size={batch_size} must be a multiple of {world_size} processes x "
@@ -83,6 +189,7 @@ class TrainingOrder(Sampler[list[Key]]):
             )
         self.size, self.batch_size, self.seed, self.start = (size, batch_size, seed, start)
         self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
+        self.repeats = repeats
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def rows(self, step: int) -> list[Key]:
@@ -91,8 +198,12 @@ class TrainingOrder(Sampler[list[Key]]):
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
             self._epoch, self._order = (epoch, torch.randperm(self.size, generator=generator))
-        chosen = self._order[position * self.batch_size : (position + 1) * self.batch_size]
-        return [(epoch, index) for index in chosen.tolist()]
+        images = self.batch_size // self.repeats
+        chosen = self._order[position * images : (position + 1) * images].tolist()
+        if self.repeats == 1:
+            return [(epoch, index) for index in chosen]
+        # Copies lie far apart, so that processes see different ones and mixing meets different images.
+        return [(epoch, index, copy) for copy in range(self.repeats) for index in chosen]
 
     def __iter__(self) -> Iterator[list[Key]]:
         share = self.batch_size // self.world_size
@@ -105,18 +216,27 @@ class TrainingOrder(Sampler[list[Key]]):
             step += 1
 
 
-def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0) -> Iterator[Any]:
-    """Endless batches (`dataset.collate`) in the given order."""
-    return iter(
-        DataLoader(
-            SeededRows(dataset, order.seed),
-            batch_sampler=order,
-            collate_fn=dataset.collate,
-            num_workers=workers,
-            worker_init_fn=_ignore_interrupts,
-            generator=torch.Generator(),  # its own, so that making the iterator does not draw from the global one
-        )
+def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
+    """Endless batches (`dataset.collate`) in the given order.
+
+    Args:
+        workers: loading processes. pin_memory: batches in memory from which a GPU copies while it computes.
+
+    Raises:
+        BadFile: a file cannot be used, and the dataset does not say to skip such files.
+    """
+    rows = _Caught(SeededRows(dataset, order.seed))
+    loader = DataLoader(
+        rows,
+        batch_sampler=order,
+        collate_fn=_Collate(rows.rows),
+        num_workers=workers,
+        worker_init_fn=_ignore_interrupts,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # its own, so that making the iterator does not draw from the global one
     )
+    for loaded in loader:
+        yield opened(loaded, dataset)
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -124,8 +244,49 @@ def _ignore_interrupts(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def evaluation_batches(dataset: Any, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-    """Every row of this process's share exactly once, in order; shares may differ by one row."""
+def _as_it_is(loaded: Loaded) -> Loaded:
+    return loaded
+
+
+class _EvaluationRows(TorchDataset[Any]):
+    """Batches of a dataset, without the rows that cannot be used."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, rows: Sequence[int]) -> Loaded:
+        items, bad = [], []
+        for row in rows:
+            try:
+                items.append(self.dataset[row])
+            except BadFile as error:
+                bad.append(error)
+        return Loaded(self.dataset.collate(items) if items else None, tuple(bad))
+
+
+def evaluation_batches(
+    dataset: Any, batch_size: int, rank: int = 0, world_size: int = 1, workers: int = 0, pin_memory: bool = False
+) -> Iterator[Any]:
+    """Every row of this process's share exactly once, in order; shares may differ by one row.
+
+    Rows whose file cannot be used are left out where the dataset says so, and noted; see `opened`.
+
+    Raises:
+        BadFile: a file cannot be used, and the dataset does not say to skip such files.
+    """
     mine = range(rank, len(dataset), world_size)
-    for begin in range(0, len(mine), batch_size):
-        yield dataset.collate([dataset[index] for index in mine[begin : begin + batch_size]])
+    batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
+    loader = DataLoader(
+        _EvaluationRows(dataset),
+        batch_size=None,
+        sampler=batches,  # type: ignore[arg-type]  # an item is a whole batch
+        collate_fn=_as_it_is,  # type: ignore[arg-type]  # of single items, which are whole batches
+        num_workers=min(workers, len(batches)),
+        worker_init_fn=_ignore_interrupts,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )
+    for loaded in loader:
+        batch = opened(loaded, dataset)
+        if batch is not None:
+            yield batch

@@ -35,17 +35,45 @@ def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tupl
     return output.outputs, targets_B, output.auxiliary_loss
 
 
-def sums(logits_BK: Tensor, targets_B: Tensor) -> Tensor:
-    """[sum of cross entropies in nats, correct rows, rows] as float64."""
-    loss = F.cross_entropy(logits_BK.float(), targets_B, reduction="sum")
-    correct = (logits_BK.argmax(-1) == targets_B).sum()
-    return torch.stack([loss.detach().double(), correct.double(), loss.new_tensor(len(targets_B)).double()])
+def score_width(classes: int) -> int:
+    """How many sums `sums` gives for so many classes: top-5 accuracy says little among ten."""
+    return 4 if classes > 10 else 3
+
+
+def sums(logits_BK: Tensor, targets: Tensor) -> Tensor:
+    """[sum of cross entropies in nats, correct rows, rows], float64; with more than ten classes rows with the target
+    among the five largest logits stand before the rows.
+
+    `targets` are classes (B), or shares of classes (B, K), of which the largest then counts as the right one.
+    """
+    loss = F.cross_entropy(logits_BK.float(), targets, reduction="sum").detach()
+    target_B = targets if targets.dim() == 1 else targets.argmax(-1)
+    right = [(logits_BK.argmax(-1) == target_B).sum()]
+    if score_width(logits_BK.shape[-1]) == 4:
+        right.append((logits_BK.topk(5).indices == target_B[:, None]).any(-1).sum())
+    return torch.stack([part.double() for part in (loss, *right, loss.new_tensor(len(target_B)))])
 
 
 def averages(total: Tensor) -> dict[str, float]:
-    """{loss, accuracy} from what `sums` added up."""
-    loss, correct, rows = total.tolist()
-    return {"loss": loss / rows, "accuracy": correct / rows}
+    """{loss, accuracy} (and top5_accuracy) from what `sums` added up."""
+    loss, correct, *top5, rows = total.tolist()
+    found = {"loss": loss / rows, "accuracy": correct / rows}
+    return found | {"top5_accuracy": top5[0] / rows} if top5 else found
+
+
+def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of a split with Wilson's 95 % interval of each accuracy: the chance in drawing the rows, not in the seed.
+
+    `values` holds the number of rows under "rows"; without it they are returned as they are.
+    """
+    from cached_transformers.analysis.statistics import wilson_interval
+
+    found = dict(values)
+    rows = int(values.get("rows") or 0)
+    for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
+        interval = wilson_interval(round(values[name] * rows), rows)
+        found[f"{name}_interval"] = [interval.low, interval.high]
+    return found
 
 
 @contextmanager
@@ -72,21 +100,32 @@ def evaluate(
     dataset: Any,
     world: World,
     batch_size: int,
+    workers: int = 0,
     inside: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
-    """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32.
+    """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32, and the rows scored.
 
     Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
 
     Args:
+        workers: processes that load data.
         inside: called with the model once it is in evaluation mode; forwards run in the context that it returns.
+
+    Raises:
+        ValueError: no row could be used.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    total: Tensor | float = 0.0
+    pin_memory = world.device.type == "cuda"
     with untouched(model), inside(model):
-        for batch in evaluation_batches(dataset, batch_size, world.rank, world.size):
+        for batch in evaluation_batches(dataset, batch_size, world.rank, world.size, workers, pin_memory):
             logits_BK, targets_B, _ = forward(model, batch, world.device)
-            total += sums(logits_BK, targets_B)
-    return averages(world.sum(total))
+            total = total + sums(logits_BK, targets_B)
+    if not isinstance(total, Tensor):
+        total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
+    total = world.sum(total)
+    if not total[-1]:
+        raise ValueError(f"no row of the {getattr(dataset, 'split', '')} split could be used; fetch the data again")
+    return {**averages(total), "rows": int(total[-1])}
 
 
 def jsonable(value: Any) -> Any:
@@ -164,7 +203,7 @@ class EventFiles:
         if self._writer is None:
             return
         for key, value in line.items():
-            if key not in ("step", "split") and isinstance(value, (int, float)):
+            if key not in ("step", "split", "rows") and isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
 
     def close(self) -> None:

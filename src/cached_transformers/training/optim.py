@@ -48,25 +48,29 @@ class ScheduleConfig:
 
     name: Literal["constant", "cosine", "inverse_sqrt"] = "cosine"
     warmup_steps: int = 0
-    """Steps of linear growth from zero."""
+    """Steps of linear growth."""
+    initial_ratio: float = 0.0
+    """Where that growth begins, as a share of the peak."""
     final_ratio: float = 0.0
     """cosine only: learning rate of the last step, as a share of the peak."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ValueError(f"schedule.warmup_steps={self.warmup_steps} must not be negative")
-        if not 0 <= self.final_ratio <= 1:
-            raise ValueError(f"schedule.final_ratio={self.final_ratio} must lie in [0, 1]")
+        for name in ("initial_ratio", "final_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"schedule.{name}={getattr(self, name)} must lie in [0, 1]")
 
 
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
 
-    With warm-up w: constant is peak * min(1, t / w); cosine falls from the peak at t = w to `final_ratio` * peak at
-    t = steps; inverse_sqrt is peak * min(1, t / w) / sqrt(max(t, w)).
+    With warm-up w and i = `initial_ratio`, the ramp is i + (1 - i) * min(1, t / w). Constant is peak * ramp; cosine
+    falls from the peak at t = w to `final_ratio` * peak at t = steps; inverse_sqrt is peak * ramp / sqrt(max(t, w)).
     """
     peak, warmup = optimizer.learning_rate, schedule.warmup_steps
-    ramp = min(1.0, step / warmup) if warmup else 1.0
+    begin = schedule.initial_ratio
+    ramp = begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
     if schedule.name == "inverse_sqrt":
         return peak * ramp / math.sqrt(max(step, warmup, 1))
     if schedule.name == "constant" or step <= warmup:

@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from cached_transformers.config import RunConfig, config_from_dict, config_to_ya
 from cached_transformers.registry import DATASETS, MODELS
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
 from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import jsonable, untouched
+from cached_transformers.training.initial import load_initial_weights
+from cached_transformers.training.loader import evaluation_batches
+from cached_transformers.training.metrics import jsonable, untouched, with_intervals
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.tasks import baselines, example_inputs, task_name
 from cached_transformers.training.trainer import Trainer
@@ -30,6 +32,8 @@ from cached_transformers.yaml_tree import parse_yaml
 
 TOKENIZER = "tokenizer.json"
 """File in a run folder with the tokenizer of a language model."""
+BAD_FILES = "bad_files.json"
+"""File in a run folder that names the data files which were skipped, with what was wrong; absent if there are none."""
 MAPPED_IMAGES = 8
 """Images whose feature maps a run keeps."""
 
@@ -142,6 +146,7 @@ def _train_test_report(
     model = build_model(config)
     trainer = Trainer(config, model, train, validation, folder, processes, reporter)
     trainer.resume(resume)
+    begin_with(trainer)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / "config.yaml", config_to_yaml(config).encode())
@@ -154,10 +159,14 @@ def _train_test_report(
     last = _test_last(trainer, test)
     tested = _test(trainer, test, processes)
     summary: dict[str, Any] = {}
+    bad = bad_files(processes, train, validation, test)
     if processes.main:
         summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
         if last is not None:
             summary["test_last"] = last
+        if number := write_bad_files(folder, bad):
+            summary["bad_files"] = number
+            reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
         _write_json(folder / "summary.json", summary)
         _say_baselines(summary["baselines"], config.training.metric, reporter)
         write_figures(model, validation, folder, processes)
@@ -166,12 +175,25 @@ def _train_test_report(
     return summary
 
 
+def begin_with(trainer: Trainer) -> None:
+    """Put the weights that `training.initial_weights` names into a model that has not been trained yet.
+
+    Raises:
+        ValueError: they do not fit; the message says what would.
+    """
+    settings = trainer.settings
+    if settings.initial_weights is None or trainer.step:
+        return
+    path = Path(settings.initial_weights).expanduser()
+    load_initial_weights(trainer.model, path, settings.new_head, settings.reset_caches, say=trainer.reporter.message)
+
+
 def _test_last(trainer: Trainer, test: Any) -> dict[str, Any] | None:
     """Scores of the last step on the test split, where those of the best are wanted too."""
     if trainer.settings.test != "both" or test is None:
         return None
-    values, _ = trainer.task.evaluate(trainer.model, test)
-    return {"step": trainer.step, **values}
+    values, _ = trainer.task.evaluate(trainer.evaluated, test)
+    return {"step": trainer.step, **with_intervals(values)}
 
 
 def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Reporter) -> None:
@@ -191,6 +213,8 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
         stored = read_checkpoint(trainer.checkpoints.named("best"))
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
+    elif trainer.average is not None:
+        trainer.model.load_state_dict(trainer.evaluated.state_dict())
     if test is None:
         return None
     values, places = trainer.task.evaluate(trainer.model, test)
@@ -198,7 +222,7 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
         scores = [{"memory": trainer.config.evaluation.memory, **values, "places": places}]
         write_evaluation(trainer.folder, {"split": "test", "step": step, "scores": scores})
     trainer.reporter.line({"step": step, "split": "test", **values})
-    return {"step": step, **values}
+    return {"step": step, **with_intervals(values)}
 
 
 def _summary(
@@ -248,13 +272,28 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         _write_json(folder / "gates.json", {"layers": gates})
         if not hasattr(dataset, "collate"):
             return
-        images = dataset.collate([dataset[index] for index in range(min(MAPPED_IMAGES, len(dataset)))]).inputs
+        images = next(evaluation_batches(dataset, MAPPED_IMAGES)).inputs
         if not images.is_floating_point():
             return
         maps = collect_feature_maps(model, images.to(processes.device))
     if maps is not None:
         arrays = {key: np.asarray(value) for key, value in maps.items()}
         np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
+
+
+def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
+    """Files that the data sets of all processes have skipped, with what is wrong."""
+    own = {file: why for data in datasets for file, why in getattr(data, "bad_found", {}).items()}
+    return {file: why for found in processes.gather(own) for file, why in found.items()}
+
+
+def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
+    """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
+    path = folder / BAD_FILES
+    files = {**(json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}), **found}
+    if files:
+        _write_json(path, {"count": len(files), "files": files})
+    return len(files)
 
 
 def write_evaluation(folder: Path, result: dict[str, Any]) -> None:

@@ -24,6 +24,26 @@ class TrainingConfig:
     clip_norm: float | None = 1.0
     """Largest L2 norm of all gradients together; null switches clipping off."""
     label_smoothing: float = 0.0
+    mixup: float = 0.0
+    """Images: alpha of mixup (arXiv:1710.09412), the mean of two images and of their labels; 0 switches it off."""
+    cutmix: float = 0.0
+    """Images: alpha of CutMix (arXiv:1905.04899), a piece of one image in another; 0 switches it off."""
+    mix_probability: float = 1.0
+    """Share of the steps that mix, where mixup or cutmix is on."""
+    cutmix_share: float = 0.5
+    """Share of these steps that take CutMix, where both are on."""
+    repeats: int = 1
+    """How often each row of a batch is in it, each time with other augmentation (repeated augmentation)."""
+    ema_decay: float | None = None
+    """Decay, per step, of the moving average of the weights, which is then evaluated; null keeps none."""
+    ema_warmup: bool = False
+    """Whether the decay grows as (1 + t) / (10 + t) up to its value, so that a short run forgets its beginning."""
+    initial_weights: str | None = None
+    """Weights to begin with: a run folder, a step folder, or a .safetensors or .pth file."""
+    new_head: bool = False
+    """Whether the classifier of `initial_weights` is left out, as it must be for another number of classes."""
+    reset_caches: bool = False
+    """Whether the shared caches of `initial_weights` are left out, so that caches begin empty."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
@@ -60,7 +80,16 @@ class TrainingConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
+        counts = (
+            "steps",
+            "batch_size",
+            "accumulate",
+            "evaluate_every",
+            "keep",
+            "log_every",
+            "max_bad_steps",
+            "repeats",
+        )
         for name in (*counts, "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
@@ -75,6 +104,15 @@ class TrainingConfig:
         _require(self.workers >= 0, "workers", self.workers, "must not be negative")
         _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
+        for name in ("mixup", "cutmix"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative; 0 switches it off")
+        for name in ("mix_probability", "cutmix_share"):
+            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")
+        decay = self.ema_decay
+        _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
+        for name in ("new_head", "reset_caches"):
+            if getattr(self, name) and self.initial_weights is None:
+                raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from cached_transformers.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.language import LanguageModelling
-from cached_transformers.training.loader import TrainingOrder, training_batches
-from cached_transformers.training.metrics import averages, evaluate, forward, sums
+from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
+from cached_transformers.training.metrics import averages, evaluate, forward, score_width, sums
+from cached_transformers.training.mixing import Mixing, make_mixing
 
 
 class Task(Protocol):
@@ -88,21 +89,21 @@ def example_inputs(dataset: Any, config: RunConfig) -> tuple[tuple[Any, ...], di
     if task_name(dataset) == "language":
         tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
         return (tokens[None],), {}
-    batch = dataset.collate([dataset[0]])
+    batch = next(evaluation_batches(dataset, 1))
     return (batch.inputs,), {} if batch.padding is None else {"padding": batch.padding}
 
 
 class Classification:
     """One label a row; nothing is carried from step to step."""
 
-    width = 3
-
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.settings, self.model, self.data, self.world = config.training, model, train, world
         if self.settings.metric not in ("accuracy", "loss"):
             raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
-        share = (world.rank, world.size, self.settings.accumulate)
+        self.width = score_width(train.classes)
+        share = (world.rank, world.size, self.settings.accumulate, self.settings.repeats)
         self.order = TrainingOrder(len(train), self.settings.batch_size, self.settings.seed, 0, *share)
+        self.mixing = make_mixing(self.settings, train.classes, world.size)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         wrapped = wrap(self.model, self.world)
@@ -110,19 +111,26 @@ class Classification:
 
     def batches(self, step: int) -> Iterator[Any]:
         self.order.start = step
-        return training_batches(self.data, self.order, self.settings.workers)
+        pin_memory = self.world.device.type == "cuda"
+        batches = training_batches(self.data, self.order, self.settings.workers, pin_memory)
+        return batches if self.mixing is None else self._mixed(batches, self.mixing, step)
+
+    def _mixed(self, batches: Iterator[Any], mixing: Mixing, step: int) -> Iterator[Any]:
+        pieces = self.settings.accumulate
+        for number, batch in enumerate(batches):
+            yield mixing(batch, self.world.device, step + number // pieces)
 
     def backward(self, runner: Callable[..., Any], batch: Any, scaler: torch.amp.GradScaler) -> Tensor:
         settings, device = self.settings, self.world.device
         with settings.autocast(device):
-            logits_BK, targets_B, auxiliary = forward(runner, batch, device)
-        loss = F.cross_entropy(logits_BK.float(), targets_B, label_smoothing=settings.label_smoothing)
+            logits_BK, targets, auxiliary = forward(runner, batch, device)
+        loss = F.cross_entropy(logits_BK.float(), targets, label_smoothing=settings.label_smoothing)
         if auxiliary is not None:
             loss = loss + auxiliary
         scaler.scale(loss / settings.accumulate).backward()
         if not torch.isfinite(loss):
             return loss.new_full((self.width,), torch.nan).double()
-        return sums(logits_BK.detach(), targets_B)
+        return sums(logits_BK.detach(), targets)
 
     def finish(self, taken: bool) -> None:
         pass
@@ -132,7 +140,7 @@ class Classification:
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
         size = self.settings.evaluation_batch_size or self.settings.batch_size
-        return evaluate(model, dataset, self.world, size), []
+        return evaluate(model, dataset, self.world, size, self.settings.workers), []
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}

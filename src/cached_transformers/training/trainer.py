@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys
+from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
+from cached_transformers.training.averaging import WeightAverage
 from cached_transformers.training.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -70,6 +71,8 @@ class Trainer:
         self.model = model.to(world.device)
         self.task = make_task(config, self.model, training_data, validation_data, world)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        decay = settings.ema_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
         self.step = 0
@@ -85,6 +88,11 @@ class Trainer:
         self._saved_step = 0
         # Every process draws its own dropout; the first draws what a single process would.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated and saved: that of averaged weights, where there is an average of a step."""
+        return self.average.module if self.average is not None and self.average.updates else self.model
 
     # ------------------------------------------------------------------------------------------- resume
 
@@ -108,7 +116,7 @@ class Trainer:
                 return
         else:
             checkpoint = read_checkpoint(Path(mode))
-        differences = differing_keys(checkpoint.config, config_to_dict(self.config))
+        differences = differing_keys(with_defaults(checkpoint.config), config_to_dict(self.config))
         if differences:
             listed = "\n  ".join(differences)
             raise ValueError(
@@ -135,7 +143,9 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
-        self.model.load_state_dict(checkpoint.weights)
+        self.model.load_state_dict(state.get("live_weights") or checkpoint.weights)
+        if self.average is not None:
+            self.average.load(checkpoint.weights, state["averaged_steps"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = self._saved_step = checkpoint.step
@@ -153,7 +163,7 @@ class Trainer:
         Raises:
             OSError: it could not be written; the message names the path.
         """
-        weights = self.model.state_dict()
+        weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         state = {
             "optimizer": self.optimizer.state_dict(),
@@ -168,6 +178,9 @@ class Trainer:
             "total": self._total,
             "carried": carried,
         }
+        if self.average is not None:
+            live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
+            state |= {"live_weights": live, "averaged_steps": self.average.updates}
         if self.world.main:
             best = self.best["step"] if self.best else None
             self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, best)
@@ -229,6 +242,8 @@ class Trainer:
         finite = math.isfinite(float(total[0])) and math.isfinite(self._gradient_norm)
         if finite:
             self.scaler.step(self.optimizer)
+            if self.average is not None:
+                self.average.update(self.model)
             self._total += total
         else:
             # Running averages and caches have seen the bad values; one that is not a number would never recover.
@@ -293,7 +308,7 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""
-        values, _ = self.task.evaluate(self.model, self.validation_data)
+        values, _ = self.task.evaluate(self.evaluated, self.validation_data)
         self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
         self.latest = {"step": self.step, **values}
         improved = self.best is None or self._score(self.latest) > self._score(self.best)

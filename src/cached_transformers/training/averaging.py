@@ -1,0 +1,57 @@
+"""Exponential moving average of the weights (Polyak and Juditsky, 1992, in the form that timm and DeiT use).
+
+`torch.optim.swa_utils.AveragedModel` keeps the average. Buffers, shared caches among them, are copied from the model
+and not averaged: a cache is what the live gates have written, and batch-norm statistics are averages already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from cached_transformers.memories.shared_cache import commit_caches
+
+
+class WeightAverage:
+    """The average of a model's weights: w <- d w + (1 - d) weights after each step, beginning with those of the first.
+
+    Args:
+        model: the model, not wrapped. decay: d. warmup: whether step t (from 1) takes min(d, (1 + t) / (10 + t)).
+    """
+
+    def __init__(self, model: nn.Module, decay: float, warmup: bool = False) -> None:
+        self.decay, self.warmup = decay, warmup
+        self._averaged = AveragedModel(model, multi_avg_fn=self._mean, use_buffers=False)  # type: ignore[arg-type]
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with averaged weights, which is what is evaluated."""
+        module: nn.Module = self._averaged.module
+        return module
+
+    @property
+    def updates(self) -> int:
+        """Steps that are in the average."""
+        return int(self._averaged.n_averaged)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take in the weights after a step, and copy the buffers."""
+        commit_caches(model)
+        self._averaged.update_parameters(model)
+
+    def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from what was saved."""
+        self.module.load_state_dict(weights)
+        self._averaged.n_averaged.fill_(updates)
+
+    def _mean(self, average: list[Tensor], current: list[Tensor], count: Tensor | int) -> None:
+        t = int(count) + 1
+        decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay
+        if average[0].is_floating_point():
+            torch._foreach_lerp_(average, current, 1 - decay)
+        else:
+            torch._foreach_copy_(average, current)

@@ -1,0 +1,116 @@
+"""Weights to begin with: from a run of this library, or a file of timm's or another's, checked key by key.
+
+Weights of a plain model fit its cached form: the memory, which they lack, begins anew. The classifier is taken over
+unless it is asked to begin anew, and never silently.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from cached_transformers.memories.shared_cache import reset_caches
+from cached_transformers.training.checkpoint import META, Checkpoints, read_checkpoint
+
+_INNER = ("model", "state_dict", "module")
+_USUAL_HEADS = ("head", "fc", "classifier")
+
+
+def load_initial_weights(
+    model: nn.Module, path: Path, new_head: bool = False, empty_caches: bool = False, say: Callable[[str], None] = print
+) -> None:
+    """Put stored weights into a model, in place.
+
+    Args:
+        path: a run folder (its best checkpoint), a step folder, or a .safetensors, .pth or .pt file.
+        new_head: leave the classifier as it is. empty_caches: leave shared caches empty.
+        say: is told what was left as it is.
+
+    Raises:
+        ValueError: no such weights, a classifier of another number of classes, or weights of another model.
+    """
+    weights = _fitted(read_weights(path), model)
+    heads = head_names(model)
+    if new_head:
+        weights = {name: value for name, value in weights.items() if not name.startswith(heads)}
+    if empty_caches:
+        weights = {name: value for name, value in weights.items() if not name.endswith(".cache_MC")}
+    own = model.state_dict()
+    other = {name for name in weights if name in own and weights[name].shape != own[name].shape}
+    in_head = sorted(name for name in other if name.startswith(heads))
+    if in_head:
+        stored, wanted = (len(tensors[in_head[0]]) for tensors in (weights, own))
+        raise ValueError(
+            f"{path} is of another number of classes: its {in_head[0]} has {stored} outputs, this model {wanted}; "
+            "set training.new_head=true to begin with a new classifier, or train on the same classes"
+        )
+    cached = [name for name in other if name.endswith(".cache_MC")]
+    if cached:
+        raise ValueError(
+            f"{path}: {cached[0]} has {tuple(weights[cached[0]].shape)} (slots, channels), this model "
+            f"{tuple(own[cached[0]].shape)}; set training.reset_caches=true to begin with empty caches"
+        )
+    unknown = sorted(set(weights) - set(own))
+    fresh = sorted(set(own) - set(weights))
+    allowed = tuple(heads) if new_head else ()
+    lacking = [n for n in fresh if not n.startswith(allowed) and ".memory." not in n and not n.endswith(".cache_MC")]
+    if other or unknown or lacking:
+        kinds = {"of another shape": sorted(other), "unknown to this model": unknown, "missing": lacking}
+        listed = "; ".join(f"{what}: {', '.join(names[:3])} ({len(names)})" for what, names in kinds.items() if names)
+        raise ValueError(f"{path} holds weights of another model ({listed}); give the model its options")
+    model.load_state_dict({**own, **weights})
+    if empty_caches:
+        reset_caches(model)
+    say(f"weights from {path}" + (f"; new: {len(fresh)} tensors ({', '.join(fresh[:3])}, ...)" if fresh else ""))
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors by name from a run folder, a step folder, or a file.
+
+    Raises:
+        ValueError: there are none, or they are damaged.
+    """
+    if (path / META).is_file():
+        return read_checkpoint(path).weights
+    if (path / "checkpoints").is_dir():
+        return read_checkpoint(Checkpoints(path / "checkpoints").named("best")).weights
+    if not path.is_file():
+        raise ValueError(f"training.initial_weights={path}: there is no such file, run folder or step folder")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        # weights_only: nothing in the file is run.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"training.initial_weights={path} cannot be read as weights: {reason}") from None
+    for name in _INNER:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"training.initial_weights={path} holds no weights by name")
+    return dict(content)
+
+
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the classifier's parameters: what timm says, or the usual names."""
+    inner = getattr(model, "model", None)
+    inside = "model." if isinstance(inner, nn.Module) and hasattr(inner, "pretrained_cfg") else ""
+    told = getattr(inner if inside else model, "pretrained_cfg", None) or {}
+    names = told.get("classifier") or _USUAL_HEADS
+    return tuple(f"{inside}{name}." for name in ([names] if isinstance(names, str) else names))
+
+
+def _fitted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Names as the model has them: weights of timm's own model go into ours, which holds it as `model`."""
+    own = model.state_dict()
+    bare = {name.removeprefix("module."): value for name, value in weights.items()}
+    within = {f"model.{name}": value for name, value in bare.items()}
+    return max((bare, within), key=lambda tensors: len(tensors.keys() & own.keys()))

@@ -1,0 +1,73 @@
+"""Made image files for tests, and the archives and layouts that they come in."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+Files = Mapping[str, bytes]
+
+
+def encoded(seed: int = 0, size: tuple[int, int] = (9, 7), kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """A file of noise; `size` is (width, height)."""
+    shape = (size[1], size[0], *((len(mode),) if len(mode) > 1 else ()))
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return saved(Image.fromarray(pixels).convert(mode), kind)
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_files(root: Path, files: Files) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def write_tar(path: Path, files: Files, folders: tuple[str, ...] = ()) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for folder in folders:
+            info = tarfile.TarInfo(folder)
+            info.type = tarfile.DIRTYPE
+            archive.addfile(info)
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_tar_xz(path: Path, files: Files) -> Path:
+    plain = write_tar(path.with_suffix(".plain"), files)
+    path.write_bytes(lzma.compress(plain.read_bytes()))
+    plain.unlink()
+    return path
+
+
+def write_zip(path: Path, files: Files) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for place, (name, content) in enumerate(files.items()):
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED if place % 2 else zipfile.ZIP_STORED)
+    return path
+
+
+def class_folders(classes: int = 3, images: int = 4, prefix: str = "", kind: str = "PNG") -> dict[str, bytes]:
+    """`<prefix>class<c>/<i>.png` with different pixels each."""
+    suffix = {"PNG": "png", "JPEG": "jpg"}[kind]
+    return {
+        f"{prefix}class{c}/{i}.{suffix}": encoded(1000 * c + i, kind=kind)
+        for c in range(classes)
+        for i in range(images)
+    }

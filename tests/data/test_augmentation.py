@@ -1,0 +1,121 @@
+"""Augmentation: timm's, drawn from the three global generators and from nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from data.pictures import class_folders, encoded, write_files
+from PIL import Image
+
+from cached_transformers.data import ImageFolder
+from cached_transformers.data.augmentation import Augmentation
+from cached_transformers.training.loader import SeededRows, TrainingOrder, training_batches
+
+DEIT = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25, "interpolation": "bicubic"}
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def reseed() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+
+def test_it_is_what_timm_does():
+    from timm.data import create_transform
+
+    options = {"scale": [0.3, 0.9], "flip": 0.3, **DEIT}
+    ours = Augmentation.from_options(options).transform(16, MEAN, STD)
+    theirs = create_transform(
+        16, is_training=True, scale=(0.3, 0.9), hflip=0.3, auto_augment=DEIT["auto_augment"], interpolation="bicubic",
+        mean=MEAN, std=STD, re_prob=0.25, re_mode="pixel", color_jitter=None,
+    )  # fmt: skip
+    for transform in (ours, theirs):
+        reseed()
+        made = torch.stack([transform(PICTURE) for _ in range(20)])
+        if transform is ours:
+            first = made
+    assert torch.equal(first, made) and first.shape == (20, 3, 16, 16)
+
+
+def test_a_padded_crop_is_the_image_shifted():
+    square = PICTURE.crop((0, 0, 16, 16))
+    transform = Augmentation(crop="padded", padding=2, flip=0.0).transform(16, (0.0,) * 3, (1.0,) * 3)
+    padded_CHW = torch.nn.functional.pad(torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255, (2, 2, 2, 2))
+    allowed = [padded_CHW[:, y : y + 16, x : x + 16] for y in range(5) for x in range(5)]
+    seen = set()
+    for _ in range(200):
+        made_CHW = transform(square)
+        match = [i for i, one in enumerate(allowed) if torch.allclose(one, made_CHW, atol=1e-6)]
+        assert len(match) == 1
+        seen.add(match[0])
+    assert len(seen) == 25
+
+
+def test_evaluation_sees_the_centre_as_timm_cuts_it(tmp_path):
+    from timm.data import create_transform
+
+    path = write_files(tmp_path, {f"{n}/0.png": encoded(size=(60, 40)) for n in "ab"})
+    options = {"path": path, "image_size": 16, "validation_fraction": 0, "test_fraction": 0, "augment": False}
+    usual = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    theirs = create_transform(16, crop_pct=0.8, interpolation="bilinear", **usual)
+    image = Image.open(path / "a" / "0.png")
+    ours = ImageFolder("train", crop_ratio=0.8, interpolation="bilinear", **options)[0][0]
+    assert torch.allclose(ours, theirs(image), atol=1e-6)
+
+
+def test_items_are_functions_of_seed_epoch_and_index_with_any_number_of_workers(tmp_path):
+    path = write_files(tmp_path, class_folders(2, 6))
+    data = ImageFolder("train", path=path, image_size=8, validation_fraction=0, test_fraction=0, augmentation=DEIT)
+    rows = SeededRows(data, seed=5)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first = rows[(0, 3)][0]
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+    random.random(), np.random.rand(), torch.rand(3)
+    assert torch.equal(rows[(0, 3)][0], first)
+    assert not torch.equal(rows[(1, 3)][0], first) and not torch.equal(rows[(0, 3, 1)][0], first)
+    loaders = [training_batches(data, TrainingOrder(len(data), 6, seed=2, repeats=3), workers) for workers in (0, 2)]
+    for _ in range(4):
+        alone, together = (next(loader) for loader in loaders)
+        assert torch.equal(alone.inputs, together.inputs) and torch.equal(alone.targets, together.targets)
+
+
+def test_augment_false_switches_it_off(tmp_path):
+    path = write_files(tmp_path, class_folders(2, 3))
+    options = {"path": path, "image_size": 8, "validation_fraction": 0, "test_fraction": 0, "augmentation": DEIT}
+    still = ImageFolder("train", augment=False, **options)
+    assert not still.augment and torch.equal(still[0][0], still[0][0])
+    assert ImageFolder("train", **options).augment is not False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crops": "resized"}, r"unknown option of data.augmentation 'crops'; did you mean 'crop'\?"),
+        ({"crop": "centre"}, "unknown data.augmentation.crop 'centre'"),
+        ({"flip": 1.5}, r"flip=1.5 is a probability"),
+        ({"flip": True}, "flip=True must be a number, not bool"),
+        ({"scale": [0.5, 0.1]}, r"scale=\[0.5, 0.1\] must be two shares"),
+        ({"scale": 0.5}, "scale=0.5 must be a list of two numbers"),
+        ({"aspect": [0, 1]}, r"aspect=\[0.0, 1.0\] must be two numbers"),
+        ({"erase_count": 0}, "erase_count=0 must be at least 1"),
+        ({"erase_mode": "noise"}, "unknown data.augmentation.erase_mode 'noise'"),
+        ({"interpolation": "lanczos"}, "unknown data.augmentation.interpolation 'lanczos'"),
+        ({"auto_augment": "wild"}, "auto_augment='wild' is none of timm's descriptions"),
+        ({"auto_augment": 9}, "auto_augment=9 must be text, not int"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Augmentation.from_options(options).transform(16, MEAN, STD)
+
+
+def test_colours_of_grey_images_cannot_change():
+    with pytest.raises(ValueError, match="leave them out with channels=1"):
+        Augmentation(auto_augment="rand-m9").transform(16, (0.5,), (0.5,))
+    assert Augmentation(erase=1.0).transform(16, (0.5,), (0.5,))(PICTURE.convert("L")).shape == (1, 16, 16)

@@ -1,0 +1,139 @@
+"""Tar shards: labels beside images, or a tar for each class; the same items as a folder gives, in any order."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from data.pictures import encoded, write_tar
+
+from cached_transformers.data import BadFile, ImageShards, create_dataset
+from cached_transformers.data.image_shards import find_shards, shards_of_splits
+
+LABELS = [2, 0, 1, 1, 0, 2]
+
+
+def examples(start: int = 0, kind: str = "cls", labels: list[int] = LABELS) -> dict[str, bytes]:
+    files = {}
+    for i, label in enumerate(labels):
+        files[f"{start + i:06}.jpg"] = encoded(start + i, kind="JPEG")
+        files[f"{start + i:06}.{kind}"] = (str(label) if kind == "cls" else json.dumps({"label": label})).encode()
+    return files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tar(tmp_path / "made-train-000000.tar", examples())
+    write_tar(tmp_path / "made-train-000001.tar", examples(100))
+    write_tar(tmp_path / "made-validation-000000.tar", examples(200, labels=[1, 2]))
+    return tmp_path
+
+
+def test_images_and_labels_of_all_shards(folder):
+    train = ImageShards("train", path=folder, image_size=8)
+    assert len(train) == 12 and train.labels.tolist() == LABELS * 2 and train.classes == 3
+    image_CHW, label = train[7]
+    assert image_CHW.shape == (3, 8, 8) and label == 0 and train.augment
+    validation, test = (
+        create_dataset("image_shards", split, path=folder, image_size=8) for split in ("validation", "test")
+    )
+    assert isinstance(validation, ImageShards) and isinstance(test, ImageShards)
+    assert validation.labels.tolist() == test.labels.tolist() == [1, 2]  # nothing else is there to report on
+    assert torch.equal(validation[1][0], test[1][0])
+    assert str(train.encoded(7)[1]) == f"{folder / 'made-train-000001.tar'}:000101.jpg"
+
+
+def test_the_pixels_are_those_of_the_file(folder):
+    data = ImageShards("validation", path=folder, image_size=8, crop_ratio=None)
+    from cached_transformers.data.augmentation import central_square
+    from cached_transformers.data.decoding import open_picture
+
+    expected = np.asarray(central_square(open_picture(encoded(201, kind="JPEG"), ""), 8)).transpose(2, 0, 1)
+    assert np.array_equal(data.pixels(1).numpy(), expected)
+
+
+def test_json_labels(tmp_path):
+    write_tar(tmp_path / "train-0.tar", examples(kind="json"))
+    data = ImageShards("train", path=tmp_path, label="json:label", validation_fraction=0, test_fraction=0)
+    assert data.labels.tolist() == LABELS
+    with pytest.raises(ValueError, match=r"no .cls members, only jpg, json; set data.label to cls, json:KEY or tar"):
+        ImageShards("train", path=tmp_path)
+    with pytest.raises(ValueError, match=r"000000.json must hold JSON with a whole number under 'klass', not b"):
+        ImageShards("train", path=tmp_path, label="json:klass")
+
+
+def test_a_tar_for_each_class(tmp_path):
+    for c, name in enumerate(("n02", "n01", "n03")):
+        write_tar(tmp_path / f"{name}.tar", {f"{name}_{i}.JPEG": encoded(10 * c + i) for i in range(10)})
+    splits = {s: ImageShards(s, path=tmp_path, label="tar", image_size=8) for s in ("train", "validation", "test")}
+    assert {s: np.bincount(d.labels).tolist() for s, d in splits.items()} == {
+        "train": [8, 8, 8], "validation": [1, 1, 1], "test": [1, 1, 1],
+    }  # fmt: skip
+    assert splits["test"].class_names == ["n01", "n02", "n03"]
+    names = {str(d.encoded(i)[1]) for d in splits.values() for i in range(len(d))}
+    assert len(names) == 30 and all(n.split(":")[1][:3] == n.split("/")[-1][:3] for n in names)
+
+
+def test_patterns_and_mappings(folder):
+    pattern = folder / "made-train-{000000..000001}.tar"
+    assert [shard.name for shard in find_shards(pattern)] == ["made-train-000000.tar", "made-train-000001.tar"]
+    with pytest.raises(FileNotFoundError, match=r"1 of 3 shards do not exist: .*made-train-000002.tar"):
+        find_shards(folder / "made-train-{000000..000002}.tar")
+    mapping = {"train": str(pattern), "test": str(folder / "made-validation-000000.tar")}
+    assert {s: len(found) for s, found in shards_of_splits(mapping).items()} == {"train": 2, "validation": 0, "test": 1}
+    held = ImageShards("validation", path=mapping, validation_fraction=0.25, image_size=8)
+    assert np.bincount(held.labels).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="unknown split 'valid'"):
+        shards_of_splits({"valid": str(pattern)})
+
+
+class TestBadShards:
+    def test_examples_without_label_or_image(self, tmp_path):
+        files = examples()
+        del files["000001.cls"], files["000004.jpg"]
+        write_tar(tmp_path / "train-0.tar", files)
+        options = {"path": tmp_path, "validation_fraction": 0, "test_fraction": 0}
+        with pytest.raises(ValueError, match=r"2 examples are not whole: 000001 \(no label\), 000004 \(no image\)"):
+            ImageShards("train", **options)
+        with pytest.warns(RuntimeWarning, match="2 examples are not whole: .*; they are left out"):
+            assert ImageShards("train", bad_files="skip", **options).labels.tolist() == [2, 1, 1, 2]
+
+    def test_labels_that_are_none(self, tmp_path):
+        write_tar(tmp_path / "train-0.tar", {**examples(), "000003.cls": b"cat"})
+        with pytest.raises(ValueError, match=r"train-0.tar:000003.cls must hold a whole number, not b'cat'"):
+            ImageShards("train", path=tmp_path)
+
+    def test_labels_out_of_range(self, folder):
+        with pytest.raises(
+            ValueError, match=r"000000.jpg: label 2 must lie in 0..1 \(4 such images\); set data.classes"
+        ):
+            ImageShards("train", path=folder, classes=2)
+
+    def test_classes_without_an_image(self, folder):
+        with pytest.raises(ValueError, match="1 of its classes have no image: 3"):
+            ImageShards("train", path=folder, classes=4)
+        with pytest.warns(RuntimeWarning, match="1 of its classes have no image: 3"):
+            assert ImageShards("train", path=folder, classes=4, bad_files="skip").classes == 4
+
+    def test_an_image_that_cannot_be_decoded_is_named(self, folder):
+        write_tar(folder / "made-train-000000.tar", {**examples(), "000002.jpg": b""})
+        data = ImageShards("train", path=folder, image_size=8)
+        with pytest.raises(
+            BadFile, match=r"made-train-000000.tar:000002.jpg cannot be decoded as an image: the file is empty"
+        ):
+            data[2]
+
+    def test_no_shards(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no \.tar in"):
+            ImageShards("train", path=tmp_path)
+        write_tar(tmp_path / "val-0.tar", examples())
+        with pytest.raises(FileNotFoundError, match="no shard for training; found 0 for train, 1 for validation"):
+            ImageShards("test", path=tmp_path)
+
+    def test_options(self, folder):
+        with pytest.raises(ValueError, match="label='class' must be cls, tar, or json:KEY"):
+            ImageShards("train", path=folder, label="class")
+        with pytest.raises(ValueError, match=r"validation_fraction=0\.1: there are shards for validation"):
+            ImageShards("train", path=folder, validation_fraction=0.1)
