@@ -11,15 +11,16 @@ import torch
 from cli.made_images import make_cifar10
 
 from cached_transformers.analysis.cache_table import cache_use_statistics
-from cached_transformers.analysis.flops import count_flops
+from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms
+from cached_transformers.cli.reproduce import arms, own_recipes
 from cached_transformers.cli.variants import Variant, equal_operations, feed_forward_option, training_flops, widened
-from cached_transformers.config import RunConfig, config_hash, config_to_dict, load_config
+from cached_transformers.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
 from cached_transformers.memories.memory_branch import PositionalConvolution
+from cached_transformers.models import create_model
 from cached_transformers.reproductions import REPRODUCTIONS, table10
 from cached_transformers.reproductions.base import pairs
-from cached_transformers.reproductions.images import SMALL
+from cached_transformers.reproductions.images import PAPER, SMALL
 from cached_transformers.training.run import build_dataset, build_model
 from cached_transformers.yaml_tree import flatten
 
@@ -272,3 +273,42 @@ def test_seeds_give_the_same_rows_of_data_to_all_rows(images: Path) -> None:
         order = TrainingOrder(len(train), config.training.batch_size, config.training.seed)
         first.append(next(training_batches(train, order)))
     assert torch.equal(first[0].inputs, first[1].inputs) and torch.equal(first[0].targets, first[1].targets)
+
+
+@pytest.mark.parametrize("table", [*TABLES, "table8"])
+def test_rows_of_the_papers_scale_have_the_recipes_of_their_backbones(table: str) -> None:
+    entry = REPRODUCTIONS[table]
+    rows = entry.rows("paper", "all")
+    main_recipe = load_config(entry.recipes["paper"])
+    recipes = own_recipes(rows, main_recipe, [])
+    for row in rows:
+        assert row.recipe is not None and row.backbone is not None
+        own = load_config(row.recipe)
+        config = row.config(recipes[row.recipe])
+        check_sections(config)
+        assert config.training == own.training and config.optimizer == own.optimizer
+        assert {**own.model, "memory": None}.items() <= {**config.model, "memory": None}.items()
+        assert feed_forward_option(config) in ("mlp_ratio", "mlp_ratios")
+        memory = config.model["memory"]
+        if row.name.endswith("-released"):
+            assert memory == own.model["memory"] == {"name": "grc", "variant": "released", "ratio": 0.5}
+        elif row.matched is not None or row.name == row.backbone:
+            assert memory is None
+
+
+@pytest.mark.parametrize("backbone", ["vit_small", "pvt_tiny", "swin_tiny", "pvt_v2_b2"])
+def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: str) -> None:
+    row = PAPER[backbone].plain()
+    assert row.recipe is not None
+    config = row.config(load_config(row.recipe))
+    sizes = []
+    for model in (config.model, {k: v for k, v in config.model.items() if not k.startswith("mlp_ratio")}):
+        with torch.device("meta"):
+            sizes.append(count_parameters(create_model(**model)))
+    assert sizes[0] == sizes[1] > 10_000_000
+
+
+def test_recipes_that_are_scored_differently_are_refused() -> None:
+    rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
+    with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
+        own_recipes(rows, load_config("table1_small"), [])

@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     variants = arms(table, scale, rows, recipe, train, recipes)
     console = Console()
     print_sizes(variants, console)
+    recipe = dataclasses.replace(recipe, name=f"{name}_{scale}")  # where several tables share one
     folder = arguments.out or Path("runs") / recipe.name
     number = len(scored) if task_name(scored) == "classification" else None
     found = baselines(recipe, train, scored)

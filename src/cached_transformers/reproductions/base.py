@@ -49,7 +49,7 @@ class Reproduction:
         recipes: recipe by scale.
         files: what the data folder must hold, by scale; empty where the data are generated.
         paper: rows of the paper's table, and the controls that it lacks, by scale. The first is the reference.
-        others: rows that may be added.
+        others: rows that may be added, by scale.
         equal: what rows have in common: "parameters", as many as the largest row of the paper; or "operations", those
             of `Row.matched` where a row names one.
         protocol: how a row is scored or what it is made of, in a line.
@@ -61,7 +61,7 @@ class Reproduction:
     recipes: Mapping[str, str]
     files: Mapping[str, str]
     paper: Callable[[str], Sequence[Row]]
-    others: Callable[[], Sequence[Row]]
+    others: Callable[[str], Sequence[Row]]
     equal: Literal["parameters", "operations"]
     protocol: Callable[[RunConfig], str]
     cache_use: bool = False
@@ -75,7 +75,7 @@ class Reproduction:
         Raises:
             ValueError: an unknown name, or one twice.
         """
-        known = {row.name: row for row in [*self.paper(scale), *self.others()]}
+        known = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
         if chosen == "all":
             return list(known.values())
         if chosen == "paper":

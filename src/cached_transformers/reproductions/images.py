@@ -24,13 +24,13 @@ class Backbone:
         name: of its plain row, and the beginning of the names of the others.
         model: the model section without memory; None takes that of the recipe.
         recipe: its own recipe; None takes the table's.
-        memory: options of the cache that belong to the backbone.
+        options: of the model, beside those of the recipe: how wide its feed-forward layers are, for a wider control.
     """
 
     name: str
     model: Mapping[str, Any] | None = None
     recipe: str | None = None
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, suffix: str, memory: Mapping[str, Any] | None, **facts: Any) -> Row:
         """A row of this backbone.
@@ -43,12 +43,12 @@ class Backbone:
 
         def model(recipe: RunConfig) -> dict[str, Any]:
             given = grc_options(recipe)
-            own = dict(recipe.model if self.model is None else self.model)
+            own = {**self.options, **(recipe.model if self.model is None else self.model)}
             if memory is None:
                 return {**own, "memory": None}
             if "name" in memory:
-                return {**own, "memory": {"ratio": given.get("ratio", 0.5), **self.memory, **memory}}
-            return {**own, "memory": {**given, **self.memory, **memory}}
+                return {**own, "memory": {"ratio": given.get("ratio", 0.5), **memory}}
+            return {**own, "memory": {**given, **memory}}
 
         name = f"{self.name}-{suffix}" if suffix else self.name
         return Row(name, model, backbone=self.name, recipe=self.recipe, **facts)
@@ -126,6 +126,20 @@ SMALL = {
     "pvt_v2": Backbone("pvt_v2", PVT_V2_SMALL),
 }
 """Backbones of the small scale: the vision transformer of the recipe, a PVT, a PVTv2."""
+
+
+_PVT = {"mlp_ratios": [8, 8, 4, 4]}
+PAPER = {
+    "vit_small": Backbone("vit_small", recipe="imagenet_vit_small_grc", options={"mlp_ratio": 4.0}),
+    "pvt_tiny": Backbone("pvt_tiny", recipe="imagenet_pvt_tiny_grc", options=_PVT),
+    "pvt_small": Backbone("pvt_small", recipe="imagenet_pvt_small_grc", options=_PVT),
+    "pvt_medium": Backbone("pvt_medium", recipe="imagenet_pvt_medium_grc", options=_PVT),
+    "swin_tiny": Backbone("swin_tiny", recipe="imagenet_swin_tiny_grc", options={"mlp_ratio": 4.0}),
+    "pvt_v2_b2": Backbone("pvt_v2_b2", recipe="imagenet_pvt_v2_b2_grc", options=_PVT),
+    "pvt_v2_b3": Backbone("pvt_v2_b3", recipe="imagenet_pvt_v2_b3_grc", options=_PVT),
+    "pvt_v2_b4": Backbone("pvt_v2_b4", recipe="imagenet_pvt_v2_b4_grc", options=_PVT),
+}
+"""Backbones of the paper's scale, each with its recipe for ImageNet."""
 
 
 def protocol(config: RunConfig) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .base import Reproduction, Row
-from .images import SMALL, Backbone, protocol
+from .images import PAPER, SMALL, Backbone, protocol
 
 RATIOS = (0.125, 0.25, 0.5, 1.0)
 BACKBONE = "pvt_v2"
@@ -32,15 +32,15 @@ def backbone_rows(backbone: Backbone) -> list[Row]:
 
 
 def _rows(scale: str) -> Sequence[Row]:
-    return backbone_rows(SMALL[BACKBONE])
+    return backbone_rows(PAPER["pvt_tiny"] if scale == "paper" else SMALL[BACKBONE])
 
 
 TABLE10 = Reproduction(
     summary="images: the share of the channels that the cache has, from none to all",
-    recipes={"small": "table10_small"},
-    files={"small": "CIFAR-10 (binary version)"},
+    recipes={"small": "table10_small", "paper": "imagenet_pvt_tiny_grc"},
+    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
     paper=_rows,
-    others=lambda: [],
+    others=lambda scale: [],
     equal="operations",
     protocol=protocol,
     cache_use=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .base import Reproduction, Row
-from .images import SMALL, Backbone, protocol
+from .images import PAPER, SMALL, Backbone, protocol
 
 
 def backbone_rows(backbone: Backbone) -> list[Row]:
@@ -32,15 +32,15 @@ def backbone_rows(backbone: Backbone) -> list[Row]:
 
 
 def _rows(scale: str) -> Sequence[Row]:
-    return backbone_rows(SMALL["vit"])
+    return backbone_rows(PAPER["vit_small"] if scale == "paper" else SMALL["vit"])
 
 
 TABLE2 = Reproduction(
     summary="images: no cache, an attention-based cache (as in Transformer-XL), and GRC, in a vision transformer",
-    recipes={"small": "table2_small"},
-    files={"small": "CIFAR-10 (binary version)"},
+    recipes={"small": "table2_small", "paper": "imagenet_vit_small_grc"},
+    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
     paper=_rows,
-    others=lambda: [],
+    others=lambda scale: [],
     equal="operations",
     protocol=protocol,
     cache_use=True,
