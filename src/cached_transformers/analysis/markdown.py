@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.analysis.cache_table import cache_use_table, legend
 from cached_transformers.analysis.run_folder import Comparison, read_comparison
 from cached_transformers.analysis.wording import (
     Metric,
@@ -43,6 +44,7 @@ def comparison_markdown(comparison: Comparison) -> str:
         _scores(comparison, metric),
         _pairs(pairs, metric) if pairs else "",
         "\n".join(f"- {sentence}" for sentence in sentences),
+        _cache_use(comparison, metric),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -89,6 +91,13 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     rows = [[pair_name(pair), *_difference(pair, metric), short_p(pair["p_adjusted"])] for pair in pairs]
     return _table(["pair", "difference", "p", "p (Holm)"], rows)
+
+
+def _cache_use(comparison: Comparison, metric: Metric) -> str:
+    if not comparison.cache_use:
+        return ""
+    header, lines = cache_use_table(comparison.cache_use, metric)
+    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{_table(header, lines)}"
 
 
 def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:

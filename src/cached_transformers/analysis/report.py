@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cached_transformers.analysis import plots
+from cached_transformers.analysis.cache_table import cache_use_table, legend
 from cached_transformers.analysis.detection_report import average_precisions
 from cached_transformers.analysis.page import (
     Cell,
@@ -135,6 +136,7 @@ def _comparison(comparison: Comparison, root: Path, level: int, identifier: str)
         _variant_table(comparison, metric, split),
         _pair_table(comparison, metric),
         _differences(comparison, identifier),
+        _cache_use(comparison, metric),
         _curves(records, f"{identifier}-curves", metric.name, reference) if records else "",
         _cost(comparison, identifier),
         _gates({name: group for name, group in gates.items() if group}, f"{identifier}-gates", reference),
@@ -241,6 +243,15 @@ def _differences(comparison: Comparison, identifier: str) -> str:
         svg,
         "Mean paired difference with its 95 % interval. Where that includes zero, no difference can be shown.",
     )
+
+
+def _cache_use(comparison: Comparison, metric: Metric) -> str:
+    if not comparison.cache_use:
+        return ""
+    header, lines = cache_use_table(comparison.cache_use, metric)
+    cells: list[list[Cell | str]] = [[Cell(line[0], mark=_mark(comparison, line[0])), *line[1:]] for line in lines]
+    caption = f"{comparison.split} {metric.name}; differences to carry in points where it is an accuracy. "
+    return _heading(3, "Use of the cache") + table(header, cells, caption + legend(header[1:]))
 
 
 def _cost(comparison: Comparison, identifier: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from cached_transformers.analysis.cache_table import cache_use_statistics
 from cached_transformers.analysis.statistics import summarise, summarise_pairs
 
 Layers = list[list[float]]
@@ -92,6 +93,12 @@ class Comparison:
     def baselines(self) -> dict[str, float]:
         """Scores of guessers, by name."""
         return dict(self.data.get("baselines") or {})
+
+    @property
+    def cache_use(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """What treating the caches of variants in other ways changes: (variant, rows of `cache_use_statistics`)."""
+        found = self.data.get("cache_use") or {}
+        return [(str(name), cache_use_statistics(by_mode)) for name, by_mode in found.items()]
 
     @property
     def variants(self) -> list[dict[str, Any]]:

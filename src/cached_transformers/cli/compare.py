@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +21,10 @@ from typing import Any
 
 from rich.console import Console
 
+from cached_transformers.analysis.cache_table import cache_use_statistics
 from cached_transformers.analysis.statistics import summarise, summarise_pairs, wilson_interval
+from cached_transformers.analysis.wording import Metric
+from cached_transformers.cli.cache_use import has_shared_cache, print_cache_use, score_variant
 from cached_transformers.cli.tables import print_statistics
 from cached_transformers.cli.variants import Variant, prepare
 from cached_transformers.config import RunConfig, config_hash, config_to_yaml, load_config
@@ -68,9 +72,11 @@ def carry_out(comparison: Comparison, jobs: int, console: Console) -> int:
     from cached_transformers.analysis.report import write_compare_report
 
     comparison.train_missing(jobs, console)
+    comparison.score_caches(console)
     comparison.write(shlex.join(["cached", *sys.argv[1:]]))
     path = write_markdown(comparison.folder)
     comparison.print_table(console)
+    comparison.print_cache_use(console)
     try:
         path = write_compare_report(comparison.folder)
     except ImportError as error:
@@ -107,6 +113,7 @@ class Comparison:
         pairs: (first, second) of the variants whose difference is of interest; without them it is each variant's to the
             reference.
         rows: number of rows that are scored, for the interval of an accuracy that they leave; None for none.
+        cache_use: whether runs with a shared cache are also scored with it treated in other ways.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Comparison:
         *,
         pairs: list[tuple[str, str]] | None = None,
         rows: int | None = None,
+        cache_use: bool = False,
     ) -> None:
         self.recipe, self.variants, self.seeds, self.folder, self.baselines = (
             recipe,
@@ -133,6 +141,8 @@ class Comparison:
         self.metric = recipe.training.metric
         self.rows = rows if self.metric == "accuracy" else None
         self.split = "validation" if recipe.training.test == "none" else "test"
+        self.questioned = [v for v in variants if cache_use and has_shared_cache(v)]
+        self.cache_use: dict[str, dict[str, list[float]]] = {}
 
     def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
         """The summary of a finished run; None when it has to be trained (on)."""
@@ -193,6 +203,16 @@ class Comparison:
         if status:
             raise RuntimeError(f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}")
 
+    def score_caches(self, console: Console) -> None:
+        """Score the runs with a shared cache with it treated in other ways; what is in their folders is kept."""
+        for variant in self.questioned:
+            found = score_variant(variant, self.seeds, self.folder_of(variant), self.split, console)
+            self.cache_use[variant.name] = {mode: [row[self.metric] for row in rows] for mode, rows in found.items()}
+
+    def folder_of(self, variant: Variant) -> Callable[[int], Path]:
+        """The folder of a variant's run by seed."""
+        return lambda seed: self.folder / variant.run_name(seed)
+
     def write(self, command: str) -> Path:
         """Write compare.json; returns its path."""
         values = self.values()
@@ -213,6 +233,8 @@ class Comparison:
             result["pairs"] = summarise_pairs(values, self.pairs)
         if self.rows is not None:
             result["rows"] = self.rows
+        if self.cache_use:
+            result["cache_use"] = self.cache_use
         path = self.folder / "compare.json"
         temporary = path.with_name(".compare.json")
         temporary.write_text(json.dumps(jsonable(result), indent=1, allow_nan=False), encoding="utf-8")
@@ -236,6 +258,12 @@ class Comparison:
             rows_intervals={name: found for name, found in intervals.items() if found is not None},
             baselines=self.baselines,
         )
+
+    def print_cache_use(self, console: Console) -> None:
+        """Print what treating the caches in other ways changes, where that was asked."""
+        if self.cache_use:
+            rows = [(name, cache_use_statistics(by_mode)) for name, by_mode in self.cache_use.items()]
+            print_cache_use(rows, Metric(self.metric), self.split, console)
 
     def rows_interval(self, values: list[float]) -> tuple[float, float] | None:
         """Wilson's interval of the mean accuracy on as many rows as are scored; all seeds share these rows."""

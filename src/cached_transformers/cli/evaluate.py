@@ -1,8 +1,9 @@
-"""`cached evaluate`: scores of a trained run, with its memory as saved, emptied, or shuffled.
+"""`cached evaluate`: scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
 If emptying the memory costs nothing, the model does not use it: that is the question `--memory` answers. For text it is
 emptied before each segment, or exchanged between rows, and RUN/evaluation.json and the report show the loss by place in
-the document.
+the document. A cache that all rows share can also be that of another run (`other`), or be updated by each batch as in
+training (`batch`), which shows how far training and evaluation, and batches of different sizes, differ.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cached_transformers.registry import unknown_name
 from cached_transformers.training.detection import check_categories, evaluate_detector
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.language import evaluate_language
-from cached_transformers.training.metrics import evaluate, jsonable, with_intervals
+from cached_transformers.training.metrics import jsonable, with_intervals
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
@@ -38,7 +39,8 @@ from cached_transformers.training.run import (
 )
 from cached_transformers.training.tasks import baselines, task_name
 
-MEMORY_MODES = ("carry", "reset", "shuffle")
+MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
+OF_SHARED_CACHES = ("other", "batch")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +50,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
     help_memory = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted)"
+    help_memory += ", and of shared caches: other (that of --other), batch (updated by each batch, as in training)"
     parser.add_argument("--memory", default="carry", metavar="MODES", help=help_memory)
+    parser.add_argument("--other", type=Path, metavar="RUN", help="run whose caches --memory other takes")
+    parser.add_argument(
+        "--batch-sizes", metavar="N,N,...", help="rows of the batches of --memory batch (default: those of training)"
+    )
     parser.add_argument(
         "--segment-length", type=int, metavar="N", help="text: tokens in a segment (default: the run's)"
     )
@@ -63,12 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     for mode in modes:
         if mode not in MEMORY_MODES:
             raise ValueError(unknown_name("memory mode", mode, list(MEMORY_MODES)))
+    if ("other" in modes) != (arguments.other is not None):
+        raise ValueError("--memory other takes the caches of --other RUN; give both, or neither")
+    if arguments.batch_sizes is not None and "batch" not in modes:
+        raise ValueError(f"--batch-sizes {arguments.batch_sizes} is of --memory batch; give both, or neither")
     config = read_run_config(arguments.folder)
+    sizes = _sizes(arguments.batch_sizes) if arguments.batch_sizes is not None else [config.training.batch_size]
+    modes = [name for mode in modes for name in ([f"batch {n}" for n in sizes] if mode == "batch" else [mode])]
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
     rows, step, guessers = score(
-        arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device
+        arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device, arguments.other
     )
     result = {"run": str(arguments.folder), "split": arguments.split, "step": step, "scores": rows}
     if guessers is not None:
@@ -100,6 +113,16 @@ def score_table(title: str, rows: list[dict[str, Any]], guessers: dict[str, floa
     return table
 
 
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"--batch-sizes {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,64")
+    return sizes
+
+
 def precision_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """Average precisions: a row per way of treating the memory, and kind (box, mask)."""
     table = Table(title=title, title_justify="left", box=None)
@@ -128,29 +151,39 @@ def shown(row: dict[str, Any], column: str) -> str:
 
 
 def score(
-    folder: Path, config: RunConfig, checkpoint: str, split: str, modes: list[str], device: str
+    folder: Path,
+    config: RunConfig,
+    checkpoint: str,
+    split: str,
+    modes: list[str],
+    device: str,
+    other: Path | None = None,
 ) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
     """Scores of a run's checkpoint for each memory mode, for text with the loss by place; the step; the baselines."""
 
     def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
-        rows = []
+        rows: list[dict[str, Any]] = []
         dataset = build_dataset(config, split)
         text, detection = (task_name(dataset) == name for name in ("language", "detection"))
         if detection:
             check_categories([record["name"] for record in read_categories(folder)], dataset)
         if config.evaluation.segment_length and not text:
             raise ValueError(f"--segment-length {config.evaluation.segment_length} is for text, not {dataset.name!r}")
+        if not text and not detection:
+            rows, step = score_shared(folder, config, checkpoint, dataset, modes, processes, other)
+            return rows, step, fitted_baselines(config, dataset)
+        refused = [mode for mode in modes if mode.split()[0] in OF_SHARED_CACHES]
+        if refused:
+            raise ValueError(
+                f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
+            )
         for mode in modes:
             _, model, step = load_run(folder, checkpoint)
             model.to(processes.device)
-            if not text:
+            if detection:
                 treat_memory(model, mode, config)
                 size = config.training.evaluation_batch_size or config.training.batch_size
-                if detection:
-                    rows.append({"memory": mode, **evaluate_detector(model, dataset, processes, size)})
-                else:
-                    values = evaluate(model, dataset, processes, size, config.training.workers)
-                    rows.append({"memory": mode, **with_intervals(values)})
+                rows.append({"memory": mode, **evaluate_detector(model, dataset, processes, size)})
                 continue
             if has_caches(model):
                 treat_memory(model, mode, config)
@@ -159,9 +192,52 @@ def score(
                 model, dataset, processes, dataclasses.replace(config, evaluation=section)
             )
             rows.append({"memory": mode, **values, "places": places})
-        return rows, step, None if text or detection else fitted_baselines(config, dataset)
+        return rows, step, None
 
     return in_world(device, scores)
+
+
+def score_shared(
+    folder: Path,
+    config: RunConfig,
+    checkpoint: str,
+    dataset: Any,
+    modes: list[str],
+    processes: World,
+    other: Path | None,
+) -> tuple[list[dict[str, Any]], int]:
+    """Scores of a classifier for each way of treating its shared caches, and the step.
+
+    Raises:
+        ValueError: the model has no cache to treat so.
+    """
+    from cached_transformers.analysis.cache_use import score_cache_use
+    from cached_transformers.memories.shared_cache import caches
+
+    _, model, step = load_run(folder, checkpoint)
+    found = list(caches(model))
+    for mode in modes:
+        if mode.split()[0] in OF_SHARED_CACHES and not found:
+            raise ValueError(f"--memory {mode.split()[0]}: the model of {folder} has no shared cache")
+        if mode.startswith("batch ") and any(cache.attend != "mean" for cache in found):
+            raise ValueError(
+                "--memory batch is of caches whose batch mean is read in training; this model's rows read "
+                f"{found[0].attend!r}, which is the same in evaluation"
+            )
+    theirs = None if other is None else load_run(other, checkpoint)[1]
+    size = config.training.evaluation_batch_size or config.training.batch_size
+    settings = config.training
+    rows = score_cache_use(
+        lambda: load_run(folder, checkpoint)[1],
+        dataset,
+        modes,
+        processes,
+        size,
+        settings.seed,
+        theirs,
+        settings.workers,
+    )
+    return [{"memory": row.pop("mode"), **with_intervals(row)} for row in rows], step
 
 
 def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None:

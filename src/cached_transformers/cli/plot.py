@@ -18,6 +18,8 @@ from cached_transformers.analysis.run_folder import (
     read_comparison,
     read_run,
 )
+from cached_transformers.analysis.wording import Metric
+from cached_transformers.cli.cache_use import print_cache_use
 from cached_transformers.cli.tables import print_statistics
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ KINDS = {
     "gates": "memory share of every head and layer",
     "maps": "feature maps of self-attention and memory, of one run",
     "flops": "metric against operations, of comparisons",
+    "fig1": "the paper's figure 1: accuracy against operations, with intervals over seeds, of comparisons and runs",
+    "fig4": "the paper's figure 4: what self-attention and cache see in photographs, of one run",
+    "fig5": "the paper's figure 5: share of the cache in every head and layer, of comparisons and runs",
     "report": "write report.html into each folder, and print the tables",
 }
 
@@ -47,6 +52,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=".png, .svg or .pdf (default: KIND.png in the first folder)"
     )
+    parser.add_argument(
+        "--images", nargs="+", type=Path, default=[], metavar="FILE", help="fig4: photographs (default: test images)"
+    )
+    parser.add_argument("--layers", metavar="1,4,...", help="fig4: cached layers (default: first, middle and last)")
     parser.set_defaults(run=run)
     return parser
 
@@ -58,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: a folder is neither run nor comparison, it lacks what the figure shows, or a wrong suffix.
         ImportError: matplotlib is not installed.
     """
+    if arguments.kind != "fig4" and (arguments.images or arguments.layers):
+        raise ValueError(f"--images and --layers are of fig4; drop them for {arguments.kind}")
     if arguments.kind == "report":
         return _write_reports(arguments)
     from cached_transformers.analysis.style import SUFFIXES, save
@@ -65,10 +76,29 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.folders[0] / f"{arguments.kind}.png"
     if output.suffix.lower() not in SUFFIXES:  # before the work, not after it
         raise ValueError(f"--output {output} must end in one of {', '.join(SUFFIXES)}")
+    if arguments.kind.startswith("fig"):
+        return _paper_figure(arguments, output)
     draw: Callable[[list[Path]], Figure] = {"curves": _curves, "gates": _gates, "maps": _maps, "flops": _flops}[
         arguments.kind
     ]
     print(save(draw(arguments.folders), output))
+    return 0
+
+
+def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
+    """Draw one of the paper's figures; its numbers go into a file of the same name beside it."""
+    from cached_transformers.analysis.style import save
+    from cached_transformers.cli import paper_figures
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.kind == "fig4":
+        layers = None if arguments.layers is None else paper_figures.parse_layers(arguments.layers)
+        figure = paper_figures.figure_4(arguments.folders, output, arguments.images, layers)
+    else:
+        draw = {"fig1": paper_figures.figure_1, "fig5": paper_figures.figure_5}[arguments.kind]
+        figure = draw(arguments.folders, output)
+    print(save(figure, output))
+    print(output.with_suffix(".json" if arguments.kind == "fig4" else ".csv"))
     return 0
 
 
@@ -95,6 +125,8 @@ def _write_reports(arguments: argparse.Namespace) -> int:
                     rows_intervals=by_rows,
                     baselines=comparison.baselines,
                 )
+                if comparison.cache_use:
+                    print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, Console())
         print(f"\nwritten: {path}")
     return 0
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from cached_transformers.cli import throughput
 from cached_transformers.cli.compare import Comparison, carry_out, parse_seeds
 from cached_transformers.cli.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data, load_config
 from cached_transformers.registry import unknown_name
-from cached_transformers.reproductions import REPRODUCTIONS, Reproduction, Row
+from cached_transformers.reproductions import MEASURED, REPRODUCTIONS, Reproduction, Row
 from cached_transformers.reproductions.base import pairs
 from cached_transformers.training.run import build_dataset
 from cached_transformers.training.tasks import baselines, task_name
@@ -26,7 +27,9 @@ from cached_transformers.training.tasks import baselines, task_name
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    known = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in REPRODUCTIONS.items())
+    summaries = {name: entry.summary for name, entry in REPRODUCTIONS.items()}
+    summaries |= {name: entry.summary for name, entry in MEASURED.items()}
+    known = "\n".join(f"  {name:<10} {summaries[name]}" for name in sorted(summaries, key=lambda n: (len(n), n)))
     parser = subparsers.add_parser(
         "reproduce",
         help="run a table of the GRC paper: rows of equal size or cost, over several seeds",
@@ -36,12 +39,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("reproduction", help="one of the names below")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all rows")
     parser.add_argument("--scale", choices=("small", "paper"), default="small", help="small: minutes a run on one core")
-    parser.add_argument("--data", metavar="FOLDER", help="folder or archive with train, valid and test (table5)")
+    parser.add_argument(
+        "--data", metavar="FOLDER", help="the data that a table reads (text for table5, images for tables 1 to 10)"
+    )
     parser.add_argument(
         "--rows", default="paper", metavar="paper|all|A,B", help="all: what the paper lacks, too; or rows by name"
     )
-    parser.add_argument("--seeds", default="3", help="how many (3 means 0,1,2), or a list such as 0,1,7")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--seeds", help="how many (3, the default, means 0,1,2), or a list such as 0,1,7")
+    parser.add_argument("--jobs", type=int, help="runs at a time, each in a process of its own (default: 1)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/NAME_SCALE)")
     parser.set_defaults(run=run)
 
@@ -49,58 +54,105 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, then write compare.json and the report."""
     name, scale = arguments.reproduction, arguments.scale
+    if name in MEASURED:
+        return throughput.reproduce(MEASURED[name], arguments)
     if name not in REPRODUCTIONS:
-        raise ValueError(unknown_name("reproduction", name, list(REPRODUCTIONS)))
+        raise ValueError(unknown_name("reproduction", name, [*REPRODUCTIONS, *MEASURED]))
     table = REPRODUCTIONS[name]
     files = table.files.get(scale)
     if files is not None and arguments.data is None:
-        raise ValueError(f"{name} at scale {scale} reads {files}; give --data FOLDER with its train, valid and test")
+        raise ValueError(f"{name} at scale {scale} reads {files}; give --data FOLDER")
     if files is None and arguments.data is not None:
         raise ValueError(f"{name} generates its data; drop --data {arguments.data}")
     for key, option in (("training.seed", "--seeds"), ("data.path", "--data")):
         if any(override.startswith(f"{key}=") for override in arguments.overrides):
             raise ValueError(f"{key} is set by {option} in a reproduction; drop the override")
-    if arguments.jobs < 1:
-        raise ValueError(f"--jobs {arguments.jobs} must be at least 1")
-    seeds = parse_seeds(arguments.seeds)
+    jobs = 1 if arguments.jobs is None else arguments.jobs
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs} must be at least 1")
+    seeds = parse_seeds("3" if arguments.seeds is None else arguments.seeds)
     rows = table.rows(scale, arguments.rows)
     recipe = load_config(table.recipes[scale], arguments.overrides)
     if files is not None:
         recipe = dataclasses.replace(recipe, data={**recipe.data, "path": arguments.data})
+    recipes = own_recipes(rows, recipe, arguments.overrides)
     for row in rows:  # before the data are read, which may take long
-        check_sections(row.config(recipe))
+        check_sections(row.config(recipes.get(row.recipe, recipe)))
     train = build_dataset(recipe, "train")
     scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
-    variants = arms(table, scale, rows, recipe, train)
+    variants = arms(table, scale, rows, recipe, train, recipes)
     console = Console()
     print_sizes(variants, console)
+    recipe = dataclasses.replace(recipe, name=f"{name}_{scale}")  # where several tables share one
     folder = arguments.out or Path("runs") / recipe.name
     number = len(scored) if task_name(scored) == "classification" else None
     found = baselines(recipe, train, scored)
-    comparison = Comparison(recipe, variants, seeds, folder, found, pairs=pairs(rows), rows=number)
-    return carry_out(comparison, arguments.jobs, console)
+    comparison = Comparison(
+        recipe, variants, seeds, folder, found, pairs=pairs(rows), rows=number, cache_use=table.cache_use
+    )
+    return carry_out(comparison, jobs, console)
 
 
-def arms(table: Reproduction, scale: str, rows: Sequence[Row], recipe: RunConfig, train: Any) -> list[Variant]:
+def own_recipes(rows: Sequence[Row], recipe: RunConfig, overrides: Sequence[str]) -> dict[str | None, RunConfig]:
+    """The recipes of rows that have one of their own, with the overrides and the data of the table's.
+
+    Raises:
+        ValueError: one that is not scored as the table's is.
+    """
+    found: dict[str | None, RunConfig] = {}
+    for name in dict.fromkeys(row.recipe for row in rows if row.recipe is not None):
+        own = load_config(name, overrides)
+        scored = [(config.training.metric, config.training.test) for config in (own, recipe)]
+        if scored[0] != scored[1]:
+            raise ValueError(
+                f"recipe {name} is scored by {scored[0]} (training.metric, training.test), {recipe.name} by "
+                f"{scored[1]}; rows of a table are scored alike, so set both"
+            )
+        found[name] = dataclasses.replace(own, data=recipe.data)
+    return found
+
+
+def arms(
+    table: Reproduction,
+    scale: str,
+    rows: Sequence[Row],
+    recipe: RunConfig,
+    train: Any,
+    recipes: Mapping[str | None, RunConfig] | None = None,
+) -> list[Variant]:
     """The rows as variants of equal size or cost.
 
     Rows of the paper decide on it, whatever else is in the table, so that further rows leave finished runs valid.
 
     Args:
         train: the training data, which say of themselves what a model must know.
+        recipes: by name, those of rows that have one of their own.
     """
     paper = table.paper(scale)
     names = [row.name for row in rows]
     every = [*paper, *(row for row in rows if row.name not in {other.name for other in paper})]
-    variants = [Variant(row.name, fill_from_data(row.config(recipe), train.describe())) for row in every]
+    names += [row.matched for row in rows if row.matched is not None and row.matched not in names]
+    own = recipes or {}
+    variants = [
+        Variant(row.name, fill_from_data(row.config(own.get(row.recipe, recipe)), train.describe()))
+        for row in every
+        if table.equal == "parameters" or row.name in names
+    ]
     if table.equal == "parameters":
         equal = equal_parameters(variants, deciding=len(paper))
     else:
-        matched = {row.name: row.matched for row in every if row.matched is not None}
-        needed = {*names, *(matched[name] for name in names if name in matched)}
-        equal = equal_operations([v for v in variants if v.name in needed], matched, train)
-    by_name = {v.name: dataclasses.replace(v, facts={**v.facts, "protocol": table.protocol(v.config)}) for v in equal}
-    return [by_name[name] for name in names]
+        matched = {row.name: row.matched for row in every if row.matched is not None and row.name in names}
+        equal = equal_operations(variants, matched, train)
+    by_name = {variant.name: variant for variant in equal}
+    return [_with_facts(by_name[row.name], row, table) for row in rows]
+
+
+def _with_facts(variant: Variant, row: Row, table: Reproduction) -> Variant:
+    """The variant with what the table says of it."""
+    facts = {**variant.facts, "protocol": table.protocol(variant.config)}
+    if row.backbone is not None:
+        facts["backbone"] = row.backbone
+    return dataclasses.replace(variant, facts=facts)
 
 
 def print_sizes(variants: list[Variant], console: Console) -> None:

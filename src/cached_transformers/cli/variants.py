@@ -19,6 +19,10 @@ from cached_transformers.yaml_tree import parse_yaml
 
 TOLERANCE = 0.005
 """Share by which sizes may differ that count as equal."""
+FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
+"""Options of models that say how wide feed-forward layers are: channels; times the width, of all or of each stage."""
+UNIT = 1000
+"""A width of so much leaves ratios as they are given: they are changed in thousandths."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +94,16 @@ def flops_control(variants: list[Variant], dataset: Any) -> Variant:
         ValueError: the model has no option `feed_forward`.
     """
     plain = with_memory(variants[0].config, None)
-    if "feed_forward" not in MODELS.entry(plain.model["name"]).options:
-        raise ValueError(
-            f"--control flops widens model.feed_forward, which model {plain.model['name']!r} does not have"
-        )
+    feed_forward_option(plain)
     inputs, keywords = example_inputs(dataset, plain)
 
     def cost(config: RunConfig) -> int:
         return count_flops(build_model(config), *inputs, **keywords)
 
     target = max(cost(variant.config) for variant in variants)
-    width = nearest_width(lambda w: cost(widened(plain, w)), target)
-    ratio = cost(widened(plain, width)) / target
-    facts = {"feed_forward": width, "flops_ratio": ratio, "matched": "the dearest variant"}
-    return Variant("control-flops", widened(plain, width), facts)
+    found = equally_dear(plain, cost, target)
+    facts = {"feed_forward": feed_forward(found), "flops_ratio": cost(found) / target, "matched": "the dearest variant"}
+    return Variant("control-flops", found, facts)
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
@@ -123,14 +123,12 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
         with torch.device("meta"):
             return count_parameters(MODELS.create(**config.model))
 
-    _check_feed_forward(variants[0].config)
+    feed_forward_option(variants[0].config)
     target = max(count(variant.config) for variant in variants[:deciding])
     equal = []
     for variant in variants:
-        config = variant.config
-        width = nearest_width(lambda w, config=config: count(widened(config, w)), target)  # type: ignore[misc]
-        config = widened(config, width)
-        found = count(config)
+        config = equally_dear(variant.config, count, target)
+        found, width = count(config), feed_forward(config)
         if abs(found - target) > TOLERANCE * target:
             raise ValueError(
                 f"{variant.name} has {found} parameters with feed_forward={width}, not {target} as the others; take "
@@ -154,24 +152,24 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     Raises:
         ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
-    _check_feed_forward(variants[0].config)
+    for name in matched:
+        feed_forward_option(next(variant.config for variant in variants if variant.name == name))
     costs = {variant.name: training_flops(variant.config, dataset) for variant in variants}
     equal = []
     for variant in variants:
         config, cost, facts = variant.config, costs[variant.name], {}
         if variant.name in matched:
             target = costs[matched[variant.name]]
-            width = nearest_width(lambda w, config=config: training_flops(widened(config, w), dataset), target)  # type: ignore[misc]
-            config = widened(config, width)
+            config = equally_dear(config, lambda other: training_flops(other, dataset), target)
             cost = training_flops(config, dataset)
             if abs(cost - target) > TOLERANCE * target:
                 raise ValueError(
-                    f"{variant.name} takes {cost} operations with feed_forward={width}, not {target} as "
+                    f"{variant.name} takes {cost} operations with feed_forward={feed_forward(config)}, not {target} as "
                     f"{matched[variant.name]}; take a larger model or a dearer memory"
                 )
             facts = {"matched": matched[variant.name], "flops_ratio": cost / target}
         size = min(config.training.batch_size, len(dataset))
-        facts = {"feed_forward": config.model["feed_forward"], "training_flops": round(cost / size), **facts}
+        facts = {"feed_forward": feed_forward(config), "training_flops": round(cost / size), **facts}
         equal.append(Variant(variant.name, config, facts))
     return equal
 
@@ -183,18 +181,50 @@ def training_flops(config: RunConfig, dataset: Any) -> int:
     return count_flops(build_model(config), batch.inputs, mode="train", shapes_only=True, **keywords)
 
 
-def widened(config: RunConfig, width: int) -> RunConfig:
-    """The configuration with another width of the feed-forward layers."""
-    return dataclasses.replace(config, model={**config.model, "feed_forward": width})
+def feed_forward_option(config: RunConfig) -> str:
+    """The option of the model that says how wide its feed-forward layers are.
 
-
-def _check_feed_forward(config: RunConfig) -> None:
+    Raises:
+        ValueError: it has none, or a ratio that is not written down, so that nothing is known to begin with.
+    """
     model = MODELS.entry(config.model["name"])
-    if "feed_forward" not in model.options:
-        raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
+    for option in FEED_FORWARD:
+        if option in config.model or option in model.options:
+            if option != "feed_forward" and not config.model.get(option):
+                raise ValueError(
+                    f"model.{option} of {model.name!r} is changed for equal cost; set it to what the model has"
+                )
+            return option
+    if model.open_ended:
+        raise ValueError(
+            f"equal cost takes another width of feed-forward layers, and {model.name!r} does not say by which option; "
+            f"set one of {', '.join(f'model.{option}' for option in FEED_FORWARD)} to what the model has"
+        )
+    raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
 
 
-def nearest_width(cost: Callable[[int], int], target: int) -> int:
-    """The width whose cost is nearest to `target`; cost grows linearly with width."""
-    base, slope = cost(1), cost(2) - cost(1)
-    return max(1, 1 + round((target - base) / slope))
+def feed_forward(config: RunConfig) -> Any:
+    """The width of the feed-forward layers as the configuration has it; None where it says nothing."""
+    return next((config.model[option] for option in FEED_FORWARD if config.model.get(option) is not None), None)
+
+
+def widened(config: RunConfig, width: int) -> RunConfig:
+    """The configuration with another width of the feed-forward layers: channels, or thousandths of the ratios given."""
+    option = feed_forward_option(config)
+    value: Any = width
+    if option != "feed_forward":
+        given = config.model[option]
+        value = [width * r / UNIT for r in given] if isinstance(given, (list, tuple)) else width * given / UNIT
+    return dataclasses.replace(config, model={**config.model, option: value})
+
+
+def equally_dear(config: RunConfig, cost: Callable[[RunConfig], int], target: int) -> RunConfig:
+    """The configuration with the feed-forward width whose cost is nearest to `target`."""
+    unit = 1 if feed_forward_option(config) == "feed_forward" else UNIT
+    return widened(config, nearest_width(lambda w: cost(widened(config, w)), target, unit))
+
+
+def nearest_width(cost: Callable[[int], int], target: int, unit: int = 1) -> int:
+    """The width whose cost is nearest to `target`; cost grows linearly with width, as seen at one and two units."""
+    base, slope = cost(unit), (cost(2 * unit) - cost(unit)) / unit
+    return max(1, unit + round((target - base) / slope))

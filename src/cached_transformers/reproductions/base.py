@@ -24,12 +24,16 @@ class Row:
         model: the model section of the row, from the recipe.
         against: names of the rows that it is compared with.
         matched: name of the row whose operations in training this one gets, by a wider feed-forward.
+        backbone: what the row is a form of, for figures that join the forms of one; None for a table of one backbone.
+        recipe: its own recipe at this scale, where backbones are trained differently; None takes the table's.
     """
 
     name: str
     model: Callable[[RunConfig], dict[str, Any]]
     against: tuple[str, ...] = ()
     matched: str | None = None
+    backbone: str | None = None
+    recipe: str | None = None
 
     def config(self, recipe: RunConfig) -> RunConfig:
         """The recipe with the model of this row."""
@@ -45,19 +49,22 @@ class Reproduction:
         recipes: recipe by scale.
         files: what the data folder must hold, by scale; empty where the data are generated.
         paper: rows of the paper's table, and the controls that it lacks, by scale. The first is the reference.
-        others: rows that may be added.
+        others: rows that may be added, by scale.
         equal: what rows have in common: "parameters", as many as the largest row of the paper; or "operations", those
             of `Row.matched` where a row names one.
         protocol: how a row is scored or what it is made of, in a line.
+        cache_use: whether trained rows with a cache are also scored with it emptied, shuffled, exchanged, and updated
+            by the batch at hand.
     """
 
     summary: str
     recipes: Mapping[str, str]
     files: Mapping[str, str]
     paper: Callable[[str], Sequence[Row]]
-    others: Callable[[], Sequence[Row]]
+    others: Callable[[str], Sequence[Row]]
     equal: Literal["parameters", "operations"]
     protocol: Callable[[RunConfig], str]
+    cache_use: bool = False
 
     def rows(self, scale: str, chosen: str = "paper") -> list[Row]:
         """Rows of the table.
@@ -68,7 +75,7 @@ class Reproduction:
         Raises:
             ValueError: an unknown name, or one twice.
         """
-        known = {row.name: row for row in [*self.paper(scale), *self.others()]}
+        known = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
         if chosen == "all":
             return list(known.values())
         if chosen == "paper":

@@ -141,7 +141,7 @@ def _row(name: str) -> Row:
     return Row(name, functools.partial(model_of, name=name), against=() if name == PAPER[0] else (PAPER[0],))
 
 
-def _others() -> Sequence[Row]:
+def _others(scale: str) -> Sequence[Row]:
     return [_row(name) for name in stream_memories() if name not in PAPER]
 
 

@@ -82,7 +82,7 @@ TABLE6 = Reproduction(
     recipes={"small": "table6_small", "paper": "table6_paper"},
     files={},
     paper=_rows,
-    others=lambda: [],
+    others=lambda scale: [],
     equal="operations",
     protocol=protocol,
 )

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,20 +95,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
         restore_rng(rng)
 
 
-def evaluate(model: nn.Module, dataset: Any, world: World, batch_size: int, workers: int = 0) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    world: World,
+    batch_size: int,
+    workers: int = 0,
+    inside: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, float]:
     """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32, and the rows scored.
 
     Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
 
     Args:
         workers: processes that load data.
+        inside: called with the model once it is in evaluation mode; forwards run in the context that it returns.
 
     Raises:
         ValueError: no row could be used.
     """
     total: Tensor | float = 0.0
     pin_memory = world.device.type == "cuda"
-    with untouched(model):
+    with untouched(model), inside(model):
         for batch in evaluation_batches(dataset, batch_size, world.rank, world.size, workers, pin_memory):
             logits_BK, targets_B, _ = forward(model, batch, world.device)
             total = total + sums(logits_BK, targets_B)

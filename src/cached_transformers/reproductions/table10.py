@@ -1,0 +1,47 @@
+"""Table 10: the share of the channels that the cache has, from none to all.
+
+In the released code the positional convolution depends on the share, too: it has as many groups as the cache has
+channels, so the smallest cache comes with the largest convolution. Each share therefore has its own convolution as a
+control, and its own plain model at equal cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .base import Reproduction, Row
+from .images import PAPER, SMALL, Backbone, protocol
+
+RATIOS = (0.125, 0.25, 0.5, 1.0)
+BACKBONE = "pvt_v2"
+"""The backbone of the small scale; the paper has PVT-Tiny, which learns too slowly for it."""
+
+
+def backbone_rows(backbone: Backbone) -> list[Row]:
+    """The plain backbone, and for each share GRC, its convolution alone, and the plain backbone at equal cost."""
+    rows = [backbone.plain()]
+    for ratio in RATIOS:
+        share, convolution, wider = f"r={ratio:g}", f"r={ratio:g}-convolution", f"r={ratio:g}-wider"
+        against = (backbone.name, *(f"{backbone.name}-{control}" for control in (convolution, wider)))
+        rows += [
+            backbone.row(share, {"variant": "released", "ratio": ratio}, against=against),
+            backbone.row(convolution, {"name": "convolution", "ratio": ratio}),
+            backbone.row(wider, None, matched=f"{backbone.name}-{share}"),
+        ]
+    return rows
+
+
+def _rows(scale: str) -> Sequence[Row]:
+    return backbone_rows(PAPER["pvt_tiny"] if scale == "paper" else SMALL[BACKBONE])
+
+
+TABLE10 = Reproduction(
+    summary="images: the share of the channels that the cache has, from none to all",
+    recipes={"small": "table10_small", "paper": "imagenet_pvt_tiny_grc"},
+    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
+    paper=_rows,
+    others=lambda scale: [],
+    equal="operations",
+    protocol=protocol,
+    cache_use=True,
+)

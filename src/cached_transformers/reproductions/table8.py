@@ -1,0 +1,47 @@
+"""Table 8: a shifted-window backbone (Swin) plain and with GRC, with many classes: ImageNet-22k in the paper.
+
+The cache of such a layer is one window, the mean over all windows of all images. The small scale is Tiny-ImageNet at
+32 x 32 pixels with a small Swin. At the paper's scale the table is of training on ImageNet-22k, scored on images held
+out; the paper then trains each model on for ImageNet-1k, which `imagenet22k_swin_tiny_grc_finetune` does with a run of
+this table as `training.initial_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .base import Reproduction, Row
+from .images import Backbone, protocol
+
+SWIN_SMALL: dict[str, Any] = {
+    "name": "timm",
+    "architecture": "swin_tiny_patch4_window7_224",
+    "img_size": 32,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 64,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "mlp_ratio": 4.0,
+}
+"""Swin for images of 32 x 32 pixels: two stages with maps of 16 x 16 and 8 x 8 tokens in windows of 4 x 4."""
+
+SMALL = Backbone("swin", SWIN_SMALL)
+PAPER = Backbone("swin_tiny", recipe="imagenet22k_swin_tiny_grc", options={"mlp_ratio": 4.0})
+
+
+def _rows(scale: str) -> Sequence[Row]:
+    return (PAPER if scale == "paper" else SMALL).rows()
+
+
+TABLE8 = Reproduction(
+    summary="images, many classes: Swin plain, with GRC, with its convolution alone, and plain at equal operations",
+    recipes={"small": "table8_small", "paper": "imagenet22k_swin_tiny_grc"},
+    files={"small": "Tiny-ImageNet (64 or 32 pixels)", "paper": "ImageNet-22k (a tar for each class)"},
+    paper=_rows,
+    others=lambda scale: [],
+    equal="operations",
+    protocol=protocol,
+    cache_use=True,
+)

@@ -1,0 +1,314 @@
+"""`cached reproduce` of tables 1, 2 and 10: backbones plain, cached, and their controls; a table from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.made_images import make_cifar10
+
+from cached_transformers.analysis.cache_table import cache_use_statistics
+from cached_transformers.analysis.flops import count_flops, count_parameters
+from cached_transformers.cli.main import main
+from cached_transformers.cli.reproduce import arms, own_recipes
+from cached_transformers.cli.variants import Variant, equal_operations, feed_forward_option, training_flops, widened
+from cached_transformers.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
+from cached_transformers.memories.memory_branch import PositionalConvolution
+from cached_transformers.models import create_model
+from cached_transformers.reproductions import REPRODUCTIONS, table10
+from cached_transformers.reproductions.base import pairs
+from cached_transformers.reproductions.images import PAPER, SMALL
+from cached_transformers.training.run import build_dataset, build_model
+from cached_transformers.yaml_tree import flatten
+
+TABLES = ("table1", "table2", "table10")
+FAST = [
+    "model.width=16",
+    "model.heads=2",
+    "model.feed_forward=32",
+    "model.depth=2",
+    "training.steps=2",
+    "training.batch_size=8",
+    "training.evaluate_every=2",
+    "training.evaluation_batch_size=30",
+    "schedule.warmup_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_cifar10(tmp_path_factory.mktemp("made") / "cifar10")
+
+
+def variants_of(
+    table: str, images: Path, chosen: str = "paper", *overrides: str
+) -> tuple[list[Variant], RunConfig, Any]:
+    entry = REPRODUCTIONS[table]
+    recipe = load_config(entry.recipes["small"], [f"data.path={images}", *overrides])
+    train = build_dataset(recipe, "train")
+    return arms(entry, "small", entry.rows("small", chosen), recipe, train), recipe, train
+
+
+def difference(one: Variant, other: Variant) -> dict[str, tuple[Any, Any]]:
+    left, right = (flatten(config_to_dict(variant.seeded(3))) for variant in (one, other))
+    return {k: (left.get(k), right.get(k)) for k in {**left, **right} if left.get(k) != right.get(k)}
+
+
+@pytest.mark.parametrize("backbone", list(SMALL))
+def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(backbone: str, images: Path) -> None:
+    chosen = ",".join(f"{backbone}{form}" for form in ("", "-released", "-paper", "-convolution", "-wider"))
+    (plain, released, paper, convolution, wider), recipe, _ = variants_of("table1", images, chosen)
+    assert [v.facts["backbone"] for v in (plain, released, paper, convolution, wider)] == [backbone] * 5
+    assert plain.config.model["memory"] is None and wider.config.model["memory"] is None
+    assert (plain.config.training, plain.config.data) == (recipe.training, recipe.data)
+    assert {key.split(".")[1] for key in difference(plain, wider)} <= {"feed_forward", "mlp_ratios"}
+    assert difference(released, paper) == {"model.memory.variant": ("released", "paper")}
+    assert convolution.config.model["memory"] == {"name": "convolution", "ratio": 0.5}
+    assert released.config.model["memory"] == {"name": "grc", "variant": "released", "ratio": 0.5}
+    for memory in (released, paper, convolution):
+        assert all(key.startswith("model.memory") for key in difference(plain, memory))
+    # The control has the very convolution of the released form, and nothing else.
+    models = {v.name: build_model(v.config) for v in (plain, released, convolution)}
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()}
+    own = {n: [m for m in model.modules() if isinstance(m, PositionalConvolution)] for n, model in models.items()}
+    count = sum(p.numel() for m in own[convolution.name] for p in m.parameters())
+    assert sizes[convolution.name] - sizes[plain.name] == count > 0
+    assert [m.convolution for m in own[released.name]].__repr__() == [
+        m.convolution for m in own[convolution.name]
+    ].__repr__()
+
+
+@pytest.mark.parametrize("backbone", list(SMALL))
+def test_the_wider_control_costs_in_training_what_the_cached_row_costs(backbone: str, images: Path) -> None:
+    chosen = f"{backbone},{backbone}-released,{backbone}-wider"
+    (plain, released, wider), _, train = variants_of("table1", images, chosen, "training.batch_size=8")
+    batch = train.collate([train[index] for index in range(8)])
+    counted = {v.name: count_flops(build_model(v.config), batch.inputs, mode="train") for v in (plain, released, wider)}
+    assert counted == {v.name: training_flops(v.config, train) for v in (plain, released, wider)}
+    assert counted[wider.name] == pytest.approx(counted[released.name], rel=0.005)
+    assert counted[plain.name] < 0.95 * counted[wider.name]
+    assert wider.facts["matched"] == released.name
+    assert wider.facts["flops_ratio"] == counted[wider.name] / counted[released.name]
+    alone = variants_of("table1", images, wider.name, "training.batch_size=8")[0]
+    assert alone == [wider] and config_hash(alone[0].config) == config_hash(wider.config)
+
+
+def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path) -> None:
+    found: dict[str, set[str]] = {}
+    for table in TABLES:
+        rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
+        for variant in variants_of(table, images, ",".join(rows))[0]:
+            found.setdefault(config_hash(variant.config), set()).add(variant.name)
+    backbone = table10.BACKBONE
+    shared = [
+        {f"{backbone}-released", f"{backbone}-r=0.5"},
+        {f"{backbone}-convolution", f"{backbone}-r=0.5-convolution"},
+    ]
+    assert all(names in found.values() for names in shared)
+    assert sorted(map(len, found.values()), reverse=True)[:3] == [2, 2, 1]
+
+
+def test_what_is_compared() -> None:
+    found = pairs(REPRODUCTIONS["table2"].rows("small"))
+    assert [pair for pair in found if pair[0] == "vit-paper"] == [
+        ("vit-paper", "vit"),
+        ("vit-paper", "vit-attention"),
+        ("vit-paper", "vit-store"),
+    ]
+    assert [b for a, b in found if a == "vit-released"] == ["vit", "vit-convolution", "vit-wider"]
+    rows = REPRODUCTIONS["table10"].rows("small")
+    backbone = table10.BACKBONE
+    assert [row.name for row in rows if row.against] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
+    assert [row.matched for row in rows if row.matched] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
+    assert pairs(rows)[:3] == [
+        (f"{backbone}-r=0.125", name)
+        for name in (backbone, f"{backbone}-r=0.125-convolution", f"{backbone}-r=0.125-wider")
+    ]
+
+
+def test_a_larger_cache_has_a_smaller_convolution(images: Path) -> None:
+    backbone = table10.BACKBONE
+    chosen = ",".join(f"{backbone}-r={ratio}-convolution" for ratio in (0.125, 1))
+    small, large = (build_model(v.config) for v in variants_of("table10", images, chosen)[0])
+    groups = [
+        [m.convolution.groups for m in model.modules() if isinstance(m, PositionalConvolution)]
+        for model in (small, large)
+    ]
+    assert [b / a for a, b in zip(*groups, strict=True)] == [8] * len(groups[0])
+
+
+def test_a_table_from_images_to_report(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    rows = ["vit", "vit-paper", "vit-released"]
+    arguments = ["reproduce", "table1", "--data", str(images), "--rows", ",".join(rows), *FAST]
+    arguments += ["--seeds", "2", "--out", str(out)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in result["variants"]] == rows and result["rows"] == 60
+    assert [(p["name"], p["against"]) for p in result["pairs"]] == [("vit-released", "vit"), ("vit-paper", "vit")]
+    # Rows that read the mean of the batch can be asked for it; those that read their own update make it anyway.
+    batches = [f"batch {n}" for n in (4, 16, 64, 256)]
+    assert list(result["cache_use"]) == rows[1:]
+    assert list(result["cache_use"]["vit-paper"]) == ["carry", "reset", "shuffle", "other", *batches]
+    assert list(result["cache_use"]["vit-released"]) == ["carry", "reset", "shuffle", "other"]
+    values = {row["name"]: row["values"] for row in result["variants"]}
+    for name in rows[1:]:
+        assert result["cache_use"][name]["carry"] == values[name]
+    for seed, other in ((0, 1), (1, 0)):
+        run, theirs = (str(out / "vit-paper" / f"seed_{k}") for k in (seed, other))
+        more = ["--memory", "carry,reset,shuffle,other,batch", "--other", theirs, "--batch-sizes", "4,16,64,256"]
+        assert main(["evaluate", run, *more, "--json"]) == 0
+        scores = json.loads(capsys.readouterr().out)["scores"]
+        assert {row["memory"]: row["accuracy"] for row in scores} == {
+            mode: found[seed] for mode, found in result["cache_use"]["vit-paper"].items()
+        }
+        assert len({row["loss"] for row in scores[:4]}) == 4
+
+    markdown = (out / "compare.md").read_text(encoding="utf-8")
+    report = (out / "report.html").read_text(encoding="utf-8")
+    for text in (printed, markdown):
+        assert "use of the cache" in text.lower() and "cache of another seed's run" in text
+    assert "Use of the cache" in report and "grc(variant=released, ratio=0.5)" in report
+    assert statistics_line(result, "vit-paper") in markdown
+
+    kept = {path: path.stat().st_mtime_ns for path in out.rglob("cache_use.json")}
+    assert len(kept) == 4
+    assert main([*arguments[:-3], "3", *arguments[-2:]]) == 0
+    printed = capsys.readouterr().out
+    assert "6 finished runs kept, 3 to train" in printed
+    # The last seed's run takes the caches of the next one, which there was not before.
+    again = {path for path, when in kept.items() if path.stat().st_mtime_ns != when}
+    assert {path.parent.name for path in again} == {"seed_1"}
+
+
+def statistics_line(result: dict[str, Any], name: str) -> str:
+    row = next(r for r in cache_use_statistics(result["cache_use"][name]) if r["name"] == "carry")
+    return f"| {name} | {100 * row['mean']:.2f} %"
+
+
+def test_ratios_of_feed_forward_layers_are_widened(images: Path) -> None:
+    recipe = load_config("table1_small", [f"data.path={images}"])
+    model = {**SMALL["pvt"].model, "memory": None}
+    config = RunConfig(recipe.data, {**model, "mlp_ratios": [4, 2, 4]}, training=recipe.training)
+    assert feed_forward_option(config) == "mlp_ratios"
+    assert widened(config, 1500).model["mlp_ratios"] == [6, 3, 6]
+    vit = {"name": "timm", "architecture": "vit_tiny_patch16_224", "mlp_ratio": 4.0}
+    assert widened(RunConfig(recipe.data, vit), 500).model["mlp_ratio"] == 2
+    with pytest.raises(ValueError, match=r"'timm' does not say by which option; set one of .*model\.mlp_ratio"):
+        feed_forward_option(RunConfig(recipe.data, {"name": "timm", "architecture": "vit_tiny_patch16_224"}))
+    with pytest.raises(ValueError, match=r"model\.mlp_ratio of 'timm' .* set it to what the model has"):
+        feed_forward_option(RunConfig(recipe.data, {**vit, "mlp_ratio": None}))
+    train = build_dataset(recipe, "train")
+    dear = RunConfig(recipe.data, {**model, "mlp_ratios": [5, 5, 5]}, training=recipe.training)
+    found = equal_operations([Variant("plain", config), Variant("dear", dear)], {"plain": "dear"}, train)[0]
+    assert found.facts["flops_ratio"] == pytest.approx(1, abs=0.005)
+    assert found.config.model["mlp_ratios"][0] == pytest.approx(2 * found.config.model["mlp_ratios"][1])
+    assert "feed_forward" not in found.config.model and found.facts["feed_forward"] == found.config.model["mlp_ratios"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table1"], "table1 at scale small reads CIFAR-10 (binary version); give --data FOLDER"),
+        (["table1", "--data", "{images}", "--rows", "vit-relased"], "did you mean 'vit-released'"),
+        (["table1", "--data", "{images}", "model.memory=convolution"], "model.memory='convolution' must be GRC"),
+        (["table10", "--data", "{images}/nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_refused(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = [argument.format(images=images) for argument in arguments]
+    assert main(["reproduce", *given, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--memory", "other"], "--memory other takes the caches of --other RUN"),
+        (["--other", "{run}"], "--memory other takes the caches of --other RUN"),
+        (["--batch-sizes", "4"], "--batch-sizes 4 is of --memory batch"),
+        (["--memory", "batch", "--batch-sizes", "0"], "--batch-sizes '0' must be whole numbers from 1 on"),
+        (["--memory", "batch"], "this model's rows read 'sample', which is the same in evaluation"),
+        (["--memory", "other", "--other", "{wide}"], "the other run's caches are of"),
+        (["--memory", "batch", "{plain}"], "has no shared cache"),
+    ],
+)
+def test_evaluations_that_cannot_be_made_are_refused(
+    trained: dict[str, Path], capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    given = [word.format(**trained) for word in more]
+    run = [] if given[-1] == str(trained["plain"]) else [str(trained["run"])]
+    assert main(["evaluate", *run, *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    found = {}
+    changes = {"run": [], "plain": ["model.memory=null"], "wide": ["model.memory.ratio=1.0"]}
+    for name, more in changes.items():
+        found[name] = folder / name
+        arguments = ["train", "table1_small", f"data.path={images}", *FAST, *more]
+        assert main([*arguments, "--out", str(found[name])]) == 0
+    return found
+
+
+def test_seeds_give_the_same_rows_of_data_to_all_rows(images: Path) -> None:
+    """Pairs are of equal seeds: what a step reads must not depend on the model."""
+    variants, _, train = variants_of("table1", images, "vit,vit-released")
+    from cached_transformers.training.loader import TrainingOrder, training_batches
+
+    first = []
+    for variant in variants:
+        config = variant.seeded(5)
+        build_model(config)
+        order = TrainingOrder(len(train), config.training.batch_size, config.training.seed)
+        first.append(next(training_batches(train, order)))
+    assert torch.equal(first[0].inputs, first[1].inputs) and torch.equal(first[0].targets, first[1].targets)
+
+
+@pytest.mark.parametrize("table", [*TABLES, "table8"])
+def test_rows_of_the_papers_scale_have_the_recipes_of_their_backbones(table: str) -> None:
+    entry = REPRODUCTIONS[table]
+    rows = entry.rows("paper", "all")
+    main_recipe = load_config(entry.recipes["paper"])
+    recipes = own_recipes(rows, main_recipe, [])
+    for row in rows:
+        assert row.recipe is not None and row.backbone is not None
+        own = load_config(row.recipe)
+        config = row.config(recipes[row.recipe])
+        check_sections(config)
+        assert config.training == own.training and config.optimizer == own.optimizer
+        assert {**own.model, "memory": None}.items() <= {**config.model, "memory": None}.items()
+        assert feed_forward_option(config) in ("mlp_ratio", "mlp_ratios")
+        memory = config.model["memory"]
+        if row.name.endswith("-released"):
+            assert memory == own.model["memory"] == {"name": "grc", "variant": "released", "ratio": 0.5}
+        elif row.matched is not None or row.name == row.backbone:
+            assert memory is None
+
+
+@pytest.mark.parametrize("backbone", ["vit_small", "pvt_tiny", "swin_tiny", "pvt_v2_b2"])
+def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: str) -> None:
+    row = PAPER[backbone].plain()
+    assert row.recipe is not None
+    config = row.config(load_config(row.recipe))
+    sizes = []
+    for model in (config.model, {k: v for k, v in config.model.items() if not k.startswith("mlp_ratio")}):
+        with torch.device("meta"):
+            sizes.append(count_parameters(create_model(**model)))
+    assert sizes[0] == sizes[1] > 10_000_000
+
+
+def test_recipes_that_are_scored_differently_are_refused() -> None:
+    rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
+    with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
+        own_recipes(rows, load_config("table1_small"), [])
