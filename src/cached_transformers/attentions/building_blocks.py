@@ -125,7 +125,38 @@ def with_neighbours(t_BHQWE: Tensor, before: int, after: int) -> Tensor:
     """(B, H, Q, S, E), S = (before + 1 + after) W: each block with its neighbours on both sides; zeros outside."""
     size = t_BHQWE.shape[3]
     t_BHNE = F.pad(t_BHQWE.flatten(2, 3), (0, 0, before * size, after * size))
-    return t_BHNE.unfold(2, (before + 1 + after) * size, size).mT
+    return overlapping(t_BHNE, (before + 1 + after) * size, size)
+
+
+def overlapping(t: Tensor, window: int, step: int) -> Tensor:
+    """(..., Q, window, E): stretches of (..., N, E) that begin every `step` tokens, as views, which copy nothing."""
+    stretches: Tensor = _Overlapping.apply(t, window, step)
+    return stretches
+
+
+class _Overlapping(torch.autograd.Function):
+    """`Tensor.unfold`, whose own gradient goes number by number, with one that adds up shifted blocks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, window: int, step: int) -> Tensor:
+        return t.unfold(-2, window, step).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        ctx.tokens, ctx.window, ctx.step = inputs[0].shape[-2], *inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (*lead, blocks, window, width), step = d.shape, ctx.step
+        parts = -(-window // step)
+        total = d.new_zeros(*lead, blocks + parts - 1, step, width)
+        for index in range(parts):
+            part = d[..., index * step : (index + 1) * step, :]
+            total[..., index : index + blocks, : part.shape[-2], :] += part
+        total = total.flatten(-3, -2)
+        return F.pad(total, (0, 0, 0, ctx.tokens - total.shape[-2])), None, None
 
 
 def block_places(blocks: int, size: int, before: int, after: int, device: torch.device) -> tuple[Tensor, Tensor]:

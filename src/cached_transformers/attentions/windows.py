@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .base import AttentionOutput, Call
-from .building_blocks import attend, merge, seen_places
+from .building_blocks import attend, merge, overlapping, seen_places
 
 Sees = Callable[[Tensor, Tensor], Tensor]
 """Whether a query at one place sees a key at another; of tensors of places that broadcast."""
@@ -88,7 +88,7 @@ def _slabs(t_BHNE: Tensor, stride: int, size: int, before: int = 0, after: int =
     if before + after == 0:
         return t_BHTLE.unflatten(3, (-1, size)).flatten(2, 3)
     # Overlapping views, which fused attention takes and keeps for the backward pass without a copy (of one class).
-    return t_BHTLE.unfold(3, before + size + after, size).mT.flatten(2, 3)
+    return overlapping(t_BHTLE, before + size + after, size).flatten(2, 3)
 
 
 def _padded(t: Tensor, front: int, back: int) -> Tensor:
