@@ -61,9 +61,9 @@ class Host:
         known: facts that a memory may ask for: length, size, prefix, window, reduction.
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
-        watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         inner: the layer's own attention.
         refusal: why the layer takes no memory.
+        watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
     """
 
     width: int
@@ -73,9 +73,9 @@ class Host:
     known: dict[str, Any] = field(default_factory=dict)
     install: Callable[[nn.Module, LayerMemory], None] | None = None
     uninstall: Callable[[nn.Module], None] | None = None
-    watch: tuple[nn.Module, Callable[..., None]] | None = None
     inner: Inner = field(default_factory=Inner)
     refusal: str | None = None
+    watch: tuple[nn.Module, Callable[..., None]] | None = None
 
 
 class Site:

@@ -141,7 +141,7 @@ def _create_cached(
     whole = model
     if kwargs.get("features_only"):  # weights are those of the whole model, whose parts have other names here
         kept = {k: v for k, v in kwargs.items() if k not in ("features_only", "out_indices", "feature_cls")}
-        whole = build(**kept, num_classes=0)
+        whole = build(**{**kept, "num_classes": 0})
     models.load_pretrained(
         whole,
         pretrained_cfg=cfg,
