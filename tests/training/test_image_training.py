@@ -18,7 +18,7 @@ from cached_transformers.memories.shared_cache import caches
 from cached_transformers.models import create_model
 from cached_transformers.training import run as run_module
 from cached_transformers.training.averaging import WeightAverage
-from cached_transformers.training.checkpoint import read_checkpoint
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.initial import head_names, load_initial_weights
 from cached_transformers.training.loader import TrainingOrder
 from cached_transformers.training.metrics import read_metrics
@@ -82,7 +82,7 @@ class TestAverage:
         torch.manual_seed(0)
         model = create_model(**MODEL, image_size=8, classes=3).train()
         average = WeightAverage(model, 0.9)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         by_hand: dict[str, torch.Tensor] = {}
         for step in range(4):
             model(torch.randn(5, 3, 8, 8)).outputs.square().sum().backward()
@@ -236,7 +236,7 @@ class TestInitialWeights:
         config = recipe(other, **start, new_head=True, steps=3, reset_caches=True)
         slow = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e-7))
         run_training(slow, tmp_path / "third")
-        stored = read_checkpoint(tmp_path / "first" / "checkpoints" / "step_00000006").weights
+        stored = read_checkpoint(Checkpoints(tmp_path / "first" / "checkpoints").named("best")).weights
         taken = read_checkpoint(tmp_path / "third" / "checkpoints" / "step_00000003").weights
         assert taken["head.weight"].shape == (5, 16)
         # So small a learning rate leaves the others where they began.
