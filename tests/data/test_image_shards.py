@@ -97,7 +97,10 @@ class TestBadShards:
         options = {"path": tmp_path, "validation_fraction": 0, "test_fraction": 0}
         with pytest.raises(ValueError, match=r"2 examples are not whole: 000001 \(no label\), 000004 \(no image\)"):
             ImageShards("train", **options)
-        with pytest.warns(RuntimeWarning, match="2 examples are not whole: .*; they are left out"):
+        with (
+            pytest.warns(RuntimeWarning, match=r"2 examples are not whole: .*; they are left out"),
+            pytest.warns(RuntimeWarning, match="1 of its classes have no image: 0"),
+        ):
             assert ImageShards("train", bad_files="skip", **options).labels.tolist() == [2, 1, 1, 2]
 
     def test_labels_that_are_none(self, tmp_path):
@@ -131,6 +134,14 @@ class TestBadShards:
         write_tar(tmp_path / "val-0.tar", examples())
         with pytest.raises(FileNotFoundError, match="no shard for training; found 0 for train, 1 for validation"):
             ImageShards("test", path=tmp_path)
+
+    def test_a_split_without_shards_or_share(self, tmp_path):
+        write_tar(tmp_path / "train-0.tar", examples())
+        with pytest.raises(
+            ValueError, match=r"no shard for test, and no share of training; set data.test_fraction=0.1"
+        ):
+            ImageShards("test", path=tmp_path, validation_fraction=0.5)
+        assert len(ImageShards("train", path=tmp_path, validation_fraction=0.5)) == 3
 
     def test_options(self, folder):
         with pytest.raises(ValueError, match="label='class' must be cls, tar, or json:KEY"):

@@ -13,6 +13,7 @@ from cached_transformers.analysis.flops import count_parameters
 from cached_transformers.config import load_config
 from cached_transformers.models import create_model
 from cached_transformers.resources import recipes_folder
+from cached_transformers.training import run as run_module
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.optim import learning_rate
 from cached_transformers.training.run import run_training
@@ -33,10 +34,10 @@ SIZES = {
     "imagenet22k_swin_tiny_grc": 28.3,
     "imagenet22k_swin_tiny_grc_finetune": 28.3,
 }
-# Of the rows that would take long to train two steps: the same architecture with fewer layers.
+# Two steps of the whole would take long: the same architecture with fewer layers and, for PVTs, fewer pixels.
 SHALLOW = {
     "deit_small": ["model.depth=2"],
-    "pvt_": ["model.depths=[1,1,1,1]"],
+    "pvt_": ["model.depths=[1,1,1,1]", "data.image_size=112"],
     "swin": ["model.depths=[1,1,1,1]"],
 }
 
@@ -102,6 +103,7 @@ def shallow(name: str) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_train_two_steps_on_made_data_of_the_right_shape(name, imagenet, tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "write_report", lambda folder, reporter: None)
     wide = load_config(name).data["name"] == "image_shards"
     data = [f"data.path={imagenet / '22k' if wide else imagenet}", *(["data.validation_fraction=0.25"] if wide else [])]
     batch = 6 if "swin" not in name else 4
