@@ -181,7 +181,7 @@ def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
         return None
     # pycocotools would take four numbers for a box.
     polygons = [p for p in segmentation if isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0]
-    return polygons if polygons and all(_finite(value) for p in polygons for value in p) else None
+    return polygons if polygons and all(map(_all_finite, polygons)) else None
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
@@ -195,6 +195,13 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
         code = dict(segmentation)
     mask: np.ndarray = codes.decode(code)
     return mask
+
+
+def _all_finite(values: list[Any]) -> bool:
+    try:  # one call for a polygon: a large file has millions of numbers
+        return bool(np.isfinite(np.asarray(values, dtype=np.float64)).all())
+    except (TypeError, ValueError):
+        return False
 
 
 def _finite(value: Any) -> bool:
