@@ -78,7 +78,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
         cache.cache_MC.copy_(other.cache_MC)
     assert losses["other"] == pytest.approx(evaluate(exchanged, data, WORLD, 64)["loss"], abs=1e-7)
     assert len(set(losses.values())) == len(modes)
-    mixed = evaluate(load(), Mixed(data), WORLD, 16, caches_updated_by_the_batch)
+    mixed = evaluate(load(), Mixed(data), WORLD, 16, inside=caches_updated_by_the_batch)
     assert losses["batch 16"] == mixed["loss"]
     with pytest.raises(ValueError, match=r"other run's caches are of \[\(17, 16\), .* this run's of \[\(17, 8\)"):
         take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
