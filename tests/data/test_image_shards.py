@@ -132,6 +132,14 @@ class TestBadShards:
         with pytest.raises(FileNotFoundError, match="no shard for training; found 0 for train, 1 for validation"):
             ImageShards("test", path=tmp_path)
 
+    def test_a_split_without_shards_or_share(self, tmp_path):
+        write_tar(tmp_path / "train-0.tar", examples())
+        with pytest.raises(
+            ValueError, match=r"no shard for test, and no share of training; set data.test_fraction=0.1"
+        ):
+            ImageShards("test", path=tmp_path, validation_fraction=0.5)
+        assert len(ImageShards("train", path=tmp_path, validation_fraction=0.5)) == 3
+
     def test_options(self, folder):
         with pytest.raises(ValueError, match="label='class' must be cls, tar, or json:KEY"):
             ImageShards("train", path=folder, label="class")

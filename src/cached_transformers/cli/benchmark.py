@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 BENCHMARKS = {
     "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
     "vision": "cached ViT, PVT, Swin and PVTv2 beside the plain models: images a second, peak memory, counted FLOPs",
+    "loading": "images a second from the data loader, by workers, beside what models consume",
     "attentions": "every attention mechanism against length, beside exact attention and published implementations",
     "memories": "every stream memory as a language model, beside published implementations where installed",
 }
@@ -27,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="example: cached benchmark grc --rounds 11 --threads 1 --output results/grc.json",
     )
     parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), default="grc", help="what to measure")
-    parser.add_argument("--batch", type=int, default=8, help="grc, vision: images in a batch (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="grc, vision, loading: images in a batch (default: 8)")
     parser.add_argument("--rounds", type=int, default=11, help="counted rounds of training steps (default: 11)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
@@ -36,6 +38,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, default=224, help="vision: side of the images (default: 224)")
     parser.add_argument("--channels-last", action="store_true", help="vision: weights and images in channels_last")
     parser.add_argument("--released", action="store_true", help="vision: the released variant of GRC, too")
+    parser.add_argument(
+        "--workers", type=_numbers, default=(0, 1, 2), help="loading: numbers of processes (default: 0,1,2)"
+    )
+    parser.add_argument("--path", help="loading: an image folder or archive (default: made images of 500 x 375 pixels)")
     parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
     parser.add_argument("--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas")
@@ -57,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import attentions, grc, memories, vision
+    from cached_transformers.benchmarks import attentions, grc, loading, memories, vision
     from cached_transformers.training.run import environment
 
     torch.set_num_threads(arguments.threads)
@@ -83,6 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
             compiled=arguments.compile,
         )
         print(vision.as_markdown(rows))
+    elif arguments.name == "loading":
+        facts |= {"batch": arguments.batch, "cores": os.cpu_count()}
+        rows = loading.run(arguments.rounds, arguments.batch, arguments.workers, device, arguments.path)
+        print(loading.as_markdown(rows))
     elif arguments.name == "attentions":
         lengths = arguments.lengths or attentions.LENGTHS
         rows = attentions.run(arguments.rounds, arguments.attentions, lengths, device)

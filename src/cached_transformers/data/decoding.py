@@ -56,8 +56,8 @@ def open_picture(content: bytes, name: object, channels: int = 3) -> Any:
                 opened.load()
                 upright = operations.exif_transpose(opened)
                 return _eight_bits(upright, image_module).convert("RGB" if channels == 3 else "L")
-    except BadFile:
-        raise
+    except image_module.UnidentifiedImageError as error:
+        raise BadFile(name, "it is of no image format that Pillow knows") from error
     # Pillow's decoders raise all of these for damaged files.
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, KeyError, IndexError) as error:
         raise BadFile(name, error) from error

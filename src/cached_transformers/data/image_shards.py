@@ -47,8 +47,8 @@ class ImageShards(EncodedImages):
         image_size: height and width of an input in pixels.
         augmentation: options of `Augmentation`; null crops at random and mirrors.
         crop_ratio, interpolation: of evaluation; see `ImageFolder`.
-        validation_fraction, test_fraction: shares of every class held out from the training shards; null holds none out
-            where there are shards for the split, and a tenth where there are none.
+        validation_fraction, test_fraction: shares of every class held out from the training shards; a tenth each where
+            there are no other shards and neither is given, else null is none.
         seed: decides which.
         bad_files: "stop" at an image that cannot be decoded, an example without image or label, and a class without an
             image; or "skip" them.
@@ -84,6 +84,10 @@ class ImageShards(EncodedImages):
         # Without a test split of their own, data with validation shards report on these; and the other way round.
         instead = {"validation": "test", "test": "validation"}.get(check_split(split), "")
         source = split if shards[split] else "train" if fractions.get(split) else instead
+        if not shards[source]:
+            raise ValueError(
+                f"{path} has no shard for {split}, and no share of training; set data.{split}_fraction=0.1"
+            )
         tars = sorted(shard.name.removesuffix(".tar") for shard in shards["train"]) if label == "tar" else []
         train = _Index(shards["train"], label, tars, bad_files)
         index = train if source == "train" else _Index(shards[source], label, tars, bad_files)
@@ -234,11 +238,11 @@ def _split_of(name: str) -> str | None:
 
 def _fractions(shards: Mapping[str, list[Path]], given: Mapping[str, float | None]) -> dict[str, float]:
     """Shares that are held out from the training shards."""
-    alone = not shards["validation"] and not shards["test"]
+    nothing_said = not shards["validation"] and not shards["test"] and all(share is None for share in given.values())
     fractions = {}
     for split, share in given.items():
         if share is None:
-            share = 0.1 if alone else 0.0
+            share = 0.1 if nothing_said else 0.0
         elif share and shards[split]:
             raise ValueError(f"{split}_fraction={share}: there are shards for {split}; leave the fraction out")
         fractions[split] = check_fraction(f"{split}_fraction", share)

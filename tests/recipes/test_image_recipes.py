@@ -1,0 +1,130 @@
+"""The recipes of the image tables at full size: they are what the papers say, and train two steps on made data."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from data.pictures import encoded, write_files, write_tar
+
+from cached_transformers.analysis.flops import count_parameters
+from cached_transformers.config import load_config
+from cached_transformers.models import create_model
+from cached_transformers.resources import recipes_folder
+from cached_transformers.training import run as run_module
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.optim import learning_rate
+from cached_transformers.training.run import run_training
+
+NAMES = sorted(path.stem for path in recipes_folder().glob("imagenet*.yaml"))
+IMAGES = 1_281_167
+# Published parameters of the plain models, in millions (1,000 classes).
+SIZES = {
+    "imagenet_vit_small_grc": 22.1,
+    "imagenet_vit_small_attention_cache": 22.1,
+    "imagenet_pvt_tiny_grc": 13.2,
+    "imagenet_pvt_small_grc": 24.5,
+    "imagenet_pvt_medium_grc": 44.2,
+    "imagenet_pvt_v2_b2_grc": 25.4,
+    "imagenet_pvt_v2_b3_grc": 45.2,
+    "imagenet_pvt_v2_b4_grc": 62.6,
+    "imagenet_swin_tiny_grc": 28.3,
+    "imagenet22k_swin_tiny_grc": 28.3,
+    "imagenet22k_swin_tiny_grc_finetune": 28.3,
+}
+# Two steps of the whole would take long: the same architecture with fewer layers and, for PVTs, fewer pixels.
+SHALLOW = {
+    "deit_small": ["model.depth=2"],
+    "pvt_": ["model.depths=[1,1,1,1]", "data.image_size=112"],
+    "swin": ["model.depths=[1,1,1,1]"],
+}
+
+
+def test_there_is_one_for_every_row():
+    assert set(NAMES) == set(SIZES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_model_has_the_published_size(name):
+    config = load_config(name, ["model.memory=null"])
+    with torch.device("meta"):
+        plain = create_model(**config.model, classes=1000)
+    assert count_parameters(plain) / 1e6 == pytest.approx(SIZES[name], abs=0.06)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schedules_are_the_published_ones(name):
+    config = load_config(name)
+    steps, batch, share = config.training.steps, config.training.batch_size, config.training.batch_size / 512
+    images = IMAGES if config.data["name"] == "imagenet" else round(14_197_122 * 0.995)
+    epoch = images // batch
+    epochs = {"imagenet22k_swin_tiny_grc": 90, "imagenet22k_swin_tiny_grc_finetune": 30}.get(name, 300)
+    assert steps / epoch == pytest.approx(epochs, rel=1e-3)
+    peak, first, last = {
+        "imagenet22k_swin_tiny_grc": (1.25e-4 * share, 1.25e-7 * share, 1.25e-6 * share),
+        "imagenet22k_swin_tiny_grc_finetune": (2e-5 * share, 2e-8 * share, 2e-7 * share),
+    }.get(name, (5e-4 * share, 1e-6, 1e-5))
+    warm = 20 if name == "imagenet_swin_tiny_grc" else 5
+    rates = [learning_rate(config.optimizer, config.schedule, t, steps) for t in (0, warm * epoch, steps)]
+    assert rates == pytest.approx([first, peak, last], rel=1e-3)
+    assert config.training.repeats == (1 if "swin" in name else 3) and config.optimizer.weight_decay in (0.05, 1e-8)
+    assert (config.training.mixup, config.training.cutmix, config.training.label_smoothing) == (0.8, 1.0, 0.1)
+    assert config.data["augmentation"]["auto_augment"] == "rand-m9-mstd0.5-inc1"
+    assert math.floor(config.data["image_size"] / config.data["crop_ratio"]) == 256
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """A few images in the layouts of ImageNet-1k, one class packed, and of ImageNet-22k."""
+    root = tmp_path_factory.mktemp("imagenet")
+    names = [f"n{number:08}" for number in range(6)]
+    photo = {
+        name: {f"{name}_{i}.JPEG": encoded(10 * c + i, (48, 36), "JPEG") for i in range(4)}
+        for c, name in enumerate(names)
+    }
+    for c, name in enumerate(names):
+        if c:
+            write_files(root / "train" / name, photo[name])
+        else:
+            write_tar(root / "train" / f"{name}.tar", photo[name])
+        write_tar(root / "22k" / f"{name}.tar", photo[name])
+    write_files(root / "val", {f"ILSVRC2012_val_{i:08}.JPEG": encoded(100 + i, (40, 50), "JPEG") for i in range(6)})
+    (root / "val.txt").write_text("".join(f"ILSVRC2012_val_{i:08}.JPEG {i}\n" for i in range(6)))
+    return root
+
+
+def shallow(name: str) -> list[str]:
+    architecture = load_config(name).model["architecture"]
+    return next(options for start, options in SHALLOW.items() if architecture.startswith(start))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_train_two_steps_on_made_data_of_the_right_shape(name, imagenet, tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "write_report", lambda folder, reporter: None)
+    wide = load_config(name).data["name"] == "image_shards"
+    data = [f"data.path={imagenet / '22k' if wide else imagenet}", *(["data.validation_fraction=0.25"] if wide else [])]
+    batch = 6 if "swin" not in name else 4
+    training = ["training.steps=2", f"training.batch_size={batch}", "training.workers=0", "training.evaluate_every=2"]
+    training += ["training.device=cpu", "training.tensorboard=false", "training.log_every=1", "schedule.warmup_steps=1"]
+    training += ["training.evaluation_batch_size=6", "training.precision=float32"]
+    if "finetune" in name:  # what it begins with is trained first, on other classes
+        first = [f"data.path={imagenet / '22k'}", "data.validation_fraction=0.25", "data.label=tar", *training]
+        run_training(load_config("imagenet22k_swin_tiny_grc", [*first, *shallow(name)]), tmp_path / "first")
+        training.append(f"training.initial_weights={tmp_path / 'first'}")
+    summary = run_training(load_config(name, [*data, *training, *shallow(name)]), tmp_path / "run")
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 3 and all(0.5 < loss < 10 for loss in losses) and summary["steps"] == 2
+    kept = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert kept["variant"] == load_config(name).model["memory"]["name"]
+    assert (kept["test"] is None) == (name == "imagenet22k_swin_tiny_grc")
+
+
+@pytest.mark.parametrize("ratio", [0.125, 0.25, 1.0])
+def test_the_ratios_of_table_10_are_overrides(ratio):
+    config = load_config("imagenet_pvt_tiny_grc", [f"model.memory.ratio={ratio}", "model.depths=[1,1,1,1]"])
+    model = create_model(**config.model, classes=10)
+    widths = [cache.shape[1] for name, cache in model.named_buffers() if name.endswith("cache_MC")]
+    assert widths == [int(ratio * width) for width in (64, 128, 320, 512)]

@@ -1,0 +1,129 @@
+"""Mixup and CutMix: timm's, of neighbouring rows, the same for any division of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import standin
+import torch
+from torch.nn import functional as F
+
+from cached_transformers.config import config_from_dict
+from cached_transformers.data.base import Batch
+from cached_transformers.training.metrics import averages, score_width, sums, with_intervals
+from cached_transformers.training.mixing import Mixing, make_mixing, paired
+from cached_transformers.training.settings import TrainingConfig
+
+CPU = torch.device("cpu")
+
+
+def batch(rows: int = 8, classes: int = 5) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(rows, 3, 6, 6, generator=generator)
+    return Batch(images, torch.arange(rows) % classes, None)
+
+
+def mixed(rows: Batch, step: int = 3, **settings: float) -> Batch:
+    return Mixing(TrainingConfig(seed=2, **settings), 5)(rows, CPU, step)
+
+
+def test_mixup_is_one_mean_of_neighbours_and_of_their_labels():
+    given = batch()
+    made = mixed(given, mixup=0.8)
+    order = paired(8)
+    assert order.tolist() == [0, 2, 4, 6, 7, 5, 3, 1]
+    partner = {int(a): int(b) for a, b in zip(order, order.flip(0), strict=True)}
+    assert partner == {0: 1, 1: 0, 2: 3, 3: 2, 4: 5, 5: 4, 6: 7, 7: 6}
+    share = float(made.targets[0, 0])
+    assert 0 < share < 1
+    one_hot = F.one_hot(given.targets, 5).float()
+    for place, row in enumerate(order.tolist()):
+        other = partner[row]
+        expected = share * given.inputs[row] + (1 - share) * given.inputs[other]
+        assert torch.allclose(made.inputs[place], expected, atol=1e-6)
+        assert torch.allclose(made.targets[place], share * one_hot[row] + (1 - share) * one_hot[other], atol=1e-6)
+
+
+def test_cutmix_takes_a_box_of_the_neighbour_and_its_share_of_the_label():
+    given = batch()
+    made = mixed(given, cutmix=1.0, step=5)
+    order = paired(8)
+    own = (made.inputs == given.inputs[order]).all(1)
+    theirs = (made.inputs == given.inputs[order.flip(0)]).all(1)
+    assert bool((own | theirs).all()) and 0 < int(theirs[0].sum()) < 36
+    assert all(torch.equal(theirs[0], one) for one in theirs)
+    assert float(made.targets[0, 0]) == pytest.approx(int(own[0].sum()) / 36)
+
+
+def test_it_is_a_function_of_seed_and_step_that_leaves_the_generators_alone():
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first = mixed(batch(), mixup=0.8, cutmix=1.0)
+    assert np.random.get_state()[1].tolist() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    np.random.rand(5)
+    assert torch.equal(mixed(batch(), mixup=0.8, cutmix=1.0).inputs, first.inputs)
+    others = [mixed(batch(), mixup=0.8, cutmix=1.0, step=step).targets[0, 0].item() for step in range(12)]
+    assert len(set(others)) > 8
+
+
+def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
+    whole = batch(8)
+    together = mixed(whole, mixup=0.8)
+    parts = [mixed(Batch(whole.inputs[a : a + 4], whole.targets[a : a + 4], None), mixup=0.8) for a in (0, 4)]
+    places = [paired(8).tolist(), [row + 4 * part for part in range(2) for row in paired(4).tolist()]]
+    apart = torch.cat([part.inputs for part in parts])
+    for row in range(8):
+        assert torch.equal(together.inputs[places[0].index(row)], apart[places[1].index(row)])
+
+
+def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
+    from timm.data.mixup import mixup_target
+    from timm.loss import SoftTargetCrossEntropy
+
+    logits = torch.randn(8, 5)
+    targets = torch.arange(8) % 5
+    ours = F.cross_entropy(logits, mixup_target(targets, 5, 0.3), label_smoothing=0.1)
+    theirs = SoftTargetCrossEntropy()(logits, mixup_target(targets, 5, 0.3, smoothing=0.1))
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_scores_of_shares_take_the_largest():
+    logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
+    shares = torch.tensor([[0.6, 0.4, 0.0], [0.7, 0.3, 0.0]])
+    loss, correct, rows = sums(logits, shares).tolist()
+    assert (correct, rows) == (1, 2)
+    assert loss == pytest.approx(-(shares * logits.log_softmax(-1)).sum().item(), rel=1e-6)
+
+
+def test_top_five_counts_where_there_are_more_than_ten_classes():
+    logits = torch.arange(12.0).repeat(4, 1)
+    targets = torch.tensor([11, 7, 6, 0])  # first, fifth, sixth and last
+    scores = averages(sums(logits, targets))
+    assert (scores["accuracy"], scores["top5_accuracy"]) == (0.25, 0.5)
+    assert "top5_accuracy" not in averages(sums(logits[:, :10], targets.clamp(max=9)))
+    assert (score_width(10), score_width(11)) == (3, 4)
+    interval = with_intervals({**scores, "rows": 4})["top5_accuracy_interval"]
+    assert interval == pytest.approx([0.1500, 0.8500], abs=1e-3)
+    assert with_intervals(scores) == scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mixup": -1.0}, "training.mixup=-1.0 must not be negative"),
+        ({"cutmix_share": 2.0}, r"training.cutmix_share=2.0 must lie in \[0, 1\]"),
+        ({"ema_decay": 1.0}, r"training.ema_decay=1.0 must lie in \[0, 1\), or be null"),
+        ({"repeats": 0}, "training.repeats=0 must be at least 1"),
+        ({"new_head": True}, "training.new_head=true is about training.initial_weights, which are not given"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(standin.recipe(**settings))
+
+
+def test_odd_pieces_and_other_data_are_refused():
+    with pytest.raises(ValueError, match="leaves 3 rows; make it even"):
+        make_mixing(TrainingConfig(mixup=0.5, batch_size=6, accumulate=2), 5, 1)
+    assert make_mixing(TrainingConfig(), 5, 1) is None
+    with pytest.raises(ValueError, match="mix images; set both to 0 for other data"):
+        mixed(Batch(torch.zeros(4, 7, dtype=torch.long), torch.zeros(4, dtype=torch.long), None), mixup=1.0)
