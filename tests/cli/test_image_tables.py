@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli.made_images import make_cifar10
+from PIL import Image
 
 from cached_transformers.analysis.cache_table import cache_use_statistics
 from cached_transformers.analysis.flops import count_flops, count_parameters
@@ -312,3 +313,26 @@ def test_recipes_that_are_scored_differently_are_refused() -> None:
     rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
     with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
         own_recipes(rows, load_config("table1_small"), [])
+
+
+def test_table_8_has_a_swin_of_equal_cost(tmp_path: Path) -> None:
+    for split, count in (("train", 10), ("val", 2)):
+        for label in range(12):
+            folder = tmp_path / "tiny" / split / f"n{label:08d}"
+            folder.mkdir(parents=True)
+            for index in range(count):
+                Image.effect_noise((32, 32), 60).convert("RGB").save(folder / f"{index}.JPEG")
+    entry = REPRODUCTIONS["table8"]
+    recipe = load_config(entry.recipes["small"], [f"data.path={tmp_path / 'tiny'}", "training.batch_size=4"])
+    train = build_dataset(recipe, "train")
+    variants = {v.name: v for v in arms(entry, "small", entry.rows("small"), recipe, train)}
+    assert list(variants) == [f"swin{form}" for form in ("", "-released", "-paper", "-convolution", "-wider")]
+    costs = {name: variant.facts["training_flops"] for name, variant in variants.items()}
+    assert (
+        costs["swin-wider"] == pytest.approx(costs["swin-released"], rel=0.005) and costs["swin"] < costs["swin-wider"]
+    )
+    batch = train.collate([train[index] for index in range(4)])
+    for variant in variants.values():
+        output = build_model(variant.config)(batch.inputs).outputs
+        assert output.shape == (4, 12)
+        output.sum().backward()

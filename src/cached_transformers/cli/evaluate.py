@@ -95,9 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(row["memory"], *(_shown(row, column) for column in columns))
-    for name, value in (guessers or {}).items():
-        table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for name, value in (guessers or {}).items():  # names are too long for a column of a narrow terminal
+        console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0
 
 
