@@ -60,8 +60,8 @@ def test_inside_evaluation_computes_what_training_computes(memory):
 def test_each_way_of_treating_a_cache_does_what_it_says():
     models = {seed: model_of("grc", seed) for seed in (0, 1)}
     data = Digits("test")
-    modes = modes_of(models[0], other=True)
-    assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 64", "batch 256"]
+    modes = modes_of(models[0], 16, other=True)
+    assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 256"]
 
     def load():
         return copy.deepcopy(models[0])
@@ -96,7 +96,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
 def test_only_what_makes_a_difference_is_asked(memory, expected):
     """Rows that read their own update, or what was stored, do so in evaluation as in training."""
     model = model_of(memory)
-    assert modes_of(model, other=False) == expected
+    assert modes_of(model, 16, other=False) == expected
     if expected:
         images = torch.randn(3, 1, 8, 8)
         with caches_updated_by_the_batch(model), torch.no_grad():
