@@ -50,7 +50,7 @@ class HeadShares(NamedTuple):
 
 
 def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) -> Figure:
-    """Figure 1: a colour for each backbone, a marker for each form; lines lead from the plain form to the others.
+    """Figure 1: a colour for each backbone, named at its plain form, and a marker for each form; lines join the forms.
 
     Args:
         points: values are those of the seeds; the mark is their mean, the bar its 95 % interval.
@@ -83,13 +83,16 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
                 if low is not None and high is not None:
                     span = [[y - measure.scale * low], [measure.scale * high - y]]
                     ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
+                if p is (plain or own[0]):
+                    label = ax.annotate(backbone, (p.operations, y), xytext=(-9, 0), textcoords="offset points")
+                    label.set(color=colour, ha="right", va="center", fontsize=9)
                 face = SURFACE if p.form == PLAIN else colour
                 ax.plot([p.operations], [y], markers[p.form], color=colour, mfc=face, ms=8, mew=1.4, zorder=3)
         costs = [p.operations for p in points]
         if max(costs) > 4 * min(costs):
             ax.set_xscale("log")
             ax.xaxis.set_minor_formatter(lambda value, _: "")
-        ax.margins(x=0.12, y=0.1)
+        ax.margins(x=0.16, y=0.1)
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
         seeds = sorted({len(p.values) for p in points})
         counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
@@ -159,7 +162,7 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
     known = [*shares, *(v.initial for v in variants if v.initial is not None)]
     low, high = min(known) - 0.05, max(known) + 0.05
     low, high = max(0.0, min(low, (low + high) / 2 - 0.15)), min(1.0, max(high, (low + high) / 2 + 0.15))
-    columns = min(3, len(variants))
+    columns = 2 if len(variants) == 4 else min(3, len(variants))
     rows = -(-len(variants) // columns)
     figure, axes = blank_figure(3.5 * columns + 0.6, 2.9 * rows + 0.3, rows, columns)
     with style():
