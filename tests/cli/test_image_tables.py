@@ -50,7 +50,9 @@ def variants_of(
     entry = REPRODUCTIONS[table]
     recipe = load_config(entry.recipes["small"], [f"data.path={images}", *overrides])
     train = build_dataset(recipe, "train")
-    return arms(entry, "small", entry.rows("small", chosen), recipe, train), recipe, train
+    rows = entry.rows("small", chosen)
+    recipes = own_recipes(rows, recipe, overrides)
+    return arms(entry, "small", rows, recipe, train, recipes), recipe, train
 
 
 def difference(one: Variant, other: Variant) -> dict[str, tuple[Any, Any]]:
@@ -103,7 +105,7 @@ def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path) -> None
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
         for variant in variants_of(table, images, ",".join(rows))[0]:
             found.setdefault(config_hash(variant.config), set()).add(variant.name)
-    backbone = table10.BACKBONE
+    backbone = table10.SMALL.name
     shared = [
         {f"{backbone}-released", f"{backbone}-r=0.5"},
         {f"{backbone}-convolution", f"{backbone}-r=0.5-convolution"},
@@ -121,7 +123,7 @@ def test_what_is_compared() -> None:
     ]
     assert [b for a, b in found if a == "vit-released"] == ["vit", "vit-convolution", "vit-wider"]
     rows = REPRODUCTIONS["table10"].rows("small")
-    backbone = table10.BACKBONE
+    backbone = table10.SMALL.name
     assert [row.name for row in rows if row.against] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
     assert [row.matched for row in rows if row.matched] == [f"{backbone}-r={r:g}" for r in (0.125, 0.25, 0.5, 1)]
     assert pairs(rows)[:3] == [
@@ -131,7 +133,7 @@ def test_what_is_compared() -> None:
 
 
 def test_a_larger_cache_has_a_smaller_convolution(images: Path) -> None:
-    backbone = table10.BACKBONE
+    backbone = table10.SMALL.name
     chosen = ",".join(f"{backbone}-r={ratio}-convolution" for ratio in (0.125, 1))
     small, large = (build_model(v.config) for v in variants_of("table10", images, chosen)[0])
     groups = [
@@ -193,7 +195,8 @@ def statistics_line(result: dict[str, Any], name: str) -> str:
 
 def test_ratios_of_feed_forward_layers_are_widened(images: Path) -> None:
     recipe = load_config("table1_small", [f"data.path={images}"])
-    model = {**SMALL["pvt"].model, "memory": None}
+    model = {"name": "timm", "architecture": "pvt_tiny", "img_size": 32, "memory": None}
+    model |= {"depths": [1, 1, 1], "embed_dims": [16, 32, 64], "num_heads": [1, 2, 4], "sr_ratios": [2, 1, 1]}
     config = RunConfig(recipe.data, {**model, "mlp_ratios": [4, 2, 4]}, training=recipe.training)
     assert feed_forward_option(config) == "mlp_ratios"
     assert widened(config, 1500).model["mlp_ratios"] == [6, 3, 6]
