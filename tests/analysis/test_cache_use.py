@@ -60,8 +60,8 @@ def test_inside_evaluation_computes_what_training_computes(memory):
 def test_each_way_of_treating_a_cache_does_what_it_says():
     models = {seed: model_of("grc", seed) for seed in (0, 1)}
     data = Digits("test")
-    modes = modes_of(models[0], other=True)
-    assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 64", "batch 256"]
+    modes = modes_of(models[0], 16, other=True)
+    assert modes == ["carry", "reset", "shuffle", "other", "batch 4", "batch 16", "batch 256"]
 
     def load():
         return copy.deepcopy(models[0])
@@ -78,7 +78,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
         cache.cache_MC.copy_(other.cache_MC)
     assert losses["other"] == pytest.approx(evaluate(exchanged, data, WORLD, 64)["loss"], abs=1e-7)
     assert len(set(losses.values())) == len(modes)
-    mixed = evaluate(load(), Mixed(data), WORLD, 16, caches_updated_by_the_batch)
+    mixed = evaluate(load(), Mixed(data), WORLD, 16, inside=caches_updated_by_the_batch)
     assert losses["batch 16"] == mixed["loss"]
     with pytest.raises(ValueError, match=r"other run's caches are of \[\(17, 16\), .* this run's of \[\(17, 8\)"):
         take_caches(load(), model_of({"name": "grc", "ratio": 1.0}))
@@ -96,7 +96,7 @@ def test_each_way_of_treating_a_cache_does_what_it_says():
 def test_only_what_makes_a_difference_is_asked(memory, expected):
     """Rows that read their own update, or what was stored, do so in evaluation as in training."""
     model = model_of(memory)
-    assert modes_of(model, other=False) == expected
+    assert modes_of(model, 16, other=False) == expected
     if expected:
         images = torch.randn(3, 1, 8, 8)
         with caches_updated_by_the_batch(model), torch.no_grad():

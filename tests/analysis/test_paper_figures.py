@@ -111,9 +111,10 @@ def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     first, second = figure.axes
     dots = [sorted(line.get_ydata()) for line in first.lines if line.get_marker() == "o"]
     assert dots == [[0.2, 0.4], [0.5, 0.9], [0.1, 0.3], [0.6, 0.8]]
-    mean = next(line for line in first.lines if line.get_marker() == "s")
+    mean = next(line for line in first.lines if line.get_marker() == "_")
     assert list(mean.get_ydata()) == pytest.approx([0.25, 0.7])
     assert any(list(line.get_ydata()) == [0.25, 0.25] for line in first.lines)
+    assert first.get_ylim() == second.get_ylim() and first.get_ylim()[0] < 0.1 and first.get_ylim()[1] > 0.9
     assert first.get_title(loc="left") == "grc, 2 runs" and second.get_title(loc="left") == "one, 1 run"
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
         paper_figures.head_shares([HeadShares("grc", [[[1.5]]])])
@@ -211,6 +212,6 @@ def test_photographs_stand_beside_their_maps() -> None:
     assert np.array_equal(shown[0], images[0]) and np.array_equal(shown[3], images[1])
     assert np.array_equal(shown[4], layers[0].own[1]) and np.array_equal(shown[5], layers[0].memory[1])
     assert [ax.get_title() for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
-    assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.2g} to {layers[0].memory[1].max():.2g}"
+    assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.3g} to {layers[0].memory[1].max():.3g}"
     with pytest.raises(ValueError, match="a map of each of the 1"):
         paper_figures.photograph_maps(images[:1], layers)

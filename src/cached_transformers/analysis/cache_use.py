@@ -30,8 +30,8 @@ from ..training.distributed import World
 from ..training.metrics import evaluate
 
 FILE_NAME = "cache_use.json"
-BATCHES = (4, 16, 64, 256)
-"""Sizes of batches whose own update is read."""
+BATCHES = (4, 256)
+"""Sizes of batches whose own update is read, beside that of training."""
 
 
 @contextlib.contextmanager
@@ -86,16 +86,17 @@ class Mixed:
         return self.dataset[self.order[index]]
 
 
-def modes_of(model: nn.Module, other: bool) -> list[str]:
+def modes_of(model: nn.Module, batch_size: int, other: bool) -> list[str]:
     """The ways in which the caches of a model can be treated; none for a model without any.
 
     Args:
-        other: whether there is another run to take caches from.
+        batch_size: of training. other: whether there is another run to take caches from.
     """
     found = list(caches(model))
     if not found:
         return []
-    batches = [f"batch {n}" for n in BATCHES] if all(cache.attend == "mean" for cache in found) else []
+    sizes = sorted({*BATCHES, batch_size}) if all(cache.attend == "mean" for cache in found) else []
+    batches = [f"batch {n}" for n in sizes]
     return ["carry", "reset", "shuffle", *(["other"] if other else []), *batches]
 
 

@@ -50,7 +50,7 @@ class HeadShares(NamedTuple):
 
 
 def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) -> Figure:
-    """Figure 1: a colour for each backbone, a marker for each form; lines lead from the plain form to the others.
+    """Figure 1: a colour for each backbone, named at its plain form, and a marker for each form; lines join the forms.
 
     Args:
         points: values are those of the seeds; the mark is their mean, the bar its 95 % interval.
@@ -83,13 +83,16 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
                 if low is not None and high is not None:
                     span = [[y - measure.scale * low], [measure.scale * high - y]]
                     ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
+                if p is (plain or own[0]):
+                    label = ax.annotate(backbone, (p.operations, y), xytext=(-9, 0), textcoords="offset points")
+                    label.set(color=colour, ha="right", va="center", fontsize=9)
                 face = SURFACE if p.form == PLAIN else colour
                 ax.plot([p.operations], [y], markers[p.form], color=colour, mfc=face, ms=8, mew=1.4, zorder=3)
         costs = [p.operations for p in points]
         if max(costs) > 4 * min(costs):
             ax.set_xscale("log")
             ax.xaxis.set_minor_formatter(lambda value, _: "")
-        ax.margins(x=0.12, y=0.1)
+        ax.margins(x=0.16, y=0.1)
         ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
         seeds = sorted({len(p.values) for p in points})
         counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
@@ -133,7 +136,7 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
             maps = [data[n] for layer in layers for data in (layer.own, layer.memory)]
             for ax, data in zip(row[1:], maps, strict=True):
                 ax.imshow(data, cmap="cividis", interpolation="nearest")
-                ax.set_xlabel(f"{data.min():.2g} to {data.max():.2g}", fontsize=8, color=MUTED, labelpad=3)
+                ax.set_xlabel(f"{data.min():.3g} to {data.max():.3g}", fontsize=8, color=MUTED, labelpad=3)
             for ax in row:
                 ax.set(xticks=[], yticks=[])
                 ax.grid(False)
@@ -147,8 +150,8 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
 def head_shares(variants: Sequence[HeadShares]) -> Figure:
     """Figure 5: sigma(lambda) of every head, by layer; a panel for each variant.
 
-    Dots are heads (of all runs, side by side), the line is the mean over heads and runs with its 95 % interval over
-    runs, the dotted line is where training began.
+    Dots are the heads of all runs, side by side in a layer; the line is the mean over heads and runs, its 95 % interval
+    over runs the bar; the dotted line is where training began. All panels have one scale, as much of 0..1 as is used.
 
     Raises:
         ValueError: nothing to draw, or a share outside 0..1.
@@ -156,7 +159,10 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
     shares = [x for v in variants for layers in v.runs for heads in layers for x in heads]
     if not shares or not all(0 <= x <= 1 for x in shares):
         raise ValueError("figure 5 needs the share in 0..1 of at least one head")
-    columns = min(3, len(variants))
+    known = [*shares, *(v.initial for v in variants if v.initial is not None)]
+    low, high = min(known) - 0.05, max(known) + 0.05
+    low, high = max(0.0, min(low, (low + high) / 2 - 0.15)), min(1.0, max(high, (low + high) / 2 + 0.15))
+    columns = 2 if len(variants) == 4 else min(3, len(variants))
     rows = -(-len(variants) // columns)
     figure, axes = blank_figure(3.5 * columns + 0.6, 2.9 * rows + 0.3, rows, columns)
     with style():
@@ -166,21 +172,21 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
                 continue
             variant, colour = variants[index], SERIES[0]
             depth = max(len(layers) for layers in variant.runs)
-            for r, layers in enumerate(variant.runs):
-                shift = 0.0 if len(variant.runs) == 1 else 0.3 * (r / (len(variant.runs) - 1) - 0.5)
+            for layers in variant.runs:
                 for layer, heads in enumerate(layers, start=1):
-                    ax.plot([layer + shift] * len(heads), heads, "o", color=MUTED, ms=3.2, mew=0, alpha=0.75)
+                    places = layer + 0.6 * ((np.arange(len(heads)) + 0.5) / len(heads) - 0.5)
+                    ax.plot(places, heads, "o", color=MUTED, ms=3.6, mew=0, alpha=0.75, zorder=3)
             means = [[float(np.mean(run[layer])) for run in variant.runs if layer < len(run)] for layer in range(depth)]
             found = [mean_interval(values) for values in means]
             at = range(1, depth + 1)
-            ax.plot(at, [f.mean for f in found], color=colour, marker="s", ms=5, mec=SURFACE, mew=0.8, lw=1.6)
+            ax.plot(at, [f.mean for f in found], color=colour, marker="_", ms=13, mew=2, lw=1.1)
             for x, f in zip(at, found, strict=True):
                 if f.low is not None and f.high is not None:
                     ax.plot([x, x], [f.low, f.high], color=colour, lw=3, alpha=0.35, solid_capstyle="butt")
             if variant.initial is not None:
                 ax.axhline(variant.initial, color=INK, lw=0.9, ls=(0, (1, 2)))
             runs = "1 run" if len(variant.runs) == 1 else f"{len(variant.runs)} runs"
-            ax.set(xlim=(0.5, depth + 0.5), ylim=(0, 1), xticks=list(at))
+            ax.set(xlim=(0.5, depth + 0.5), ylim=(low, high), xticks=list(at))
             ax.set_title(f"{variant.name}, {runs}", fontsize=10)
             if depth > 12:
                 ax.set_xticks([x for x in at if x == 1 or x % 4 == 0])

@@ -51,7 +51,7 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
     def scores(world: World) -> list[dict[str, Any]]:
         theirs = None if other is None else load(other[0])
         size = config.training.evaluation_batch_size or config.training.batch_size
-        modes = modes_of(load(), other is not None)
+        modes = modes_of(load(), config.training.batch_size, other is not None)
         return score_cache_use(
             load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
         )

@@ -93,14 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(jsonable(result), indent=1, allow_nan=False))
         return 0
     title = f"{arguments.folder}: {arguments.split} split, step {step}"
-    Console(highlight=False).print(
-        precision_table(title, rows) if "box_ap" in rows[0] else score_table(title, rows, guessers)
-    )
+    console = Console(highlight=False)
+    console.print(precision_table(title, rows) if "box_ap" in rows[0] else score_table(title, rows))
+    for name, value in (guessers or {}).items():  # names are too long for a column of a narrow terminal
+        console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0
 
 
-def score_table(title: str, rows: list[dict[str, Any]], guessers: dict[str, float] | None) -> Table:
-    """A row of scores per way of treating the memory, and the baselines below."""
+def score_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """A row of scores per way of treating the memory."""
     columns = [name for name in rows[0] if name not in ("memory", "places") and not name.endswith("_interval")]
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("memory")
@@ -108,8 +109,6 @@ def score_table(title: str, rows: list[dict[str, Any]], guessers: dict[str, floa
         table.add_column("loss (nats)" if name == "loss" else name.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(row["memory"], *(shown(row, column) for column in columns))
-    for name, value in (guessers or {}).items():
-        table.add_row(f"baseline: {name}", *(f"{value:.2%}" if c == "accuracy" else "" for c in columns))
     return table
 
 

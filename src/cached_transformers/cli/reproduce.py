@@ -128,20 +128,20 @@ def arms(
         train: the training data, which say of themselves what a model must know.
         recipes: by name, those of rows that have one of their own.
     """
-    paper = table.paper(scale)
-    names = [row.name for row in rows]
-    every = [*paper, *(row for row in rows if row.name not in {other.name for other in paper})]
-    names += [row.matched for row in rows if row.matched is not None and row.matched not in names]
+    paper, known = table.paper(scale), {row.name: row for row in table.rows(scale, "all")}
+    needed = {row.name: row for row in rows}
+    needed |= {row.matched: known[row.matched] for row in rows if row.matched is not None}
+    every = [*paper, *(row for name, row in needed.items() if name not in {other.name for other in paper})]
     own = recipes or {}
     variants = [
         Variant(row.name, fill_from_data(row.config(own.get(row.recipe, recipe)), train.describe()))
         for row in every
-        if table.equal == "parameters" or row.name in names
+        if table.equal == "parameters" or row.name in needed
     ]
     if table.equal == "parameters":
         equal = equal_parameters(variants, deciding=len(paper))
     else:
-        matched = {row.name: row.matched for row in every if row.matched is not None and row.name in names}
+        matched = {row.name: row.matched for row in every if row.matched is not None and row.name in needed}
         equal = equal_operations(variants, matched, train)
     by_name = {variant.name: variant for variant in equal}
     return [_with_facts(by_name[row.name], row, table) for row in rows]

@@ -22,13 +22,11 @@ class Backbone:
 
     Attributes:
         name: of its plain row, and the beginning of the names of the others.
-        model: the model section without memory; None takes that of the recipe.
         recipe: its own recipe; None takes the table's.
         options: of the model, beside those of the recipe: how wide its feed-forward layers are, for a wider control.
     """
 
     name: str
-    model: Mapping[str, Any] | None = None
     recipe: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -43,7 +41,7 @@ class Backbone:
 
         def model(recipe: RunConfig) -> dict[str, Any]:
             given = grc_options(recipe)
-            own = {**self.options, **(recipe.model if self.model is None else self.model)}
+            own = {**self.options, **recipe.model}
             if memory is None:
                 return {**own, "memory": None}
             if "name" in memory:
@@ -94,39 +92,8 @@ def grc_options(recipe: RunConfig) -> dict[str, Any]:
     return dict(memory)
 
 
-PVT_SMALL: dict[str, Any] = {
-    "name": "timm",
-    "architecture": "pvt_tiny",
-    "img_size": 32,
-    "patch_size": 4,
-    "depths": [1, 2, 1],
-    "embed_dims": [64, 128, 256],
-    "num_heads": [2, 4, 8],
-    "sr_ratios": [2, 1, 1],
-    "mlp_ratios": [4, 4, 4],
-}
-"""PVT for images of 32 x 32 pixels: three stages with maps of 8 x 8, 4 x 4 and 2 x 2 tokens."""
-
-PVT_V2_SMALL: dict[str, Any] = {
-    "name": "timm",
-    "architecture": "pvt_v2_b0",
-    "depths": [1, 1, 1, 1],
-    "embed_dims": [48, 96, 160, 256],
-    "num_heads": [1, 2, 5, 8],
-    "sr_ratios": [2, 1, 1, 1],
-    "mlp_ratios": [4, 4, 4, 4],
-    # The size of the maps that the caches are made for.
-    "pretrained_cfg_overlay": {"input_size": [3, 32, 32]},
-}
-"""PVTv2 for the same images, with a convolution in every feed-forward layer: maps of 8 x 8, 4 x 4, 2 x 2 and one."""
-
-SMALL = {
-    "vit": Backbone("vit"),
-    "pvt": Backbone("pvt", PVT_SMALL),
-    "pvt_v2": Backbone("pvt_v2", PVT_V2_SMALL),
-}
-"""Backbones of the small scale: the vision transformer of the recipe, a PVT, a PVTv2."""
-
+SMALL = {"vit": Backbone("vit"), "pvt_v2": Backbone("pvt_v2", recipe="table1_small_pvt_v2")}
+"""Backbones of the small scale: the vision transformer of the table's recipe, and a PVTv2 with a recipe of its own."""
 
 _PVT = {"mlp_ratios": [8, 8, 4, 4]}
 PAPER = {

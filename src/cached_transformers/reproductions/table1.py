@@ -12,18 +12,10 @@ from collections.abc import Sequence
 from .base import Reproduction, Row
 from .images import PAPER, SMALL, protocol
 
-BACKBONES = ("vit", "pvt_v2")
-"""Those of the table at small scale; the others are among `others`."""
-
 
 def _rows(scale: str) -> Sequence[Row]:
-    backbones = PAPER.values() if scale == "paper" else [SMALL[name] for name in BACKBONES]
-    return [row for backbone in backbones for row in backbone.rows()]
-
-
-def _others(scale: str) -> Sequence[Row]:
-    others = [] if scale == "paper" else [backbone for name, backbone in SMALL.items() if name not in BACKBONES]
-    return [row for backbone in others for row in backbone.rows()]
+    backbones = PAPER if scale == "paper" else SMALL
+    return [row for backbone in backbones.values() for row in backbone.rows()]
 
 
 TABLE1 = Reproduction(
@@ -31,7 +23,7 @@ TABLE1 = Reproduction(
     recipes={"small": "table1_small", "paper": "imagenet_vit_small_grc"},
     files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
     paper=_rows,
-    others=_others,
+    others=lambda scale: [],
     equal="operations",
     protocol=protocol,
     cache_use=True,

@@ -9,25 +9,11 @@ this table as `training.initial_weights`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from .base import Reproduction, Row
 from .images import Backbone, protocol
 
-SWIN_SMALL: dict[str, Any] = {
-    "name": "timm",
-    "architecture": "swin_tiny_patch4_window7_224",
-    "img_size": 32,
-    "patch_size": 2,
-    "window_size": 4,
-    "embed_dim": 64,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "mlp_ratio": 4.0,
-}
-"""Swin for images of 32 x 32 pixels: two stages with maps of 16 x 16 and 8 x 8 tokens in windows of 4 x 4."""
-
-SMALL = Backbone("swin", SWIN_SMALL)
+SMALL = Backbone("swin")
 PAPER = Backbone("swin_tiny", recipe="imagenet22k_swin_tiny_grc", options={"mlp_ratio": 4.0})
 
 
