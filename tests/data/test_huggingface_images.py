@@ -65,7 +65,7 @@ def test_a_bad_image_is_named(tmp_path):
     rows(6, bad=(4,)).save_to_disk(str(tmp_path / "one"))
     data = HuggingFaceImages("train", dataset=str(tmp_path / "one"), validation_fraction=0, test_fraction=0)
     assert data[3][1] == 0
-    with pytest.raises(BadFile, match=r"4.png cannot be decoded as an image: the file is empty"):
+    with pytest.raises(BadFile, match=r"4.png cannot be used as an image: the file is empty"):
         data[4]
 
 

@@ -124,7 +124,7 @@ class TestBadShards:
         write_tar(folder / "made-train-000000.tar", {**examples(), "000002.jpg": b""})
         data = ImageShards("train", path=folder, image_size=8)
         with pytest.raises(
-            BadFile, match=r"made-train-000000.tar:000002.jpg cannot be decoded as an image: the file is empty"
+            BadFile, match=r"made-train-000000.tar:000002.jpg cannot be used as an image: the file is empty"
         ):
             data[2]
 

@@ -254,7 +254,7 @@ class TestImageFolder:
         broken.write_bytes({"cut": whole[: len(whole) // 2], "text": b"not an image", "empty": b""}[damage])
         data = ImageFolder("train", path=flat, image_size=4, validation_fraction=0, test_fraction=0)
         index = next(index for index in range(len(data)) if data.file(index) == broken)
-        with pytest.raises(ValueError, match=f"00broken{suffix} cannot be decoded as an image"):
+        with pytest.raises(ValueError, match=f"00broken{suffix} cannot be used as an image"):
             data[index]
 
     def test_missing_and_empty_folders(self, tmp_path):

@@ -15,7 +15,7 @@ from made import folder, tree, write
 from PIL import Image
 from pycocotools.coco import COCO
 
-from cached_transformers.data import UnreadableImage, create_dataset
+from cached_transformers.data import BadFile, create_dataset
 from cached_transformers.data.coco_files import decode_rgb
 from cached_transformers.training.loader import GroupedOrder, training_batches
 
@@ -286,8 +286,12 @@ def test_damaged_files_stop_or_are_replaced(tmp_path):
     (root / "train2017" / "002.png").write_bytes(b"")
     Image.new("RGB", (10, 10)).save(root / "train2017" / "003.png")
     data = load(root, augment=False)
-    for index, message in ((1, "cannot be decoded"), (2, r"is empty \(0 bytes\)"), (3, "10 x 10 pixels, its annot")):
-        with pytest.raises(UnreadableImage, match=rf"00{index}\.png.*{message}"):
+    for index, message in (
+        (1, "cannot be used"),
+        (2, r"is empty \(0 bytes\)"),
+        (3, "10 x 10 pixels, its annot"),
+    ):
+        with pytest.raises(BadFile, match=rf"00{index}\.png.*{message}"):
             data[index]
     skipping = load(root, augment=False, bad_files="skip")
     with pytest.warns(UserWarning) as caught:

@@ -209,13 +209,13 @@ def test_unreadable_images_do_not_count_in_an_evaluation(trained, tmp_path):
     (root / "val2017" / "003.png").write_bytes(b"")
     _, model, _ = load_run(trained[0], "last")
     dataset = create_dataset("coco", split="validation", path=root, bad_files="skip")
-    with pytest.warns(UserWarning, match=r"003\.png is empty \(0 bytes\).* it does not count in this evaluation"):
+    with pytest.warns(UserWarning, match=r"003\.png cannot be used as an image: the file is empty \(0 bytes\).* it does not count in this evaluation"):
         values = evaluate_detector(model, dataset, World(torch.device("cpu")), 2)
     few = create_dataset("coco", split="validation", path=root, image_ids=[100, 101, 102, 104, 105])
     expected = evaluate_detector(model, few, World(torch.device("cpu")), 2)
     assert values.pop("unreadable_images") == 1
     assert str(values) == str(expected)
-    with pytest.raises(ValueError, match=r"003\.png is empty"):
+    with pytest.raises(ValueError, match=r"003\.png cannot be used as an image: the file is empty"):
         evaluate_detector(model, create_dataset("coco", split="validation", path=root), World(torch.device("cpu")), 2)
 
 
@@ -257,7 +257,7 @@ def test_wrong_files_are_named_and_the_others_are_drawn(trained, data, tmp_path,
     bad.write_text("no image", encoding="utf-8")
     assert main(["detect", str(run), str(bad), str(good), "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
-    assert "notes.jpg cannot be decoded as an image" in printed.err and "000.png:" in printed.out
+    assert "notes.jpg cannot be used as an image" in printed.err and "000.png:" in printed.out
     for arguments, message in (
         ([str(run), str(tmp_path / "none.jpg")], "none.jpg: no such file; give image files"),
         ([str(run), str(tmp_path)], "no such file; give image files (a shell expands folder/*.jpg)"),

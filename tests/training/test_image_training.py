@@ -187,7 +187,7 @@ class TestBadFiles:
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_the_first_one_stops_the_run(self, damaged, tmp_path, workers):
-        with pytest.raises(BadFile, match=r"class\d/\d.png cannot be decoded as an image: .*data.bad_files=skip"):
+        with pytest.raises(BadFile, match=r"class\d/\d.png cannot be used as an image: .*data.bad_files=skip"):
             run_training(recipe(damaged, workers=workers), tmp_path / "run")
 
     @pytest.mark.parametrize("workers", [0, 2])

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.analysis.drawing import draw_detections
-from cached_transformers.data.coco_files import UnreadableImage, decode_rgb
+from cached_transformers.data.coco_files import decode_rgb
+from cached_transformers.data.decoding import BadFile
 from cached_transformers.training.coco_scores import to_results
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.run import load_run, read_categories
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.images:
         try:
             pixels_HWC = decode_rgb(path.read_bytes(), str(path))
-        except UnreadableImage as error:
+        except BadFile as error:
             print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue

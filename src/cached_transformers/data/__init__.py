@@ -8,7 +8,6 @@ from ..registry import DATASETS
 from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
 from .cifar import CIFAR10, CIFAR100
 from .coco import CocoDetection, DetectionBatch
-from .coco_files import UnreadableImage
 from .decoding import BadFile
 from .digits import Digits
 from .huggingface_images import HuggingFaceImages
@@ -54,7 +53,6 @@ __all__ = [
     "Text",
     "TextDataset",
     "TinyImageNet",
-    "UnreadableImage",
     "WikiText2",
     "WikiText103",
     "cache_folder",

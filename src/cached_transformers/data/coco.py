@@ -21,7 +21,8 @@ from ..extras import require
 from ..registry import DATASETS
 from .base import check_split
 from .coco_annotations import Annotations, decode_mask
-from .coco_files import UnreadableImage, decode_rgb, find_images, read_annotations
+from .coco_files import decode_rgb, find_images, read_annotations
+from .decoding import BadFile
 
 Target = dict[str, Tensor]
 """boxes float (N, 4) as corners x1, y1, x2, y2 in pixels; labels long (N,); masks uint8 (N, H, W), if there are any."""
@@ -55,7 +56,7 @@ class CocoDetection:
     Raises:
         FileNotFoundError: no annotations or no images where they are looked for.
         ValueError: contradictory annotations (named), no image left, missing files with bad_files="stop"; on access
-            `UnreadableImage`, a file that cannot be decoded (named).
+            `BadFile`, a file that cannot be decoded (named).
         ImportError: pycocotools or Pillow is not installed.
     """
 
@@ -148,7 +149,7 @@ class CocoDetection:
         With bad_files="skip" a training image that cannot be read is replaced by the next one that can.
 
         Raises:
-            UnreadableImage: the file cannot be read.
+            BadFile: the file cannot be read.
             IndexError: out of range.
         """
         if not -len(self) <= index < len(self):
@@ -156,7 +157,7 @@ class CocoDetection:
         number = self.image_ids[index]
         try:
             image_CHW = self.pixels(number)
-        except UnreadableImage as error:
+        except BadFile as error:
             if self.bad_files == "stop" or self.split != "train":
                 raise
             self.report(number, f"{error}; the next image is taken instead")
@@ -181,7 +182,7 @@ class CocoDetection:
         try:
             content = self._files.read(record["file_name"])
         except Exception as error:  # a damaged archive raises what it likes
-            raise UnreadableImage(f"{label} cannot be read: {error}; remove or replace the file") from error
+            raise BadFile(label, f"it cannot be read: {error}") from error
         pixels_HWC = decode_rgb(content, label, (record["height"], record["width"]))
         return torch.from_numpy(pixels_HWC).permute(2, 0, 1).float() / 255
 

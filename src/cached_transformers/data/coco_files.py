@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import zipfile
@@ -12,11 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..extras import require
-
-
-class UnreadableImage(ValueError):
-    """An image that is missing, cannot be decoded, or is not of the size that its annotations say."""
+from .decoding import BadFile, open_picture
 
 
 class Files(Protocol):
@@ -137,35 +132,19 @@ def find_images(root: Path, name: str, examples: Iterable[str]) -> Files:
 
 
 def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) -> np.ndarray:
-    """Pixels uint8 (height, width, 3) of an image file of any kind that Pillow reads.
+    """Pixels uint8 (height, width, 3) of an image file of any kind that `open_picture` takes.
 
-    Grey, palette, CMYK and transparent images become RGB; 16-bit ones keep their upper eight bits. With `size` (height,
-    width) the image is taken as stored, or upright by its EXIF entry if only then it has that size; without, upright.
+    With `size` (height, width) the image is taken as stored, or upright by its EXIF entry if only then it has that
+    size; without, upright.
 
     Raises:
-        UnreadableImage: it cannot be decoded, or has another size.
+        BadFile: it cannot be decoded, or has another size.
     """
-    image_module, operations = require("PIL.Image", extra="vision"), require("PIL.ImageOps", extra="vision")
-    if not content:
-        raise UnreadableImage(f"{label} is empty (0 bytes); remove or replace the file")
-    try:
-        with image_module.open(io.BytesIO(content)) as opened:
-            opened.load()
-            stored = opened.copy()
-            upright = operations.exif_transpose(opened)
-    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-        raise UnreadableImage(f"{label} cannot be decoded as an image: {error}; remove or replace the file") from error
-    chosen = stored if size is not None and stored.size == (size[1], size[0]) else upright
-    if size is not None and chosen.size != (size[1], size[0]):
-        raise UnreadableImage(
-            f"{label} has {stored.size[0]} x {stored.size[1]} pixels, its annotations say {size[1]} x {size[0]}; "
-            "replace the file or correct the annotations"
-        )
-    if chosen.mode.startswith("I;16") or chosen.mode in ("I", "F"):
-        values = np.asarray(chosen, dtype=np.float64)
-        grey = np.clip(values / 257 if values.max(initial=0) > 255 else values, 0, 255)
-        return np.repeat(np.rint(grey).astype(np.uint8)[..., None], 3, axis=2)
-    return np.array(chosen.convert("RGB"), dtype=np.uint8)
+    picture = open_picture(content, label, stored_size=None if size is None else (size[1], size[0]))
+    if size is not None and picture.size != (size[1], size[0]):
+        wide, high = picture.size
+        raise BadFile(label, f"it has {wide} x {high} pixels, its annotations say {size[1]} x {size[0]}")
+    return np.array(picture)
 
 
 def _archives(root: Path) -> list[Path]:

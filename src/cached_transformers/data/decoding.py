@@ -29,18 +29,20 @@ class BadFile(ValueError):
 
     def __init__(self, file: object, reason: object) -> None:
         self.file, self.reason = str(file), " ".join(str(reason).split())
-        message = f"{self.file} cannot be decoded as an image: {self.reason}"
+        message = f"{self.file} cannot be used as an image: {self.reason}"
         super().__init__(f"{message}; remove or replace the file, or set data.bad_files=skip")
 
     def __reduce__(self) -> tuple[type[BadFile], tuple[str, str]]:  # so that it comes whole from a loading process
         return BadFile, (self.file, self.reason)
 
 
-def open_picture(content: bytes, name: object, channels: int = 3) -> Any:
+def open_picture(content: bytes, name: object, channels: int = 3, *, stored_size: tuple[int, int] | None = None) -> Any:
     """A PIL image, upright, in mode RGB (`channels` 3) or L (1), from the bytes of an image file.
 
     Args:
         content: the whole file. name: what errors call it.
+        stored_size: (width, height); a picture that is stored with this size is not turned, whatever its EXIF entry
+            says, since somebody measured it so.
 
     Raises:
         BadFile: empty, truncated, of unknown format, or of a kind that has no defined range of brightness.
@@ -54,8 +56,8 @@ def open_picture(content: bytes, name: object, channels: int = 3) -> Any:
             warnings.simplefilter("ignore")
             with image_module.open(io.BytesIO(content)) as opened:
                 opened.load()
-                upright = operations.exif_transpose(opened)
-                return _eight_bits(upright, image_module).convert("RGB" if channels == 3 else "L")
+                picture = opened if opened.size == stored_size else operations.exif_transpose(opened)
+                return _eight_bits(picture, image_module).convert("RGB" if channels == 3 else "L")
     except image_module.UnidentifiedImageError as error:
         raise BadFile(name, "it is of no image format that Pillow knows") from error
     # Pillow's decoders raise all of these for damaged files.

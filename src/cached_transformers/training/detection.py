@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.coco import CocoDetection, DetectionBatch
-from cached_transformers.data.coco_files import UnreadableImage
+from cached_transformers.data.decoding import BadFile
 from cached_transformers.training.coco_scores import Results, score, to_results
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.loader import GroupedOrder, training_batches
@@ -132,7 +132,7 @@ def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, ba
     that cannot be read do not count; `unreadable_images` says how many.
 
     Raises:
-        UnreadableImage: an image cannot be read, with bad_files="stop".
+        BadFile: an image cannot be read, with bad_files="stop".
     """
     mine = dataset.image_ids[world.rank :: world.size]
     masks = bool(model.masks) and dataset.masks
@@ -166,7 +166,7 @@ def _readable(dataset: CocoDetection, numbers: Sequence[int], unreadable: list[i
     for number in numbers:
         try:
             image = dataset.pixels(number)
-        except UnreadableImage as error:
+        except BadFile as error:
             if dataset.bad_files == "stop":
                 raise
             dataset.report(number, f"{error}; it does not count in this evaluation")
