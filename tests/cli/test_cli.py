@@ -148,9 +148,10 @@ def test_train_then_evaluate_gives_the_score_of_the_summary(capsys, recipe, tmp_
     status, out, _ = call(capsys, "evaluate", str(run), "--json")
     scores = json.loads(out)
     assert status == 0 and scores["step"] == summary["best"]["step"]
-    assert scores["scores"] == [
-        {"memory": "carry", "accuracy": summary["test"]["accuracy"], "loss": summary["test"]["loss"]}
-    ]
+    tested = {name: value for name, value in summary["test"].items() if name != "step"}
+    assert scores["scores"] == [{"memory": "carry", **tested}]
+    low, high = tested["accuracy_interval"]
+    assert low <= tested["accuracy"] <= high and tested["rows"] == 50
     last = Checkpoints(run / "checkpoints").named("last")
     status, out, _ = call(capsys, "evaluate", str(run), "--checkpoint", str(last), "--split", "validation", "--json")
     assert json.loads(out)["scores"][0]["loss"] == pytest.approx(summary["final"]["loss"])

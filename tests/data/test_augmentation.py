@@ -12,6 +12,7 @@ from PIL import Image
 
 from cached_transformers.data import ImageFolder
 from cached_transformers.data.augmentation import Augmentation
+from cached_transformers.extras import require
 from cached_transformers.training.loader import SeededRows, TrainingOrder, training_batches
 
 DEIT = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25, "interpolation": "bicubic"}
@@ -26,7 +27,7 @@ def reseed() -> None:
 
 
 def test_it_is_what_timm_does():
-    from timm.data import create_transform
+    create_transform = require("timm.data", extra="vision").create_transform
 
     options = {"scale": [0.3, 0.9], "flip": 0.3, **DEIT}
     ours = Augmentation.from_options(options).transform(16, MEAN, STD)
@@ -57,7 +58,7 @@ def test_a_padded_crop_is_the_image_shifted():
 
 
 def test_evaluation_sees_the_centre_as_timm_cuts_it(tmp_path):
-    from timm.data import create_transform
+    create_transform = require("timm.data", extra="vision").create_transform
 
     path = write_files(tmp_path, {f"{n}/0.png": encoded(size=(60, 40)) for n in "ab"})
     options = {"path": path, "image_size": 16, "validation_fraction": 0, "test_fraction": 0, "augment": False}

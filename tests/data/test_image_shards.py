@@ -97,7 +97,10 @@ class TestBadShards:
         options = {"path": tmp_path, "validation_fraction": 0, "test_fraction": 0}
         with pytest.raises(ValueError, match=r"2 examples are not whole: 000001 \(no label\), 000004 \(no image\)"):
             ImageShards("train", **options)
-        with pytest.warns(RuntimeWarning, match="2 examples are not whole: .*; they are left out"):
+        with (
+            pytest.warns(RuntimeWarning, match=r"2 examples are not whole: .*; they are left out"),
+            pytest.warns(RuntimeWarning, match="1 of its classes have no image: 0"),
+        ):
             assert ImageShards("train", bad_files="skip", **options).labels.tolist() == [2, 1, 1, 2]
 
     def test_labels_that_are_none(self, tmp_path):

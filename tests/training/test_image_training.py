@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from data.pictures import class_folders, write_files, write_tar
 
 from cached_transformers.cli.main import main
 from cached_transformers.config import config_from_dict, load_config
 from cached_transformers.data.decoding import BadFile
+from cached_transformers.extras import require
 from cached_transformers.memories.shared_cache import caches
 from cached_transformers.models import create_model
 from cached_transformers.training import run as run_module
 from cached_transformers.training.averaging import WeightAverage
-from cached_transformers.training.checkpoint import read_checkpoint
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.initial import head_names, load_initial_weights
 from cached_transformers.training.loader import TrainingOrder
 from cached_transformers.training.metrics import read_metrics
@@ -82,7 +82,7 @@ class TestAverage:
         torch.manual_seed(0)
         model = create_model(**MODEL, image_size=8, classes=3).train()
         average = WeightAverage(model, 0.9)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         by_hand: dict[str, torch.Tensor] = {}
         for step in range(4):
             model(torch.randn(5, 3, 8, 8)).outputs.square().sum().backward()
@@ -236,7 +236,7 @@ class TestInitialWeights:
         config = recipe(other, **start, new_head=True, steps=3, reset_caches=True)
         slow = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e-7))
         run_training(slow, tmp_path / "third")
-        stored = read_checkpoint(tmp_path / "first" / "checkpoints" / "step_00000006").weights
+        stored = read_checkpoint(Checkpoints(tmp_path / "first" / "checkpoints").named("best")).weights
         taken = read_checkpoint(tmp_path / "third" / "checkpoints" / "step_00000003").weights
         assert taken["head.weight"].shape == (5, 16)
         # So small a learning rate leaves the others where they began.
@@ -245,7 +245,7 @@ class TestInitialWeights:
     def test_plain_weights_of_timm_fit_a_cached_model(self, tmp_path):
         torch.manual_seed(1)
         sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 7}
-        plain = timm.create_model("vit_tiny_patch16_224", **sizes)
+        plain = require("timm", extra="vision").create_model("vit_tiny_patch16_224", **sizes)
         torch.save({"model": plain.state_dict()}, tmp_path / "plain.pth")
         sizes.pop("num_classes")
         said: list[str] = []
@@ -297,7 +297,7 @@ def test_warm_up_begins_where_it_is_told():
     )
     rates = [learning_rate(optimizer, schedule, step, 100) for step in (1, 5, 10, 55, 100)]
     assert rates == pytest.approx([1.9e-4, 5.5e-4, 1e-3, 5.05e-4, 1e-5])
-    from timm.scheduler import CosineLRScheduler
+    CosineLRScheduler = require("timm.scheduler", extra="vision").CosineLRScheduler
 
     theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     scheduler = CosineLRScheduler(theirs, t_initial=100, lr_min=1e-5, warmup_t=10, warmup_lr_init=1e-4)

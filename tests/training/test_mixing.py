@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from cached_transformers.config import config_from_dict
 from cached_transformers.data.base import Batch
+from cached_transformers.extras import require
 from cached_transformers.training.metrics import averages, score_width, sums, with_intervals
 from cached_transformers.training.mixing import Mixing, make_mixing, paired
 from cached_transformers.training.settings import TrainingConfig
@@ -76,8 +77,8 @@ def test_pieces_of_a_batch_are_mixed_as_the_batch_is():
 
 
 def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
-    from timm.data.mixup import mixup_target
-    from timm.loss import SoftTargetCrossEntropy
+    mixup_target = require("timm.data.mixup", extra="vision").mixup_target
+    SoftTargetCrossEntropy = require("timm.loss", extra="vision").SoftTargetCrossEntropy
 
     logits = torch.randn(8, 5)
     targets = torch.arange(8) % 5

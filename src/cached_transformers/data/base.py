@@ -42,7 +42,8 @@ class Dataset(Protocol):
 
     Attributes:
         classes: number of classes.
-        augment: whether `__getitem__` draws from torch's global random generator; whoever iterates seeds it per item.
+        augment: whether `__getitem__` draws from the global random generators of Python, numpy and torch; whoever
+            iterates seeds them per item.
     """
 
     classes: int
