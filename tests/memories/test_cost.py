@@ -149,7 +149,7 @@ READ = TOKENS * C * C + 2 * TOKENS * TOKENS * C
 ONCE = TOKENS * C * C / B
 """One product of the cache with a matrix, which serves all rows."""
 IMAGE_COSTS: dict[str, tuple[dict[str, Any], float, float]] = {
-    "grc": ({}, READ + 4 * TOKENS * C * C + 4 * ONCE + TOKENS * C, READ),
+    "grc": ({}, READ + 4 * TOKENS * C * C + 4 * ONCE, READ),
     "attention_cache": ({}, READ + 4 * TOKENS * C * C + 4 * TOKENS * TOKENS * C + 5 * ONCE, READ),
     "attention_cache/store": ({"update": "store"}, READ + 2 * ONCE, READ),
     "convolution": ({}, 9 * (TOKENS - 1) * D / 0.5, 9 * (TOKENS - 1) * D / 0.5),
