@@ -1,5 +1,5 @@
-"""What sequence-to-sequence data are made of: a source and a target, whether they are two languages or a damaged text and
-what is to be restored of it.
+"""What sequence-to-sequence data are made of: a source and a target, be it two languages, or a damaged text and what is
+to be restored of it.
 
 Legend: B rows, N source tokens, T target tokens.
 """
