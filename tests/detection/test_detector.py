@@ -128,6 +128,20 @@ def test_images_of_a_batch_are_padded_and_their_answers_do_not_mix():
     assert seen == [(2, 3, 64, 96), (1, 3, 64, 96), (1, 3, 64, 96), (2, 3, 96, 96)]
 
 
+def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
+    options = {"detector_options": {"score_thresh": 0.0, "detections_per_img": 5}, "pad_to_square": True, **CACHES}
+    model = small("retinanet", **options).eval()
+    images, _ = batch()
+    together, alone = model(images), [model([image])[0] for image in images]
+    for left, right in zip(together, alone, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-3, rtol=1e-3)
+    model.detector.transform.size_divisible = 32  # without: the second image is padded by the first
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model(images)[1]["boxes"], model(images[1:])[0]["boxes"], atol=1e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match="multiple of 32, not 100; take 128"):
+        small("retinanet", pad_to_square=True, max_size=100)
+
+
 def test_what_cannot_be_resized_is_refused():
     model = small().eval()
     with pytest.raises(ValueError, match="2 x 500 pixels would be resized to less than a pixel"):

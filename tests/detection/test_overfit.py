@@ -9,8 +9,9 @@ from cached_transformers.training.run import run_training
 
 
 @pytest.mark.slow
-def test_mask_rcnn_learns_six_images_by_heart(shared, tmp_path):
+@pytest.mark.parametrize("name, kinds", [("mask_rcnn", ("box", "mask")), ("retinanet", ("box",))])
+def test_a_detector_learns_six_images_by_heart(name, kinds, shared, tmp_path):
     data = shared / "data" / "coco-mini"
     overrides = [f"data.path={data}", "training.tensorboard=false", "training.device=cpu"]
-    summary = run_training(load_config("coco_overfit_mask_rcnn", overrides), tmp_path / "run")
-    assert all(summary["final"][f"{kind}_ap"] >= 0.8 for kind in ("box", "mask")), summary["final"]
+    summary = run_training(load_config(f"coco_overfit_{name}", overrides), tmp_path / "run")
+    assert all(summary["final"][f"{kind}_ap"] >= 0.8 for kind in kinds), summary["final"]

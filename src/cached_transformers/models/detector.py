@@ -71,6 +71,9 @@ class Detector(nn.Module):
         reset_caches: empty the caches after loading `checkpoint`, as the paper does.
         cache_image_size: (height, width) of the image that caches have a slot a token for; default: the backbone's own.
         min_size, max_size: pixels to which the shorter side is resized, and which the longer side may not exceed.
+        pad_to_square: pad every image to max_size x max_size, and not to the largest of its batch. Attention over the
+            whole image sees the padding, so that otherwise detections depend on what an image shares its batch with.
+            `max_size` must be a multiple of 32.
         fpn_channels: channels of every pyramid level.
         anchor_sizes: side of the anchors of each level in pixels of the resized image; default: torchvision's.
         backbone_options: passed on to timm.create_model (drop_path_rate, ...).
@@ -97,6 +100,7 @@ class Detector(nn.Module):
         cache_image_size: Sequence[int] | None = None,
         min_size: int = 800,
         max_size: int = 1333,
+        pad_to_square: bool = False,
         fpn_channels: int = 256,
         anchor_sizes: Sequence[int] | None = None,
         backbone_options: Mapping[str, Any] | None = None,
@@ -107,6 +111,12 @@ class Detector(nn.Module):
             raise ValueError(f"classes={classes} must be at least 1")
         if not 1 <= min_size <= max_size:
             raise ValueError(f"min_size={min_size} must lie in 1..max_size={max_size} pixels")
+        if pad_to_square and max_size % self.strides[-1]:
+            stride = self.strides[-1]
+            raise ValueError(
+                f"pad_to_square needs a max_size that is a multiple of {stride}, not {max_size}; take "
+                f"{-(-max_size // stride) * stride}"
+            )
         if anchor_sizes is not None and (len(anchor_sizes) != self.levels or min(anchor_sizes) <= 0):
             raise ValueError(
                 f"anchor_sizes={list(anchor_sizes)} needs one positive size for each of {self.levels} pyramid levels"
@@ -127,6 +137,8 @@ class Detector(nn.Module):
         self._check(options)
         pyramid = Pyramid(body, stages, widths, fpn_channels, self._extra_levels(widths[-1], fpn_channels))
         sizes = {"min_size": min_size, "max_size": max_size}
+        if pad_to_square:
+            sizes["size_divisible"] = max_size  # torchvision rounds both sides of a batch up to a multiple of it
         self.detector = self._factory()(
             pyramid, classes + self.background, **sizes, **self._anchors(anchor_sizes), **options
         )
