@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q -c constraints.txt torch
 # Tests that need the data folder beside the project may skip only where that folder is absent.
 TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
+# Stealing keeps the tests of a file together, which share what they build.
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-peers lint bench docs pictures clean
@@ -21,14 +23,15 @@ demo: $(VENV)/.installed-demo  ## train with and without a memory on digits and 
 	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,rmt,grc_stream --tasks latch,copy --jobs 2 --out runs/demo/probe
 	$(BIN)/cached plot report runs/demo
 
-test: lint docs  ## everything that must hold before a commit: lint, docs, fast tests
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+test: $(VENV)/.installed-dev  ## everything that must hold before a commit: lint, docs, fast tests
+	$(MAKE) -j 2 lint docs
+	$(PYTEST)
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few seconds
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m slow
+	$(PYTEST) -m slow
 
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with published implementations of the same mechanisms
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m peers
+	$(PYTEST) -m peers
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check

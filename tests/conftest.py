@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ torch.set_num_threads(1)
 def _seeded() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """New tensors are float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +51,14 @@ def tmp_run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="module")
+def no_run_reports() -> Iterator[None]:
+    """Training writes no report.html into the folder of a run: drawing takes longer than a few steps do.
+
+    For tests of something else; those of `cached train` and of detectors see to it that a run has its report.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cached_transformers.training.run.write_report", lambda folder, reporter: None)
+        yield

@@ -126,8 +126,8 @@ def test_markdown_of_a_comparison_with_one_reference(tmp_path: Path) -> None:
 
 
 def test_report_of_several_comparisons(tmp_path: Path) -> None:
-    make_comparison(tmp_path / "a", {"plain": [0.5, 0.6], "grc": [0.6, 0.5]}, recipe="first")
-    make_comparison(tmp_path / "b", {"plain": [0.5], "grc": [0.6]}, recipe="second")
+    make_comparison(tmp_path / "a", {"plain": [0.5, 0.6], "convolution": [0.6, 0.5]}, recipe="first")  # no maps to draw
+    make_comparison(tmp_path / "b", {"plain": [0.5], "convolution": [0.6]}, recipe="second")
     (tmp_path / "c").mkdir()
     headings = read(write_compare_report(tmp_path)).headings
     assert [h for h in headings if h in ("first", "second")] == ["first", "second"]
@@ -322,7 +322,7 @@ def test_maps_of_grey_images(tmp_path: Path) -> None:
 
 def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        make_comparison(tmp_path / name, {"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
+        make_comparison(tmp_path / name, {"plain": [0.5, 0.6], "convolution": [0.6, 0.7]})
     trainings = [
         {"task": "latch", "memory": m, "arm": arm, "seed": 0, "accuracy": x, "steps": 9, "distances": {"1": x, "3": x}}
         for m, arm, x in (("none", "no memory", 0.25), ("rmt", "within reach", 1.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from cached_transformers.config import load_config
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.run import build_dataset, load_run
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = [
     "digits_vit_plain",
     "model.width=16",
@@ -64,11 +67,18 @@ def test_baselines_are_of_the_rows_that_are_scored(test, split, tmp_path, monkey
     assert baselines == build_dataset(recipe, split).baselines(build_dataset(recipe, "train"))
 
 
-def test_digits_with_memory_and_both_controls(tmp_path, capsys):
-    out = tmp_path / "comparison"
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, str]:
+    """A comparison of variants and both controls: its folder, and what was printed."""
+    out, printed = tmp_path_factory.mktemp("compared") / "comparison", StringIO()
     arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
-    assert main([*arguments, "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
+    with redirect_stdout(printed):
+        assert main([*arguments, "--out", str(out)]) == 0
+    return out, printed.getvalue()
+
+
+def test_digits_with_memory_and_both_controls(compared):
+    out, printed = compared
     result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
     names = ["plain", "grc", "grc:ratio=0.25", "control-conv", "control-flops"]
     assert [v["name"] for v in result["variants"]] == [s["name"] for s in result["statistics"]] == names
@@ -140,16 +150,16 @@ def test_finished_runs_are_kept_and_the_comparison_grows(recipe, tmp_path, capsy
     assert "optimizer.learning_rate: 0.01 -> 0.5" in capsys.readouterr().err
 
 
-def test_parallel_jobs_give_the_results_of_one_after_another(tmp_path, capsys):
+def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path):
+    out = tmp_path / "parallel"
+    assert main(["compare", *TINY, "--with", "plain", "--seeds", "2", "--jobs", "2", "--out", str(out)]) == 0
     results = []
-    for jobs in ("1", "2"):
-        out = tmp_path / jobs
-        assert main(["compare", *TINY, "--with", "plain", "--seeds", "2", "--jobs", jobs, "--out", str(out)]) == 0
-        results.append(json.loads((out / "compare.json").read_text(encoding="utf-8"))["variants"][0]["values"])
-        curves = [read_metrics(out / "plain" / f"seed_{seed}" / "metrics.jsonl")[0]["loss"] for seed in (0, 1)]
+    for folder in (compared[0], out):
+        results.append(json.loads((folder / "compare.json").read_text(encoding="utf-8"))["variants"][0]["values"])
+        curves = [read_metrics(folder / "plain" / f"seed_{seed}" / "metrics.jsonl")[0]["loss"] for seed in (0, 1)]
         assert curves[0] != curves[1]
     assert results[0] == results[1]
-    assert (tmp_path / "2" / "plain" / "seed_0" / "log.txt").read_text(encoding="utf-8").count("validation") == 1
+    assert (out / "plain" / "seed_0" / "log.txt").read_text(encoding="utf-8").count("validation") == 1
 
 
 @pytest.mark.parametrize(

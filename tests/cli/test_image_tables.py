@@ -25,6 +25,7 @@ from cached_transformers.reproductions.images import PAPER, SMALL
 from cached_transformers.training.run import build_dataset, build_model
 from cached_transformers.yaml_tree import flatten
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLES = ("table1", "table2", "table10")
 FAST = [
     "model.width=16",
@@ -35,8 +36,10 @@ FAST = [
     "training.batch_size=8",
     "training.evaluate_every=2",
     "training.evaluation_batch_size=30",
+    "training.tensorboard=false",
     "schedule.warmup_steps=1",
 ]
+FORMS = ("", "-released", "-paper", "-convolution", "-wider")
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +63,15 @@ def difference(one: Variant, other: Variant) -> dict[str, tuple[Any, Any]]:
     return {k: (left.get(k), right.get(k)) for k in {**left, **right} if left.get(k) != right.get(k)}
 
 
-@pytest.mark.parametrize("backbone", list(SMALL))
-def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(backbone: str, images: Path) -> None:
-    chosen = ",".join(f"{backbone}{form}" for form in ("", "-released", "-paper", "-convolution", "-wider"))
-    (plain, released, paper, convolution, wider), recipe, _ = variants_of("table1", images, chosen)
+@pytest.fixture(scope="module", params=list(SMALL))
+def rows_of_one(request: pytest.FixtureRequest, images: Path) -> tuple[str, list[Variant], RunConfig, Any]:
+    """A backbone's name, all its rows in batches of eight, their recipe and their data."""
+    chosen = ",".join(f"{request.param}{form}" for form in FORMS)
+    return request.param, *variants_of("table1", images, chosen, "training.batch_size=8")
+
+
+def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(rows_of_one: Any) -> None:
+    backbone, (plain, released, paper, convolution, wider), recipe, _ = rows_of_one
     assert [v.facts["backbone"] for v in (plain, released, paper, convolution, wider)] == [backbone] * 5
     assert plain.config.model["memory"] is None and wider.config.model["memory"] is None
     assert (plain.config.training, plain.config.data) == (recipe.training, recipe.data)
@@ -84,10 +92,8 @@ def test_rows_of_a_backbone_differ_in_what_they_are_compared_for_alone(backbone:
     ].__repr__()
 
 
-@pytest.mark.parametrize("backbone", list(SMALL))
-def test_the_wider_control_costs_in_training_what_the_cached_row_costs(backbone: str, images: Path) -> None:
-    chosen = f"{backbone},{backbone}-released,{backbone}-wider"
-    (plain, released, wider), _, train = variants_of("table1", images, chosen, "training.batch_size=8")
+def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_one: Any, images: Path) -> None:
+    _, (plain, released, _, _, wider), _, train = rows_of_one
     batch = train.collate([train[index] for index in range(8)])
     counted = {v.name: count_flops(build_model(v.config), batch.inputs, mode="train") for v in (plain, released, wider)}
     assert counted == {v.name: training_flops(v.config, train) for v in (plain, released, wider)}
@@ -99,7 +105,8 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(backbone:
     assert alone == [wider] and config_hash(alone[0].config) == config_hash(wider.config)
 
 
-def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path) -> None:
+def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cached_transformers.cli.variants.count_flops", lambda *_, **__: 1000)  # facts beside the runs
     found: dict[str, set[str]] = {}
     for table in TABLES:
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]

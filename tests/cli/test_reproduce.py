@@ -20,6 +20,7 @@ from cached_transformers.reproductions import REPRODUCTIONS
 from cached_transformers.training.run import build_model, with_memory
 from cached_transformers.yaml_tree import flatten
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE5 = REPRODUCTIONS["table5"]
 SMALL = {"vocabulary": 4000, "sentence_ends": (4, 365), "paragraph_ends": (1,)}
 LARGE = {"vocabulary": 267_735, "sentence_ends": (4, 365), "paragraph_ends": (1,)}

@@ -21,6 +21,7 @@ from cached_transformers.reproductions.base import pairs
 from cached_transformers.training.run import build_dataset, build_model
 from cached_transformers.yaml_tree import flatten
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE6 = REPRODUCTIONS["table6"]
 BACKBONES = [n for n, section in table6.ATTENTIONS["small"].items() if section["name"] in ATTENTIONS]
 """Those whose attention is there."""

@@ -360,18 +360,26 @@ class Case:
             "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
         }
         torch.manual_seed(1)
+        own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **sizes[self.model]}
         built = create_model(
             self.model,
-            **{"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH},
             attention=attention_spec(self.attention),
-            **sizes[self.model],
             memory=spec,
-            **{**self.contract.model, **model},
+            **{**own, **self.contract.model, **model},
         )
         with torch.no_grad():
             for parameter in built.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))
         return built
+
+    def build_shallow(self) -> nn.Module:
+        """The model with one layer where its layers are alike; two for the plain model and the two forms of GRC.
+
+        For what is done to one layer after the other, as compilers do, in as much more time.
+        """
+        whole = self.attention == "softmax" and self.name in ("none", "grc", "grc_stream")
+        differ = self.name == "memorizing" or "layer" in self.contract.options
+        return self.build(depth=DEPTH if whole or differ else 1)
 
     def segments(self, count: int, *, rows: int = ROWS, seed: int = 0) -> list[Tensor]:
         """Inputs of `count` segments (of a stream), or batches (of images)."""
@@ -432,7 +440,11 @@ paper's Table 6."""
 TEXT = [case for case in CASES if case.model != "vision_transformer"]
 
 
-def cases(among: list[Case] = CASES, *, rule: str | None = None) -> pytest.MarkDecorator:
-    """Parametrise a test over cases, without those exempt from `rule`."""
+def cases(
+    among: list[Case] = CASES, *, rule: str | None = None, slow: Callable[[Case], bool] = lambda case: False
+) -> pytest.MarkDecorator:
+    """Parametrise a test over cases, without those exempt from `rule`; those that are `slow` get its marker."""
     held = [c for c in among if rule is None or not c.exempt(rule)]
-    return pytest.mark.parametrize("case", held, ids=lambda c: f"{c.memory}-{c.attention}-{c.model}")
+    marks = {True: [pytest.mark.slow], False: []}
+    named = [pytest.param(c, id=f"{c.memory}-{c.attention}-{c.model}", marks=marks[slow(c)]) for c in held]
+    return pytest.mark.parametrize("case", named)

@@ -1,5 +1,8 @@
 """One of two processes of `test_distributed`: trains every case on its half of the rows and stores what it saw.
 
+How caches are shared does not depend on the attention core: with softmax there is every `sync` and number of steps,
+with each other core one of them.
+
 Called by torchrun as: distributed_worker.py FOLDER, for FOLDER/0.pt and FOLDER/1.pt.
 """
 
@@ -23,7 +26,14 @@ from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
 SYNCS = ("mean", "broadcast", "none")
-SHARED = [case for case in CASES if case.shared and case.memory in ("grc", "attention_cache", "attention_cache/store")]
+SHARED = [
+    case
+    for case in CASES
+    if case.shared
+    and case.attention == "softmax"
+    and case.memory in ("grc", "attention_cache", "attention_cache/store")
+]
+WITH_OTHER_CORES = [case for case in CASES if case.shared and case.attention != "softmax"]
 
 
 def half(t: Tensor, rank: int, size: int) -> Tensor:
@@ -69,11 +79,19 @@ def train_all(processes: World) -> dict[str, Any]:
             for steps in (1, 3):
                 seen[case, sync, steps] = shared_caches(case, sync, rank, size, steps)
             seen[case, sync, "evaluated"] = shared_caches(case, sync, rank, size, 3, evaluate=True)
+    for case in WITH_OTHER_CORES:
+        seen[case, "mean", 3] = shared_caches(case, "mean", rank, size, 3)
     processes.barrier()
-    return {"rank": rank, **{str(key): value for key, value in seen.items()}}
+    return {"rank": rank, "threads": group_threads(), **{str(key): value for key, value in seen.items()}}
+
+
+def group_threads() -> int:
+    """Threads of the process group, which Linux shows by name; -1 elsewhere."""
+    tasks = Path("/proc/self/task")
+    return sum("gloo" in (task / "comm").read_text() for task in tasks.iterdir()) if tasks.exists() else -1
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     seen = in_world("cpu", train_all)
-    torch.save(seen, Path(sys.argv[1]) / f"{seen['rank']}.pt")
+    torch.save({**seen, "threads left": group_threads()}, Path(sys.argv[1]) / f"{seen['rank']}.pt")

@@ -9,7 +9,7 @@ import launch
 import pytest
 import torch
 from contract.contract_cases import STREAMS, Case, cases
-from contract.distributed_worker import SHARED, SYNCS, stream_gradients
+from contract.distributed_worker import SHARED, SYNCS, WITH_OTHER_CORES, stream_gradients
 
 Seen = list[dict[str, Any]]
 
@@ -44,6 +44,21 @@ def test_a_shared_cache_follows_its_sync(case: Case, steps: int | str, seen: See
             assert torch.equal(a, b), f"sync={sync}: the processes' caches differ"
     for a, b in zip(*caches["none"], strict=True):
         assert (a - b).abs().max() > 1e-2, "sync='none': one process overwrote the other's cache"
+
+
+@cases(WITH_OTHER_CORES)
+def test_caches_are_shared_with_every_attention(case: Case, seen: Seen) -> None:
+    ours, theirs = (seen[rank][str((case, "mean", 3))] for rank in range(2))
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) and a.abs().max() > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_no_thread_of_the_process_group_outlives_it(seen: Seen) -> None:
+    """One that did, and let go of a tensor while the interpreter shut down, would abort the process now and then."""
+    for rank in range(2):
+        assert seen[rank]["threads"] > 0 and seen[rank]["threads left"] == 0
 
 
 @cases(SHARED)

@@ -294,7 +294,10 @@ class TestImageFolder:
             ({"mean": [0.5]}, "must have one number for each of the 3 channels"),
             ({"std": [1.0, 1.0, 0.0]}, "std above 0"),
             ({"std": [1.0]}, "one number a channel each"),
-            ({"validation_fraction": 0.01, "split": "validation"}, "no image of .* falls into split 'validation'"),
+            (
+                {"validation_fraction": 0.01, "split": "validation"},
+                "by .* leaves split 'validation' empty",
+            ),
         ],
     )
     def test_bad_options(self, flat, options, message):

@@ -108,11 +108,8 @@ def test_scores_do_not_touch_the_model_and_are_those_of_the_run(trained, data, c
     assert "AP75" in printed and f"{summary['final']['mask_ap50']:.2%}" in printed
 
 
-def test_resuming_is_exact(data, tmp_path):
-    tree = recipe(data, steps=4, save_every=2, evaluate_every=4)
-    tree["data"] |= {"limit": 3}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_training(config_from_dict(tree), whole)
+def test_resuming_is_exact(trained, data, tmp_path):
+    tree, (whole, _), parts = recipe(data), trained, tmp_path / "parts"
     run_training(config_from_dict({**tree, "training": {**tree["training"], "steps": 2}}), parts)
     run_training(config_from_dict(tree), parts)
     left, right = (Checkpoints(f / "checkpoints").newest_valid()[0].weights for f in (whole, parts))

@@ -5,7 +5,6 @@ Every output, stored cache, attended cache and gradient of three training steps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from cached_transformers import GRCAttention
 from cached_transformers.layers.positions import RelativePositionBias2D, grid_positions
 from cached_transformers.memories.grc import GRC
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PAPER = ["T12_Tm12", "T12_Tm12_persample", "T12_Tm12_vproj", "T13_Tm8_nearest", "varT_17_10_26_Tm17_linear"]
 RELEASED = [
     "r050_T12_Tm12_cls0_nopos",
@@ -29,14 +30,6 @@ RELEASED = [
     "pvt_sr2_r050_T16",
     "swin_win3_r050_mask",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.fixture

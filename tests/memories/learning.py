@@ -57,5 +57,27 @@ def accuracy(
     return measure(model, task, distance, ROWS, passes, forget=forget, shuffle=shuffle)
 
 
+@torch.no_grad()
+def reach(task: ProbeTask, memory: Any, distance: int = DISTANCE, **sizes: Any) -> float:
+    """How much the answers to the last segment change when the first one is another, whatever is learned.
+
+    Where it is 0, no training brings an accuracy above chance. The model has random weights, none of which would hide
+    the effect of another.
+    """
+    model = untrained(task, memory, **sizes).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    inputs_BN = task.draw(ROWS, distance, torch.Generator().manual_seed(0)).inputs_BN
+    other_BN = inputs_BN.clone()
+    other_BN[:, : task.segment] = (other_BN[:, : task.segment] + 1) % task.vocabulary
+    answers = []
+    for tokens_BN in (inputs_BN, other_BN):
+        state = None
+        for segment_BN in tokens_BN.split(task.segment, 1):
+            outputs, state, _ = model(segment_BN, state)
+        answers.append(outputs)
+    return (answers[0] - answers[1]).abs().max().item()
+
+
 def _sizes(**sizes: Any) -> Sizes:
     return Sizes(**{"depth": 1, "check_every": 50, **sizes})

@@ -424,7 +424,6 @@ def test_trained_distances_say_what_they_cannot_do() -> None:
         ErnieDocPositions(2, 4, 6, 3, tasks=2).bias(torch.zeros(1, 2, 3, 4), places, places)
 
 
-def test_it_learns_to_copy_and_without_it_nothing_is_copied() -> None:
+def test_it_learns_to_copy() -> None:
     """It learns slower than Transformer-XL, which stores what a layer reads: here what to store gets no gradient."""
     assert copying({"name": "ernie_doc", "length": 4}, 300, symbols=4) > 0.95
-    assert copying(None, 150, symbols=4) < 0.4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from memories.learning import LATCH, accuracy, trained
+from memories.learning import LATCH, reach
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -246,9 +246,8 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
 
 
 def test_it_cannot_carry_a_symbol_over_segments() -> None:
-    """The control of the recurrent memories: as many tokens, trained as long, and no better than chance."""
-    model = trained(LATCH, {"name": "memory_transformer", "length": 2}, 150)
-    assert accuracy(model, LATCH) < 0.4
+    """The control of the recurrent memories: as many tokens, which no training helps."""
+    assert reach(LATCH, {"name": "memory_transformer", "length": 2}) == 0 < reach(LATCH, {"name": "rmt", "length": 2})
 
 
 def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -> None:
@@ -256,11 +255,11 @@ def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -
     torch.manual_seed(0)
     sizes = {"vocabulary": 4, "classes": 4, "max_length": 4, "width": 16, "depth": 2, "heads": 2, "feed_forward": 32}
     answers = []
-    for reach in (True, False):
+    for seen in (True, False):
         memory = {"name": "memory_transformer", "length": M}
         model = create_model("sequence_classifier", **sizes, memory=memory)
         for block in model.stack.blocks:  # type: ignore[union-attr]
-            block.attention.register_forward_pre_hook(through_memory(reach), with_kwargs=True)
+            block.attention.register_forward_pre_hook(through_memory(seen), with_kwargs=True)
         optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(1)
         for _ in range(150):
             inputs = torch.randint(0, 4, (64, 4), generator=generator)
@@ -272,12 +271,12 @@ def test_an_encoder_learns_with_a_memory_as_its_only_way_from_token_to_token() -
     assert answers[0] > 0.95 and answers[1] < 0.4
 
 
-def through_memory(reach: bool) -> Any:
-    """Tokens see themselves and, with `reach`, the memory, which sees everything."""
+def through_memory(seen: bool) -> Any:
+    """Tokens see themselves and, with `seen`, the memory, which sees everything."""
 
     def hook(_: nn.Module, given: Any, options: dict[str, Any]) -> Any:
         place = torch.arange(given[0].shape[1])
         sees = torch.eye(len(place), dtype=torch.bool) | (place < M)[:, None]
-        return given, {**options, "visible_NN": sees | (place < M)[None] if reach else sees}
+        return given, {**options, "visible_NN": sees | (place < M)[None] if seen else sees}
 
     return hook

@@ -126,7 +126,10 @@ def assert_equal_values_and_gradients(model: nn.Module, ours: Tensor, wanted: Te
 
 
 def copying(memory: Any, steps: int, *, symbols: int = 6) -> float:
-    """Accuracy on a segment that is the one before it again, after training whose gradient crosses no segment."""
+    """Accuracy on a segment that is the one before it again, after training whose gradient crosses no segment.
+
+    Without a memory nothing is copied, as the test of Transformer-XL sees.
+    """
     task = Copy(symbols=symbols)
     model = trained(task, memory, steps, distance=1, bptt=1, depth=2, model={} if memory else {"positions": "relative"})
     return accuracy(model, task, 1)

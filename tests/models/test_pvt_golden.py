@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from grc.golden import Golden, Place, check_gradients, close, load, thirds
 from torch import Tensor, nn
 
@@ -14,13 +12,7 @@ from cached_transformers import add_memory
 from cached_transformers.memories.grc import GRC
 from cached_transformers.models.pvt import PyramidVisionTransformer
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def places(golden: Golden) -> dict[str, Place]:

@@ -18,6 +18,7 @@ from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.optim import learning_rate
 from cached_transformers.training.run import run_training
 
+pytestmark = pytest.mark.usefixtures("no_run_reports")
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 QUICK = ["training.steps=2", "training.evaluate_every=2", "training.log_every=1", "training.tensorboard=false"]
 SHORT = ["schedule.warmup_steps=1", "training.batch_size=8", "training.evaluation_batch_size=64", "training.device=cpu"]

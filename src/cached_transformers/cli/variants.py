@@ -154,14 +154,24 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     """
     for name in matched:
         feed_forward_option(next(variant.config for variant in variants if variant.name == name))
-    costs = {variant.name: training_flops(variant.config, dataset) for variant in variants}
+    batches: dict[int, Any] = {}
+
+    def operations(config: RunConfig) -> int:
+        size = config.training.batch_size
+        if size not in batches:
+            batches[size] = first_batch(config, dataset)
+        return _training_flops(config, batches[size])
+
+    costs = {v.name: operations(v.config) for v in variants if v.name not in matched or v.name in matched.values()}
     equal = []
     for variant in variants:
-        config, cost, facts = variant.config, costs[variant.name], {}
-        if variant.name in matched:
+        config, facts = variant.config, {}
+        if variant.name not in matched:
+            cost = costs[variant.name]
+        else:
             target = costs[matched[variant.name]]
-            config = equally_dear(config, lambda other: training_flops(other, dataset), target)
-            cost = training_flops(config, dataset)
+            config = equally_dear(config, operations, target)
+            cost = operations(config)
             if abs(cost - target) > TOLERANCE * target:
                 raise ValueError(
                     f"{variant.name} takes {cost} operations with feed_forward={feed_forward(config)}, not {target} as "
@@ -176,7 +186,15 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
 
 def training_flops(config: RunConfig, dataset: Any) -> int:
     """Operations of one forward pass in training over a batch, the first rows of the data; nothing is computed."""
-    batch = dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
+    return _training_flops(config, first_batch(config, dataset))
+
+
+def first_batch(config: RunConfig, dataset: Any) -> Any:
+    """As many first rows of the data as a batch has."""
+    return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
+
+
+def _training_flops(config: RunConfig, batch: Any) -> int:
     keywords = {} if batch.padding is None else {"padding": batch.padding}
     return count_flops(build_model(config), batch.inputs, mode="train", shapes_only=True, **keywords)
 
@@ -226,5 +244,6 @@ def equally_dear(config: RunConfig, cost: Callable[[RunConfig], int], target: in
 
 def nearest_width(cost: Callable[[int], int], target: int, unit: int = 1) -> int:
     """The width whose cost is nearest to `target`; cost grows linearly with width, as seen at one and two units."""
-    base, slope = cost(unit), (cost(2 * unit) - cost(unit)) / unit
+    base = cost(unit)
+    slope = (cost(2 * unit) - base) / unit
     return max(1, unit + round((target - base) / slope))

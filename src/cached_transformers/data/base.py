@@ -112,6 +112,14 @@ def check_fraction(name: str, fraction: float) -> float:
     return fraction
 
 
+def check_fractions(validation: float, test: float) -> dict[str, float]:
+    """The shares of both held-out splits when they lie in [0, 1); otherwise ValueError."""
+    return {
+        "validation": check_fraction("validation_fraction", validation),
+        "test": check_fraction("test_fraction", test),
+    }
+
+
 def majority_accuracy(train_labels: np.ndarray, test_labels: np.ndarray) -> float:
     """Accuracy on `test_labels` of always answering the commonest of `train_labels` (ties: the smallest)."""
     if not len(train_labels) or not len(test_labels):
@@ -147,3 +155,16 @@ def stratified_split(labels: np.ndarray, fractions: dict[str, float], seed: int)
             rest = rest[count:]
         parts["train"].append(rest)
     return {name: np.sort(np.concatenate(pieces)) for name, pieces in parts.items()}
+
+
+def items_of_split(of: object, labels: np.ndarray, fractions: dict[str, float], seed: int, split: str) -> np.ndarray:
+    """Indices of the items that `stratified_split` deals to one split; `of` is what an error calls the whole.
+
+    Raises:
+        ValueError: there are none, or the shares leave nothing for training.
+    """
+    chosen = stratified_split(labels, fractions, seed)[split]
+    if not len(chosen):
+        way = "lower the shares" if split == "train" else f"raise {split}_fraction"
+        raise ValueError(f"{of}: dealing out {len(labels)} items by {fractions} leaves split {split!r} empty; {way}")
+    return chosen

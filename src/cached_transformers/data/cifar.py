@@ -12,14 +12,14 @@ import lzma
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..extras import require
 from ..registry import DATASETS
 from .augmentation import central_square
-from .base import check_fraction, check_split, stratified_split
+from .base import check_fraction, check_split, items_of_split
 from .decoding import open_picture
 from .image_folder import labelled
 from .images import StoredImages
@@ -72,23 +72,23 @@ _HUNDRED = _Kind(
 class _CIFAR(StoredImages):
     """What the two have in common."""
 
+    kind: ClassVar[_Kind]
+
     def __init__(
         self,
-        kind: _Kind,
         split: str,
+        *,
         path: str | Path,
-        augment: bool,
-        augmentation: Mapping[str, Any] | None,
-        validation_fraction: float,
-        seed: int,
+        augment: bool = True,
+        augmentation: Mapping[str, Any] | None = None,
+        validation_fraction: float = 0.1,
+        seed: int = 0,
     ) -> None:
         check_fraction("validation_fraction", validation_fraction)
-        side = "test" if check_split(split) == "test" else "train"
+        kind, side = self.kind, "test" if check_split(split) == "test" else "train"
         images, labels, names = _read_side(Path(path).expanduser(), kind, side)
         if side == "train":
-            chosen = stratified_split(labels, {"validation": validation_fraction}, seed)[split]
-            if not len(chosen):
-                raise ValueError(f"validation_fraction={validation_fraction} leaves split {split!r} empty; raise it")
+            chosen = items_of_split(path, labels, {"validation": validation_fraction}, seed, split)
             images, labels = images[chosen], labels[chosen]
         super().__init__(
             kind.name,
@@ -99,8 +99,6 @@ class _CIFAR(StoredImages):
             mean=kind.mean,
             std=kind.std,
             augment=augment,
-            shift=4,
-            flip=True,
             augmentation=augmentation,
         )
 
@@ -125,17 +123,7 @@ class CIFAR10(_CIFAR):
         ValueError: a damaged batch or file (named), or a share that leaves the split empty.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path,
-        augment: bool = True,
-        augmentation: Mapping[str, Any] | None = None,
-        validation_fraction: float = 0.1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(_TEN, split, path, augment, augmentation, validation_fraction, seed)
+    kind = _TEN
 
 
 @DATASETS.register("cifar100")
@@ -158,17 +146,7 @@ class CIFAR100(_CIFAR):
         ValueError: a damaged file (named), or a share that leaves the split empty.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path,
-        augment: bool = True,
-        augmentation: Mapping[str, Any] | None = None,
-        validation_fraction: float = 0.1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(_HUNDRED, split, path, augment, augmentation, validation_fraction, seed)
+    kind = _HUNDRED
 
 
 def read_batch(file: str | Path) -> tuple[np.ndarray, np.ndarray]:

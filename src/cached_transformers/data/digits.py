@@ -10,7 +10,7 @@ import numpy as np
 
 from ..extras import require
 from ..registry import DATASETS
-from .base import check_fraction, check_split, stratified_split
+from .base import check_fractions, check_split, items_of_split
 from .images import StoredImages
 
 
@@ -38,23 +38,18 @@ class Digits(StoredImages):
         test_fraction: float = 0.15,
         seed: int = 0,
     ) -> None:
-        fractions = {
-            "validation": check_fraction("validation_fraction", validation_fraction),
-            "test": check_fraction("test_fraction", test_fraction),
-        }
+        fractions = check_fractions(validation_fraction, test_fraction)
         check_split(split)
         digits = require("sklearn.datasets", extra="data").load_digits()
-        parts = stratified_split(digits.target, fractions, seed)
-        if not len(parts[split]):
-            raise ValueError(f"{split}_fraction={fractions[split]} leaves split {split!r} empty; raise it")
+        train, own = (items_of_split("digits", digits.target, fractions, seed, part) for part in ("train", split))
         # Stored as 0..16; 16 is white.
         images = np.round(digits.images * (255 / 16)).astype(np.uint8)[:, None]
-        seen = images[parts["train"]] / 255
+        seen = images[train] / 255
         super().__init__(
             "digits",
             split,
-            images[parts[split]],
-            digits.target[parts[split]],
+            images[own],
+            digits.target[own],
             class_names=[str(digit) for digit in range(10)],
             mean=[float(seen.mean())],
             std=[float(seen.std())],

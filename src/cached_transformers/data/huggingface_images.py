@@ -10,8 +10,9 @@ import numpy as np
 
 from ..extras import require
 from ..registry import DATASETS
-from .base import SPLIT_WORDS, check_fraction, check_split, stratified_split
+from .base import SPLIT_WORDS, check_fractions, check_split, items_of_split
 from .decoding import BadFile
+from .hub import load_from_hub
 from .images import BadFiles, EncodedImages, check_view
 
 
@@ -60,13 +61,10 @@ class HuggingFaceImages(EncodedImages):
         bad_files: BadFiles = "stop",
     ) -> None:
         check_view(image_size, 3, crop_ratio, interpolation, bad_files)
-        fractions = {
-            "validation": check_fraction("validation_fraction", validation_fraction),
-            "test": check_fraction("test_fraction", test_fraction),
-        }
+        fractions = check_fractions(validation_fraction, test_fraction)
         check_split(split)
         self.dataset = dataset
-        loaded = _load(dataset, config)
+        loaded = load_from_hub(dataset, config)
         present = {own: name for own, words in SPLIT_WORDS.items() for name in loaded if name in words}
         if "train" not in present:
             raise ValueError(f"{dataset} has no training split; it has {', '.join(loaded)}")
@@ -75,9 +73,7 @@ class HuggingFaceImages(EncodedImages):
         labels, names = _labels(dataset, rows, column)
         if split not in present or split == "train":
             shares = {name: share for name, share in fractions.items() if name not in present}
-            chosen = stratified_split(labels, shares, seed)[split]
-            if not len(chosen):
-                raise ValueError(f"{dataset}: {split}_fraction={fractions.get(split)} leaves split {split!r} empty")
+            chosen = items_of_split(dataset, labels, shares, seed, split)
             rows, labels = rows.select(chosen), labels[chosen]
         library = require("datasets", extra="language")
         self._image, self._rows = image, rows.select_columns([image]).cast_column(image, library.Image(decode=False))
@@ -89,8 +85,6 @@ class HuggingFaceImages(EncodedImages):
             class_names=names or [f"class {place}" for place in range(size)],
             image_size=image_size,
             augment=augment,
-            shift=max(1, image_size // 8),
-            flip=True,
             augmentation=augmentation,
             crop_ratio=crop_ratio,
             interpolation=interpolation,
@@ -103,20 +97,6 @@ class HuggingFaceImages(EncodedImages):
         if value is None:
             raise BadFile(name, "the row holds no image")
         return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes(), name
-
-
-def _load(dataset: str, config: str | None) -> Any:
-    library = require("datasets", extra="language")
-    folder = Path(dataset).expanduser()
-    try:
-        saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-        loaded = library.load_from_disk(str(folder)) if saved else library.load_dataset(dataset, config)
-    except Exception as error:  # the library raises a wide choice: no network, no such name, no such configuration
-        raise ValueError(
-            f"data.dataset={dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a machine with a "
-            "network and keep its cache (HF_HOME) or what save_to_disk writes"
-        ) from error
-    return loaded if isinstance(loaded, Mapping) else {"train": loaded}
 
 
 def _label_column(dataset: str, rows: Any, image: str, label: str | None) -> str:

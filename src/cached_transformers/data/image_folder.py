@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..registry import DATASETS
-from .base import SPLIT_WORDS, SPLITS, check_fraction, check_split, stratified_split
+from .base import SPLIT_WORDS, SPLITS, check_fractions, check_split, items_of_split
 from .decoding import SUFFIXES
 from .images import BadFiles, EncodedImages, check_view
 from .packed import Listing
@@ -84,10 +84,7 @@ class ImageFolder(ListedImages):
         bad_files: BadFiles = "stop",
     ) -> None:
         check_view(image_size, channels, crop_ratio, interpolation, bad_files)
-        fractions = {
-            "validation": check_fraction("validation_fraction", validation_fraction),
-            "test": check_fraction("test_fraction", test_fraction),
-        }
+        fractions = check_fractions(validation_fraction, test_fraction)
         root = Path(path).expanduser()
         check_split(split)
         if not root.exists():
@@ -135,11 +132,7 @@ def _files_of_split(
         share = {"validation": fractions["validation"]}
         return *dealt(listing, train, names, split, share, seed, bad_files), names
     assert own is not None
-    foreign = sorted(set(_class_names(listing, own)) - set(names))
-    if foreign:
-        raise ValueError(
-            f"{listing.root / own} has classes that {listing.root / train} has not: {', '.join(foreign[:5])}"
-        )
+    refuse_foreign_classes(listing.root / own, _class_names(listing, own), listing.root / train, names)
     return *labelled(listing, own, names, bad_files if split == "train" else None), names
 
 
@@ -158,10 +151,7 @@ def dealt(
         ValueError: none does, or a class has no image (unless `bad_files` is "skip").
     """
     files, labels = labelled(listing, folder, names, bad_files)
-    chosen = stratified_split(labels, fractions, seed)[split]
-    if not len(chosen):
-        message = f"no image of {listing.root / folder} falls into split {split!r}"
-        raise ValueError(f"{message}: it has {len(files)} images, dealt out by {fractions}; raise {split}_fraction")
+    chosen = items_of_split(listing.root / folder, labels, fractions, seed, split)
     return [files[index] for index in chosen], labels[chosen]
 
 
@@ -189,6 +179,13 @@ def labelled(
     report_empty_classes(where, [name for name, files in zip(names, found, strict=True) if not files], empty)
     labels = np.repeat(np.arange(len(names)), [len(files) for files in found])
     return [file for files in found for file in files], labels
+
+
+def refuse_foreign_classes(where: object, found: Sequence[str], training: object, names: Sequence[str]) -> None:
+    """ValueError for classes that were found elsewhere and that training does not have."""
+    foreign = sorted(set(found) - set(names))
+    if foreign:
+        raise ValueError(f"{where} has classes that {training} has not: {', '.join(foreign[:5])}")
 
 
 def report_empty_classes(where: object, names: Sequence[str], empty: BadFiles | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..registry import DATASETS
-from .base import SPLIT_WORDS, check_fraction, check_split, stratified_split
+from .base import SPLIT_WORDS, check_fraction, check_split, items_of_split
 from .decoding import SUFFIXES
 from .image_folder import report_empty_classes
 from .images import BadFiles, EncodedImages, check_view
@@ -98,9 +98,7 @@ class ImageShards(EncodedImages):
             empty = np.flatnonzero(np.bincount(train.labels, minlength=number) == 0)
             report_empty_classes(train.shards[0].parent, [tars[i] if tars else str(i) for i in empty], bad_files)
         if source == "train" and any(fractions.values()):
-            index = train.only(stratified_split(train.labels, fractions, seed)[split])
-            if not len(index.labels):
-                raise ValueError(f"no image falls into split {split!r}; raise {split}_fraction={fractions.get(split)}")
+            index = train.only(items_of_split(path, train.labels, fractions, seed, split))
         self._index = index
         super().__init__(
             "image_shards",
@@ -109,8 +107,6 @@ class ImageShards(EncodedImages):
             class_names=tars or [f"class {place}" for place in range(number)],
             image_size=image_size,
             augment=True,
-            shift=0,
-            flip=True,
             augmentation={} if augmentation is None else augmentation,
             crop_ratio=crop_ratio,
             interpolation=interpolation,

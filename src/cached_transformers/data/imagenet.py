@@ -16,7 +16,7 @@ import numpy as np
 from ..registry import DATASETS
 from .base import check_fraction, check_split
 from .decoding import SUFFIXES
-from .image_folder import ListedImages, dealt, labelled
+from .image_folder import ListedImages, dealt, labelled, refuse_foreign_classes
 from .images import BadFiles, check_view
 from .packed import Listing
 
@@ -98,8 +98,6 @@ class ImageNet(ListedImages):
             class_names=names,
             image_size=image_size,
             augment=True,
-            shift=0,
-            flip=True,
             augmentation={} if augmentation is None else augmentation,
             crop_ratio=crop_ratio,
             interpolation=interpolation,
@@ -117,9 +115,7 @@ def _validation(
         raise FileNotFoundError(f"{home} has no folder val/ and no ILSVRC2012_img_val.tar; add one of them")
     listing = Listing(place, open_tars=place.is_dir())
     if given is None and listing.subfolders():
-        foreign = sorted(set(listing.subfolders()) - set(names))
-        if foreign:
-            raise ValueError(f"{place} has classes that train/ has not: {', '.join(foreign[:5])}")
+        refuse_foreign_classes(place, listing.subfolders(), "train/", names)
         return listing, *labelled(listing, "", names, None)
     files = [name for name in listing.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
     lists = [Path(given).expanduser()] if given is not None else [f / n for f in (root, home, place) for n in _LISTS]

@@ -30,7 +30,8 @@ class ImageDataset(LabelledDataset):
         image_size: height and width in pixels.
         mean, std: one number a channel, of pixels scaled to 0..1; inputs are (pixel - mean) / std.
         augment: whether items of the training split are changed at random; other splits never are.
-        shift: greatest shift in pixels, in either direction of either axis; what moves in is black.
+        shift: greatest shift in pixels, in either direction of either axis; what moves in is black. None takes an
+            eighth of the size.
         flip: whether half of the augmented images are mirrored.
         augmentation: options of `Augmentation`, which then takes the place of `shift` and `flip`.
     """
@@ -46,8 +47,8 @@ class ImageDataset(LabelledDataset):
         mean: Sequence[float],
         std: Sequence[float],
         augment: bool,
-        shift: int,
-        flip: bool,
+        shift: int | None = None,
+        flip: bool = True,
         augmentation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(name, split, labels, classes=len(class_names))
@@ -58,7 +59,7 @@ class ImageDataset(LabelledDataset):
         self.mean = tuple(mean)
         self.std = tuple(std)
         self.augment = augment and split == "train"
-        self._shift = shift
+        self._shift = max(1, image_size // 8) if shift is None else shift
         self._flip = flip
         chosen = None if augmentation is None else Augmentation.from_options(augmentation)
         wanted = self.augment and chosen is not None

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
 from ..registry import DATASETS
 from .base import SPLIT_WORDS, check_fraction
+from .hub import load_from_hub
 from .text import TextDataset, fingerprint
 from .text_files import TextFile, decoded, find_texts, split_of, split_text, split_texts
 
@@ -382,14 +382,7 @@ class HuggingFace(TextDataset):
     def _load(self, split: str) -> Any:
         if split in self._rows:
             return self._rows[split]
-        library = require("datasets", extra="language")
-        try:
-            loaded = library.load_dataset(self.dataset, self.config)
-        except Exception as error:  # the library raises a wide choice: no network, no such name, no such configuration
-            raise ValueError(
-                f"data.dataset={self.dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a "
-                "machine with a network and keep its cache (HF_HOME), or give local files to data.name=text"
-            ) from error
+        loaded = load_from_hub(self.dataset, self.config, ", or give local files to data.name=text")
         names = [name for name in loaded if name in SPLIT_WORDS[split]]
         if not names:
             raise ValueError(f"{self.dataset} has no split {split!r}; it has {', '.join(loaded)}")

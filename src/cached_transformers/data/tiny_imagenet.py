@@ -88,8 +88,6 @@ class TinyImageNet(ListedImages):
             mean=_MEAN,
             std=_STD,
             augment=augment,
-            shift=max(1, image_size // 8),
-            flip=True,
             augmentation=augmentation,
             crop_ratio=crop_ratio,
             interpolation=interpolation,

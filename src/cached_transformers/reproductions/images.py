@@ -8,12 +8,12 @@ one costs. GRC comes in both forms, `released` and `paper` (Algorithm 1, without
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import RunConfig
-from .base import Row
+from .base import Reproduction, Row
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ PAPER = {
     "pvt_v2_b4": Backbone("pvt_v2_b4", recipe="imagenet_pvt_v2_b4_grc", options=_PVT),
 }
 """Backbones of the paper's scale, each with its recipe for ImageNet."""
+FILES = {"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"}
+"""What the data folder holds at each scale."""
 
 
 def protocol(config: RunConfig) -> str:
@@ -119,6 +121,29 @@ def protocol(config: RunConfig) -> str:
         parts.append(f"{memory['name']}({', '.join(shown)})" if shown else str(memory["name"]))
     widths = [f"{key} {_rounded(model[key])}" for key in ("feed_forward", "mlp_ratio", "mlp_ratios") if key in model]
     return ", ".join([" + ".join(parts), *widths])
+
+
+def image_table(
+    summary: str,
+    rows: Callable[[str], Sequence[Row]],
+    recipes: Mapping[str, str],
+    files: Mapping[str, str] = FILES,
+) -> Reproduction:
+    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies.
+
+    Args:
+        rows: by scale. The rest is as of `Reproduction`.
+    """
+    return Reproduction(
+        summary=summary,
+        recipes=recipes,
+        files=files,
+        paper=rows,
+        others=lambda scale: [],
+        equal="operations",
+        protocol=protocol,
+        cache_use=True,
+    )
 
 
 def _rounded(value: Any) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Reproduction, Row
-from .images import PAPER, SMALL, protocol
+from .base import Row
+from .images import PAPER, SMALL, image_table
 
 
 def _rows(scale: str) -> Sequence[Row]:
@@ -18,13 +18,8 @@ def _rows(scale: str) -> Sequence[Row]:
     return [row for backbone in backbones.values() for row in backbone.rows()]
 
 
-TABLE1 = Reproduction(
-    summary="images: backbones plain, with GRC, with its convolution alone, and plain at equal operations",
+TABLE1 = image_table(
+    "images: backbones plain, with GRC, with its convolution alone, and plain at equal operations",
+    _rows,
     recipes={"small": "table1_small", "paper": "imagenet_vit_small_grc"},
-    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
-    paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
-    protocol=protocol,
-    cache_use=True,
 )

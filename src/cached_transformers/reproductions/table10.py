@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Reproduction, Row
-from .images import PAPER, Backbone, protocol
+from .base import Row
+from .images import PAPER, Backbone, image_table
 
 RATIOS = (0.125, 0.25, 0.5, 1.0)
 SMALL = Backbone("pvt_v2")
@@ -35,13 +35,8 @@ def _rows(scale: str) -> Sequence[Row]:
     return backbone_rows(PAPER["pvt_tiny"] if scale == "paper" else SMALL)
 
 
-TABLE10 = Reproduction(
-    summary="images: the share of the channels that the cache has, from none to all",
+TABLE10 = image_table(
+    "images: the share of the channels that the cache has, from none to all",
+    _rows,
     recipes={"small": "table10_small", "paper": "imagenet_pvt_tiny_grc"},
-    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
-    paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
-    protocol=protocol,
-    cache_use=True,
 )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Reproduction, Row
-from .images import PAPER, SMALL, Backbone, protocol
+from .base import Row
+from .images import PAPER, SMALL, Backbone, image_table
 
 
 def backbone_rows(backbone: Backbone) -> list[Row]:
@@ -35,13 +35,8 @@ def _rows(scale: str) -> Sequence[Row]:
     return backbone_rows(PAPER["vit_small"] if scale == "paper" else SMALL["vit"])
 
 
-TABLE2 = Reproduction(
-    summary="images: no cache, an attention-based cache (as in Transformer-XL), and GRC, in a vision transformer",
+TABLE2 = image_table(
+    "images: no cache, an attention-based cache (as in Transformer-XL), and GRC, in a vision transformer",
+    _rows,
     recipes={"small": "table2_small", "paper": "imagenet_vit_small_grc"},
-    files={"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"},
-    paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
-    protocol=protocol,
-    cache_use=True,
 )

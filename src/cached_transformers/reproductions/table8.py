@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import Reproduction, Row
-from .images import Backbone, protocol
+from .base import Row
+from .images import Backbone, image_table
 
 SMALL = Backbone("swin")
 PAPER = Backbone("swin_tiny", recipe="imagenet22k_swin_tiny_grc", options={"mlp_ratio": 4.0})
@@ -21,13 +21,9 @@ def _rows(scale: str) -> Sequence[Row]:
     return (PAPER if scale == "paper" else SMALL).rows()
 
 
-TABLE8 = Reproduction(
-    summary="images, many classes: Swin plain, with GRC, with its convolution alone, and plain at equal operations",
+TABLE8 = image_table(
+    "images, many classes: Swin plain, with GRC, with its convolution alone, and plain at equal operations",
+    _rows,
     recipes={"small": "table8_small", "paper": "imagenet22k_swin_tiny_grc"},
     files={"small": "Tiny-ImageNet (64 or 32 pixels)", "paper": "ImageNet-22k (a tar for each class)"},
-    paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
-    protocol=protocol,
-    cache_use=True,
 )

@@ -1,0 +1,45 @@
+"""Whether two runs are the same run, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cached_transformers.training.checkpoint import Checkpoint, Checkpoints
+from cached_transformers.training.metrics import read_metrics
+
+
+def final(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run; none of them is damaged."""
+    checkpoint, problems = Checkpoints(folder / "checkpoints").newest_valid()
+    assert checkpoint is not None and problems == []
+    return checkpoint
+
+
+def assert_same_run(left: Path, right: Path, steps: int) -> None:
+    """Weights, buffers, optimiser, carried state, random states and metrics are equal to the bit; times may differ."""
+    a, b = final(left), final(right)
+    assert a.step == b.step == steps
+    assert_same_tree(a.weights, b.weights)
+    timeless = [{key: value for key, value in c.training.items() if "seconds" not in key} for c in (a, b)]
+    assert_same_tree(*timeless)
+    lines = [[{**line, "seconds": 0} for line in read_metrics(folder / "metrics.jsonl")] for folder in (left, right)]
+    assert lines[0] == lines[1]
+
+
+def assert_same_tree(left: object, right: object, name: str = "") -> None:
+    """`name` is the place in the tree, for the message."""
+    assert type(left) is type(right), name
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), name  # type: ignore[arg-type]
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), name  # type: ignore[attr-defined]
+        for key in left:
+            assert_same_tree(left[key], right[key], f"{name}/{key}")  # type: ignore[index]
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), name  # type: ignore[arg-type]
+        for index, pair in enumerate(zip(left, right, strict=True)):  # type: ignore[call-overload]
+            assert_same_tree(*pair, f"{name}/{index}")
+    else:
+        assert left == right, name
