@@ -309,9 +309,7 @@ def _schemes(
     return Positions(), name, make_positions("sinusoidal", **sizes)
 
 
-def _check_sizes(
-    vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None
-) -> None:
+def _check_sizes(vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None) -> None:
     sizes = {"vocabulary": vocabulary, "target_vocabulary": target_vocabulary}
     sizes |= {"max_length": max_length, "decoder_depth": decoder_depth}
     for name, value in sizes.items():

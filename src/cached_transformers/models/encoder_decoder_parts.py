@@ -46,8 +46,10 @@ class Kept:
         k, first, last = new.k_BHSE, self.used, self.used + new.k_BHSE.shape[2]
         if self.keys is None or self.keys.k_BHSE.shape[2] < last:
             more = (*k.shape[:2], max(BLOCK * k.shape[2], first), k.shape[3])
-            wider = (torch.cat([t[:, :, :first], t.new_empty(more)], 2) for t in (self.keys or new._make(
-                t[:, :, :0] for t in new)))
+            wider = (
+                torch.cat([t[:, :, :first], t.new_empty(more)], 2)
+                for t in (self.keys or new._make(t[:, :, :0] for t in new))
+            )
             self.keys = KeysValues(*wider)
         for kept, t in zip(self.keys, new, strict=True):
             kept[:, :, first:last] = t
@@ -86,7 +88,9 @@ class DecoderCache:
 
     def choose(self, rows_B: Tensor, parent_BK: Tensor) -> None:
         """Sentences in the order of `rows_B`, and of each the continuations `parent_BK`."""
-        if len(rows_B) != len(self.visible_BKS) or bool((rows_B != torch.arange(len(rows_B), device=rows_B.device)).any()):
+        if len(rows_B) != len(self.visible_BKS) or bool(
+            (rows_B != torch.arange(len(rows_B), device=rows_B.device)).any()
+        ):
             self.visible_BKS = self.visible_BKS.index_select(0, rows_B)
             self.source = [KeysValues(*(t.index_select(0, rows_B) for t in keys)) for keys in self.source]
             if self.source_mask is not None:

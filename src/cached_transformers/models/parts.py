@@ -158,9 +158,7 @@ def make_stack(
         )
 
     final = norm == "pre" if final_norm is None else final_norm
-    return Stack(
-        make_block, depth, model_memory=model_memory, norm=norm_of() if final else None, reversible=reversible
-    )
+    return Stack(make_block, depth, model_memory=model_memory, norm=norm_of() if final else None, reversible=reversible)
 
 
 def norm_maker(kind: str, width: int, eps: float) -> Callable[[], nn.Module]:
