@@ -9,8 +9,8 @@ from torch import nn
 from ..attentions import AttentionSpec, create_attention
 from ..layers.attention import SelfAttention, shows_the_future
 from ..layers.block import Block, MemoryWeights, Stack, StackState
-from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, RelativePositions, make_positions
+from ..layers.switch import ExpertsSpec, make_feed_forward
 from ..memories import MemorySpec, create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
 from ..registry import MEMORIES
@@ -52,6 +52,7 @@ def make_stack(
     shared_query_key: bool = False,
     project_output: bool = True,
     reversible: bool = False,
+    experts: ExpertsSpec = None,
     **known: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
@@ -67,6 +68,7 @@ def make_stack(
         bias: whether the projections of attention have biases.
         shared_query_key, project_output: see `SelfAttention`.
         reversible: see `Stack`.
+        experts: None, the number of experts, or a mapping; see `make_feed_forward`.
         known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
             and norm.
 
@@ -123,7 +125,16 @@ def make_stack(
             keys=model_memory is None or model_memory.layer_keys(index),
         )
         enter = make_norm() if norm == "pre" else None
-        positionwise = FeedForward(width, feed_forward, norm=enter, activation=activation, dropout=dropout)
+        positionwise = make_feed_forward(
+            experts,
+            width,
+            feed_forward,
+            index=index,
+            depth=depth,
+            norm=enter,
+            activation=activation,
+            dropout=dropout,
+        )
         separate = model_memory is not None and model_memory.own_weights
         return Block(
             layer,
