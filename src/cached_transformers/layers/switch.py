@@ -217,26 +217,19 @@ def z_loss(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
 
 
 def make_feed_forward(
-    experts: ExpertsSpec,
-    width: int,
-    hidden: int,
-    *,
-    index: int,
-    depth: int,
-    norm: nn.Module | None = None,
-    activation: str = "gelu",
-    dropout: float = 0.0,
+    experts: ExpertsSpec, width: int, hidden: int, *, index: int, depth: int, **common: Any
 ) -> FeedForward | SwitchFeedForward:
-    """The feed-forward of layer `index` of `depth`: experts in every second layer, the first layer is dense.
+    """The feed-forward of layer `index` of `depth`: dense, or one with experts.
 
     Args:
         experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
             layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0.
+        common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
+            unless `experts` has one of its own.
 
     Raises:
         ValueError: unknown options, or a stack in which no layer would have experts.
     """
-    common: dict[str, Any] = {"norm": norm, "activation": activation, "dropout": dropout}
     if experts is None:
         return FeedForward(width, hidden, **common)
     options = dict(experts) if isinstance(experts, Mapping) else {"experts": experts}
@@ -250,6 +243,8 @@ def make_feed_forward(
         raise ValueError(f"experts.every={every} must lie between 1 and the number of layers, depth={depth}")
     if (index + 1) % every:
         return FeedForward(width, hidden, **common)
+    if "activation_dropout" in common:
+        common["expert_dropout"] = common.pop("activation_dropout")
     return SwitchFeedForward(width, hidden, **{**common, **options})
 
 
