@@ -1,7 +1,7 @@
 """The block of an encoder-decoder's decoder: causal attention, attention over the source, feed-forward.
 
-Paper: arXiv:1706.03762, section 3.1. Attention is exact and plain here: the memories of this package live in the encoder
-(arXiv:2312.12742 replaces encoder layers alone).
+Paper: arXiv:1706.03762, section 3.1. Attention is exact and plain here: the memories of this package live in the
+encoder (arXiv:2312.12742 replaces encoder layers alone).
 
 Legend: B rows, T target tokens, N source tokens, S keys, H heads, E head width, D model width.
 """
@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .feed_forward import run_feed_forward
 
 
 class KeysValues(NamedTuple):
@@ -127,7 +129,8 @@ class DecoderBlock(nn.Module):
     """Causal attention, cross-attention and feed-forward, each with a residual connection.
 
     Args:
-        attention, cross_attention, feed_forward: the sublayers; their norms are those of a pre-norm block.
+        attention, cross_attention, feed_forward: the sublayers; their norms are those of a pre-norm block. The last one
+            is what `run_feed_forward` can call.
         make_norm: makes the norms after the three residual sums of a post-norm block; None for a pre-norm block.
     """
 
@@ -151,18 +154,20 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         source_mask: Tensor | None = None,
         before: GrowingKeys | None = None,
-    ) -> Tensor:
-        """Output tokens.
+        padding_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output tokens, and the feed-forward's auxiliary loss where it has one.
 
         Args:
             source: the encoder's result (B, N, D), or the keys and values that `cross_attention` makes of it.
             mask, before: see `CausalAttention`. source_mask: see `CrossAttention`.
+            padding_BT: bool, True = padding, which takes no expert's place; attention has no need of it.
         """
         x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, mask, before))
         keys = self.cross_attention.keys_values(source) if isinstance(source, Tensor) else source
         x_BTD = self.cross_attention_norm(x_BTD + self.cross_attention(x_BTD, keys, source_mask))
-        out: Tensor = self.feed_forward_norm(x_BTD + self.feed_forward(x_BTD))
-        return out
+        y_BTD, loss = run_feed_forward(self.feed_forward, x_BTD, padding_BT)
+        return self.feed_forward_norm(x_BTD + y_BTD), loss
 
 
 def hide(bias_BHTS: Tensor | None, visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,6 +68,20 @@ class FeedForward(nn.Module):
         return self.dropout(self.leave(self.activation_dropout(hidden)))
 
 
+def run_feed_forward(
+    module: nn.Module, x_BND: Tensor, padding_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """What a feed-forward makes of the tokens, and its auxiliary loss, or None where it has none.
+
+    A module with the attribute `gives_loss = True` is called with the padding and returns both; any other one is called
+    with the tokens alone.
+    """
+    if not getattr(module, "gives_loss", False):
+        return module(x_BND), None
+    y_BND, loss = module(x_BND, padding_BN)
+    return y_BND, loss
+
+
 class DropPath(nn.Module):
     """Drops a residual branch for whole rows in training, and scales the rest (stochastic depth, arXiv:1603.09382)."""
 

@@ -10,6 +10,7 @@ Legend: B rows, N source tokens, T target tokens, D model width, V target vocabu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..checks import insist
 from ..data.pairs import IGNORED
 from ..layers.block import ModelOutput, StackState
 from ..layers.positions import BucketedPositions, Positions, make_positions
+from ..layers.switch import ExpertsSpec
 from ..layers.token_loss import token_losses
 from ..memories import MemorySpec
 from ..registry import MODELS, unknown_name
@@ -64,8 +66,11 @@ class EncoderDecoder(StackModel):
         buckets, reach: number of buckets of "bucketed" positions, and the distance from which on all are alike.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         activation_dropout: on the hidden units of the feed-forward. output_dropout: behind both stacks (T5).
-        init: "fairseq" (Xavier projections, embeddings N(0, 1 / D)), "t5" (see `encoder_decoder_init`), or a number, the
-            deviation of normal weights and embeddings (BART: 0.02).
+        experts: of both stacks: None, their number in every second layer, or {"experts": number, "every": layers,
+            option: value}, options of `SwitchFeedForward`. Capacity has no limit in evaluation unless told otherwise:
+            with one, a translation would depend on its neighbours.
+        init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
+            (BART: 0.02); see `initialise_weights`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or pairs of memory and attention that exclude each other.
@@ -103,6 +108,7 @@ class EncoderDecoder(StackModel):
         attention_dropout: float = 0.0,
         activation_dropout: float = 0.0,
         output_dropout: float = 0.0,
+        experts: ExpertsSpec = None,
         init: str | float = "fairseq",
     ) -> None:
         super().__init__()
@@ -128,6 +134,7 @@ class EncoderDecoder(StackModel):
             "dropout": dropout,
             "attention_dropout": attention_dropout,
             "activation_dropout": activation_dropout,
+            "experts": _unlimited(experts),
         }
         self.stack = make_stack(
             width,
@@ -163,6 +170,7 @@ class EncoderDecoder(StackModel):
             self.target_embedding.weight = self.embedding.weight
         if shared != "none":
             self.head.weight = self.target_embedding.weight
+        self._experts = experts is not None
         fresh = super().init_state(1)
         self._carries = any(True for _ in named_tensors((fresh.model, fresh.layers)))
         self._fresh: dict[torch.dtype, State] = {}
@@ -205,14 +213,16 @@ class EncoderDecoder(StackModel):
         """
         self._check_target(inputs_BN, decoder_inputs_BT, targets, label_smoothing)
         encoded = self.encode(inputs_BN, padding, state)
-        h_BTD = self.output_dropout(self.decoder(self._embed_target(decoder_inputs_BT), encoded))
+        behind_BT = None
+        if self._experts and targets is not None:  # what stands behind an end must not take an expert's place
+            behind_BT = (targets != IGNORED).flip(1).cumsum(1).flip(1) == 0
+        h_BTD, losses = self.decoder(self._embed_target(decoder_inputs_BT), encoded, behind_BT)
+        auxiliary_loss = torch.stack([encoded.auxiliary_loss, *losses]).sum() if losses else encoded.auxiliary_loss
         if targets is None:
-            outputs = self.head(self._scaled(h_BTD))
-        else:
-            flat = self._scaled(h_BTD).flatten(0, 1)
-            losses = token_losses(flat, self.head, targets.flatten(), label_smoothing, IGNORED)
-            outputs = losses.view_as(targets)
-        return ModelOutput(outputs, encoded.state, encoded.auxiliary_loss)
+            return ModelOutput(self._logits(h_BTD), encoded.state, auxiliary_loss)
+        h_KD = self._scaled(self.output_dropout(h_BTD)).flatten(0, 1)
+        loss_K = token_losses(h_KD, self.head, targets.flatten(), label_smoothing, IGNORED)
+        return ModelOutput(loss_K.view_as(targets), encoded.state, auxiliary_loss)
 
     def encode(self, inputs_BN: Tensor, padding: Tensor | None = None, state: StackState | None = None) -> Encoded:
         """What the decoder needs of the sources, and the encoder's state behind them; arguments as of `forward`."""
@@ -234,7 +244,7 @@ class EncoderDecoder(StackModel):
 
     def decode(self, decoder_inputs_BT: Tensor, encoded: Encoded, *, last_only: bool = False) -> Tensor:
         """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`; (B, 1, V) with `last_only`."""
-        h_BTD = self.decoder(self._embed_target(decoder_inputs_BT), encoded)
+        h_BTD, _ = self.decoder(self._embed_target(decoder_inputs_BT), encoded)
         return self._logits(h_BTD[:, -1:] if last_only else h_BTD)
 
     def begin(self, encoded: Encoded) -> DecoderCache:
@@ -309,6 +319,14 @@ def _schemes(
     return Positions(), name, make_positions("sinusoidal", **sizes)
 
 
+def _unlimited(experts: ExpertsSpec) -> ExpertsSpec:
+    """Experts without a capacity in evaluation, unless they have one of their own."""
+    if experts is None:
+        return None
+    given = experts if isinstance(experts, Mapping) else {"experts": experts}
+    return {"evaluation_capacity_factor": None, **given}
+
+
 def _check_sizes(vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None) -> None:
     sizes = {"vocabulary": vocabulary, "target_vocabulary": target_vocabulary}
     sizes |= {"max_length": max_length, "decoder_depth": decoder_depth}
@@ -334,8 +352,8 @@ def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None)
 def _check_tokens(name: str, tokens: Tensor, longest: int) -> None:
     if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
         raise ValueError(
-            f"{name} of shape {tuple(tokens.shape)} and dtype {tokens.dtype} must be token ids, (rows, tokens), with at "
-            "least one token"
+            f"{name} of shape {tuple(tokens.shape)} and dtype {tokens.dtype} must be token ids, (rows, tokens), with "
+            "at least one token"
         )
     if tokens.shape[1] > longest:
         raise ValueError(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
-from ..layers.feed_forward import FeedForward
 from ..layers.positions import BucketedPositions, Positions
+from ..layers.switch import ExpertsSpec, make_feed_forward
 from ..state import State
 
 BLOCK = 32
@@ -134,19 +134,24 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.activation_checkpointing = False
 
-    def forward(self, x_BTD: Tensor, encoded: Encoded) -> Tensor:
-        """Results for embedded tokens, each of which sees itself and those before."""
-        rows, t = x_BTD.shape[:2]
+    def forward(self, x_BTD: Tensor, encoded: Encoded, padding_BT: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Results for embedded tokens, each of which sees itself and those before, and auxiliary losses.
+
+        Padding (bool, True = padding) matters to experts alone.
+        """
+        t = x_BTD.shape[1]
         place_1T1 = torch.arange(t, device=x_BTD.device)[None, :, None]
         mask = None
         if isinstance(self.positions, BucketedPositions):
             visible = torch.ones(t, t, dtype=torch.bool, device=x_BTD.device).tril()
             mask = hide(self.positions.bias(None, place_1T1, place_1T1), visible, x_BTD.dtype)
         x_BTD = self._enter(x_BTD, place_1T1)
-        source = encoded.hidden_BND, source_mask(encoded)
+        losses, source = [], source_mask(encoded)
         for block in self.blocks:
-            x_BTD = self._run(block, x_BTD, source[0], mask, source[1])
-        return self.norm(x_BTD)  # type: ignore[no-any-return]
+            x_BTD, loss = self._run(block, x_BTD, encoded.hidden_BND, mask, source, None, padding_BT)
+            if loss is not None:
+                losses.append(loss)
+        return self.norm(x_BTD), losses
 
     def begin(self, encoded: Encoded) -> DecoderCache:
         """What `step` needs of the sources; nothing is read of the target yet."""
@@ -165,7 +170,7 @@ class Decoder(nn.Module):
             mask = cache.visible_BKS[:, None]
         x_BKD = self._enter(x_BKD, place)
         for block, source, kept in zip(self.blocks, cache.source, cache.layers, strict=True):
-            x_BKD = block(x_BKD, source, mask, cache.source_mask, kept)
+            x_BKD, _ = block(x_BKD, source, mask, cache.source_mask, kept)
         return self.norm(x_BKD)  # type: ignore[no-any-return]
 
     def _enter(self, x_BTD: Tensor, place_1T1: Tensor) -> Tensor:
@@ -173,10 +178,10 @@ class Decoder(nn.Module):
         x_BTD = x_BTD if placed is None else x_BTD + placed.to(x_BTD.dtype)
         return self.dropout(self.embedding_norm(x_BTD))  # type: ignore[no-any-return]
 
-    def _run(self, block: nn.Module, *args: Any) -> Tensor:
+    def _run(self, block: nn.Module, *args: Any) -> Any:
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False)  # type: ignore[no-any-return]
-        return block(*args)  # type: ignore[no-any-return]
+            return checkpoint(block, *args, use_reentrant=False)
+        return block(*args)
 
 
 def source_mask(encoded: Encoded) -> Tensor | None:
@@ -202,6 +207,7 @@ def make_decoder(
     dropout: float,
     attention_dropout: float,
     activation_dropout: float,
+    experts: ExpertsSpec,
 ) -> Decoder:
     """A decoder of `depth` blocks; arguments as of `EncoderDecoder`."""
     inner = width if head_width is None else heads * head_width
@@ -210,15 +216,18 @@ def make_decoder(
     def enter() -> nn.Module | None:
         return make_norm() if pre else None
 
-    def make_block() -> DecoderBlock:
+    def make_block(index: int) -> DecoderBlock:
         options: dict[str, Any] = {"bias": bias, "scale": scale}
         options |= {"dropout": dropout, "attention_dropout": attention_dropout}
         return DecoderBlock(
             CausalAttention(width, inner, heads, norm=enter(), **options),
             CrossAttention(width, inner, heads, norm=enter(), **options),
-            FeedForward(
+            make_feed_forward(
+                experts,
                 width,
                 feed_forward,
+                index=index,
+                depth=depth,
                 norm=enter(),
                 activation=activation,
                 dropout=dropout,
@@ -229,7 +238,7 @@ def make_decoder(
         )
 
     return Decoder(
-        [make_block() for _ in range(depth)],
+        [make_block(i) for i in range(depth)],
         positions=positions,
         norm=make_norm() if final_norm else None,
         embedding_norm=make_norm() if embedding_norm else None,

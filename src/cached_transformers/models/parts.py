@@ -11,8 +11,8 @@ from torch import nn
 from ..attentions import AttentionSpec, create_attention
 from ..layers.attention import SelfAttention, shows_the_future
 from ..layers.block import Block, MemoryWeights, Stack, StackState
-from ..layers.feed_forward import FeedForward
 from ..layers.positions import Positions, RelativePositions, make_positions
+from ..layers.switch import ExpertsSpec, make_feed_forward
 from ..memories import MemorySpec, create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
 from ..registry import MEMORIES, unknown_name
@@ -61,6 +61,7 @@ def make_stack(
     shared_query_key: bool = False,
     project_output: bool = True,
     reversible: bool = False,
+    experts: ExpertsSpec = None,
     **known: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
@@ -80,6 +81,7 @@ def make_stack(
         memory_length: what a layer memory is told as `length` in the place of attention's.
         shared_query_key, project_output: see `SelfAttention`.
         reversible: see `Stack`.
+        experts: None, the number of experts, or a mapping; see `make_feed_forward`.
         known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
             and norm.
 
@@ -138,9 +140,12 @@ def make_stack(
             keys=model_memory is None or model_memory.layer_keys(index),
         )
         enter = norm_of() if norm == "pre" else None
-        positionwise = FeedForward(
+        positionwise = make_feed_forward(
+            experts,
             width,
             feed_forward,
+            index=index,
+            depth=depth,
             norm=enter,
             activation=activation,
             dropout=dropout,

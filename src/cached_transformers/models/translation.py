@@ -60,8 +60,8 @@ def translate(
 ) -> Translation:
     """Write the target of each source. Runs in evaluation mode and without gradients; the model's mode is restored.
 
-    A row is done when K continuations of it have met `end` while among the K best (fairseq's rule; `early_stopping=True`
-    of transformers), or after its last token, where what has not met `end` counts as it stands.
+    A row is done when K continuations of it have met `end` while among the K best (fairseq's rule, and transformers'
+    with `early_stopping=True`), or after its last token, where what has not met `end` counts as it stands.
 
     Args:
         model: an encoder-decoder.
