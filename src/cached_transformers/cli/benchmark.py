@@ -14,7 +14,7 @@ BENCHMARKS = {
     "vision": "cached ViT, PVT, Swin and PVTv2 beside the plain models: images a second, peak memory, counted FLOPs",
     "loading": "images a second from the data loader, by workers, beside what models consume",
     "attentions": "every attention mechanism against length, beside exact attention and published implementations",
-    "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training and beam search",
+    "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, beside published implementations where installed",
 }
 
