@@ -6,6 +6,7 @@ from .attention import Attended, SelfAttention
 from .block import Block, ModelOutput, Stack, StackState
 from .feed_forward import FeedForward
 from .positions import Positions, make_positions
+from .switch import SwitchFeedForward
 
 __all__ = [
     "Attended",
@@ -16,5 +17,6 @@ __all__ = [
     "SelfAttention",
     "Stack",
     "StackState",
+    "SwitchFeedForward",
     "make_positions",
 ]

@@ -9,7 +9,6 @@ Legend: B rows, N tokens, M slots, D model width, P position channels.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..memories.base import Entry, LayerMemory, Linear, ModelMemory, Trace
+from ..memories.base import Entry, LayerMemory, ModelMemory, Trace
 from ..state import State, seal
-from .attention import OwnProjections, SelfAttention, by_owner
-from .feed_forward import DropPath, FeedForward
+from .attention import OwnProjections, SelfAttention
+from .feed_forward import DropPath, run_feed_forward
 from .reversible import Sublayer, reversible
 
 
@@ -70,7 +69,7 @@ class SlotAttention(nn.Module):
 class MemoryWeights(nn.Module):
     """What the tokens of a model memory have in place of a block's weights: a copy of them, trained on its own."""
 
-    def __init__(self, attention: SelfAttention, feed_forward: FeedForward) -> None:
+    def __init__(self, attention: SelfAttention, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention, self.feed_forward = OwnProjections(attention), copy.deepcopy(feed_forward)
 
@@ -84,7 +83,8 @@ class Block(nn.Module):
     """Transformer block: attention with a memory, then feed-forward, each with a residual connection.
 
     Args:
-        attention: the attention sublayer; its norm is that of a pre-norm block. feed_forward: likewise.
+        attention: the attention sublayer; its norm is that of a pre-norm block. feed_forward: likewise;
+            what `run_feed_forward` can call.
         slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
         memory_weights: for the tokens of a model memory that has weights of its own.
         drop_path: rate of stochastic depth.
@@ -97,7 +97,7 @@ class Block(nn.Module):
     def __init__(
         self,
         attention: SelfAttention,
-        feed_forward: FeedForward,
+        feed_forward: nn.Module,
         *,
         slot_attention: nn.Module | None = None,
         memory_weights: MemoryWeights | None = None,
@@ -132,25 +132,37 @@ class Block(nn.Module):
             own: (start, length) of the segment's own tokens, which a memory may store; None for all.
             attention: what `SelfAttention.forward` takes beside tokens, positions and state.
         """
-        feed_forward: Linear = self.feed_forward
         if self.memory_weights is not None and own is not None:
             attention |= {"own": own, "weights": self.memory_weights.attention}
-            feed_forward = functools.partial(
-                by_owner, own=own, segment=self.feed_forward, memory=self.memory_weights.feed_forward
-            )
         attended = self.attention(x_BND, positions_BNP, state=state, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots_BMD is not None:
             places = () if slots_places_BM is None else (slots_places_BM,)
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, slots_BMD, slots_valid_BM, *places))
-        y_BND = self.feed_forward_norm(y_BND + self.drop_path(feed_forward(y_BND)))
+        fed_BND, fed_losses = self._feed_forward(y_BND, attention.get("padding_BN"), own)
+        y_BND = self.feed_forward_norm(y_BND + self.drop_path(fed_BND))
         read = (attended.query, attended.reading, attended.usage_BL)
         trace = Trace(x_BND, attended.k_BHNE, attended.v_BHNE, y_BND, *read)
         if own is not None:
             trace = trace.narrow(*own)
         state, loss = self.attention.memory.write(state, trace)
-        losses = [part for part in (attended.auxiliary_loss, loss) if part is not None]
+        losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
+
+    def _feed_forward(
+        self, x_BND: Tensor, padding_BN: Tensor | None, own: tuple[int, int] | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The feed-forward's result, and the auxiliary losses of all that it consists of."""
+        if self.memory_weights is None or own is None:
+            y_BND, loss = run_feed_forward(self.feed_forward, x_BND, padding_BN)
+            return y_BND, [loss]
+        start, length = own
+        sizes = [start, length, x_BND.shape[1] - start - length]
+        memory = self.memory_weights.feed_forward
+        paddings = [None] * 3 if padding_BN is None else padding_BN.split(sizes, 1)
+        parts = zip((memory, self.feed_forward, memory), x_BND.split(sizes, 1), paddings, strict=True)
+        y, losses = zip(*(run_feed_forward(*part) for part in parts), strict=True)
+        return torch.cat(y, 1), list(losses)
 
     def sublayers(self, positions_BNP: Tensor | None = None, **attention: Any) -> tuple[Sublayer, Sublayer]:
         """Its two residual branches, for a reversible stack; the memory is one that writes nothing."""
@@ -161,7 +173,8 @@ class Block(nn.Module):
             return self.drop_path(attended.y_BND), x_BND.new_zeros(()) if loss is None else loss
 
         def feed_forward(x_BND: Tensor) -> tuple[Tensor, Tensor]:
-            return self.drop_path(self.feed_forward(x_BND)), x_BND.new_zeros(())
+            y_BND, loss = run_feed_forward(self.feed_forward, x_BND, attention.get("padding_BN"))
+            return self.drop_path(y_BND), x_BND.new_zeros(()) if loss is None else loss
 
         own = (list(module.parameters()) for module in (self.attention, self.feed_forward))
         return Sublayer(attend, next(own)), Sublayer(feed_forward, next(own))
@@ -185,8 +198,9 @@ class Stack(nn.Module):
         blocks: one factory call a layer; `make_block(index)` returns a `Block`.
         depth: number of layers.
         model_memory: a memory that spans the layers.
-        width: D, for the final norm; None for no final norm.
+        width: D, for a LayerNorm behind the last block; None for none, or for `norm`.
         norm_eps: what the final norm adds to the variance.
+        norm: another final norm than that.
         reversible: two streams that add to each other by turns (`layers.reversible`): in training activations are
             computed again from the result, whatever the depth. For memories that carry no state: none, or a shared
             cache.
@@ -203,6 +217,7 @@ class Stack(nn.Module):
         model_memory: ModelMemory | None = None,
         width: int | None = None,
         norm_eps: float = 1e-5,
+        norm: nn.Module | None = None,
         reversible: bool = False,
     ) -> None:
         super().__init__()
@@ -210,7 +225,7 @@ class Stack(nn.Module):
             raise ValueError(f"depth={depth} must be at least 1 layer")
         self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
-        self.norm = nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
+        self.norm = norm if norm is not None else nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
         self.activation_checkpointing = False
         self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))

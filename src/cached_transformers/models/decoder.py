@@ -15,6 +15,7 @@ from ..attentions import AttentionSpec
 from ..checks import insist
 from ..layers.block import Block, ModelOutput, StackState
 from ..layers.positions import make_positions, share_biases
+from ..layers.switch import ExpertsSpec
 from ..memories import MemorySpec
 from ..registry import MODELS
 from ..state import State, map_state
@@ -53,6 +54,8 @@ class LanguageModel(StackModel):
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         output_dropout: on what the output projection reads.
         reversible: activations are computed again from the result in backward; see `layers.reversible`.
+        experts: None, their number, or {"experts": number, "every": layers, option: value}: Switch feed-forwards in
+            every second layer or so; see `layers.switch`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
@@ -87,6 +90,7 @@ class LanguageModel(StackModel):
         attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
         reversible: bool = False,
+        experts: ExpertsSpec = None,
     ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
@@ -121,6 +125,7 @@ class LanguageModel(StackModel):
             dropout=dropout,
             attention_dropout=attention_dropout,
             reversible=reversible,
+            experts=experts,
             causal=True,
             sequence=True,
         )

@@ -128,6 +128,20 @@ def evaluate(
     return {**averages(total), "rows": int(total[-1])}
 
 
+def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """What the modules of a model counted since they were last asked, over all processes: (sum, count) by name.
+
+    A module takes part by a method `tallies()`, which returns such pairs of tensors and begins anew; the pairs of one
+    name are added up. Every process must ask.
+    """
+    found: dict[str, Tensor] = {}
+    for module in model.modules():
+        if callable(own := getattr(module, "tallies", None)):
+            for name, pair in own().items():
+                found[name] = found.get(name, 0) + pair.double()
+    return {name: world.sum(pair).cpu() for name, pair in found.items()}
+
+
 def jsonable(value: Any) -> Any:
     """The same tree with null in place of non-finite numbers, which JSON does not know."""
     if isinstance(value, Mapping):

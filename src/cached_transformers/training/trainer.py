@@ -30,7 +30,7 @@ from cached_transformers.training.checkpoint import (
 from cached_transformers.training.distributed import World
 from cached_transformers.training.interruption import Interrupted, stop_requests
 from cached_transformers.training.loader import mixed_seed
-from cached_transformers.training.metrics import EventFiles, MetricsFile
+from cached_transformers.training.metrics import EventFiles, MetricsFile, tallies
 from cached_transformers.training.optim import build_optimizer, learning_rate, set_learning_rate
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.tasks import make_task
@@ -82,6 +82,7 @@ class Trainer:
         self.latest: dict[str, Any] | None = None
         self.train_seconds = 0.0
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
+        self._tallies: dict[str, torch.Tensor] = {}
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
@@ -152,7 +153,7 @@ class Trainer:
         self.best, self.latest = state["best"], state["latest"]
         self.skipped, self.bad_in_a_row = state["skipped"], state["bad_in_a_row"]
         self.train_seconds, self._seconds_before = (state["train_seconds"], state["seconds"])
-        self._total = state["total"]
+        self._total, self._tallies = state["total"], state.get("tallies", {})
         self.task.load_state_dict(state.get("carried", {}))
         if self.world.rank < len(state["rng"]):
             restore_rng(state["rng"][self.world.rank])
@@ -165,6 +166,7 @@ class Trainer:
         """
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
+        self._collect_tallies()
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -176,6 +178,7 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "seconds": self.seconds,
             "total": self._total,
+            "tallies": self._tallies,
             "carried": carried,
         }
         if self.average is not None:
@@ -302,9 +305,17 @@ class Trainer:
             **self.task.averages(self._total),
             "learning_rate": self._learning_rate(),
         }
+        self._collect_tallies()
+        line |= {name: float(total / count) for name, (total, count) in self._tallies.items() if count}
+        self._tallies = {}
         line |= {"gradient_norm": self._gradient_norm, "skipped": self.skipped, "seconds": round(self.seconds, 3)}
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._write(line)
+
+    def _collect_tallies(self) -> None:
+        """Add what the modules counted to what is logged with the next line."""
+        for name, pair in tallies(self.model, self.world).items():
+            self._tallies[name] = self._tallies.get(name, 0) + pair
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""

@@ -1,0 +1,280 @@
+"""Switch feed-forward: each token goes through one of E feed-forward networks, which a router chooses.
+
+Fedus, Zoph and Shazeer 2022 (arXiv:2101.03961, section 2; code in google-research/t5x and tensorflow/mesh). With the
+router's W and the experts F_1 .. F_E, a token x gets
+
+    p = softmax(W x),   e = argmax p,   y = p_e F_e(x)
+
+An expert takes at most `capacity` tokens, ceil(T / E * capacity_factor) for T tokens, the first ones in order of rows
+and places; those beyond it get y = 0, so that the residual connection alone carries them on. Two losses keep the router
+in order, the second one from ST-MoE (arXiv:2202.08906, equation 5):
+
+    balance = E sum_e f_e P_e             f_e share of tokens that chose e (no gradient), P_e mean of p_e
+    z       = mean (logsumexp W x)^2
+
+`balance` is 1 where choices are spread evenly and E where all tokens choose one expert with p = 1. Padding takes no
+part in routing, capacity and losses.
+
+Differences from the paper: capacity is rounded up, so that few tokens never meet a capacity of 0. From transformers'
+SwitchTransformersSparseMLP: there the capacity is one number for each sequence, and padding is routed.
+
+Legend: B rows, N tokens of a row, T = B N tokens, E experts, C places of an expert, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..memories.shared_cache import in_backward
+from ..registry import unknown_name
+from .feed_forward import ACTIVATIONS, FeedForward
+
+ExpertsSpec = int | Mapping[str, Any] | None
+"""None for no experts, their number, or {"experts": number, "every": layers, option: value}."""
+
+
+@torch.library.custom_op("cached_transformers::count_dropped", mutates_args=("counts",))
+def count_dropped(counts: Tensor, dropped: Tensor, tokens: Tensor) -> None:
+    """Add to (dropped tokens, tokens); nothing during the recomputation of activation checkpointing.
+
+    A custom operator, so that the question is asked when compiled code runs, not when it is traced.
+    """
+    if not in_backward():
+        counts.add_(torch.stack([dropped, tokens]))
+
+
+class SwitchFeedForward(nn.Module):
+    """norm -> router -> one of E feed-forward networks for each token, times the router's probability.
+
+    Cost: 2 C E D F multiply-adds, that is capacity_factor times a `FeedForward`, whatever the number of experts.
+    The router computes in float32, under autocast and in half-precision models, too.
+
+    Args:
+        width: D. hidden: F, of each expert. experts: E.
+        capacity_factor: places of an expert in training, in multiples of T / E; None for as many as it takes.
+        evaluation_capacity_factor: the same in evaluation mode. With a limit a token's result depends on the others of
+            its batch: decoding with a cache is equal to reading everything again only with None.
+        balance_loss, z_loss: weights of the two losses.
+        jitter: in training the router's input is multiplied by numbers from [1 - jitter, 1 + jitter] (1e-2 is usual).
+        expert_dropout: on the hidden layer of the experts, 0.4 in the paper's fine-tuning; None takes `dropout`.
+        norm: applied to the input; identity when None.
+        activation: of the experts. dropout: on the result. bias: whether the experts have biases.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    gives_loss = True
+    """`forward` takes the padding and returns an auxiliary loss beside the tokens; see `run_feed_forward`."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        *,
+        capacity_factor: float | None = 1.25,
+        evaluation_capacity_factor: float | None = 2.0,
+        balance_loss: float = 1e-2,
+        z_loss: float = 1e-3,
+        jitter: float = 0.0,
+        expert_dropout: float | None = None,
+        norm: nn.Module | None = None,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, size in {"width": width, "hidden": hidden, "experts": experts}.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if activation not in ACTIVATIONS:
+            raise ValueError(unknown_name("activation", activation, list(ACTIVATIONS)))
+        for name, weight in {"balance_loss": balance_loss, "z_loss": z_loss}.items():
+            if weight < 0:
+                raise ValueError(f"{name}={weight} must not be negative; 0 switches the loss off")
+        for name, rate in {"jitter": jitter, "expert_dropout": expert_dropout or 0.0, "dropout": dropout}.items():
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name}={rate} must lie in [0, 1)")
+        self.width, self.hidden, self.experts = width, hidden, experts
+        self._factors = {
+            True: _fraction("capacity_factor", capacity_factor),
+            False: _fraction("evaluation_capacity_factor", evaluation_capacity_factor),
+        }
+        self.balance_loss, self.z_loss, self.jitter = balance_loss, z_loss, jitter
+        self.norm = norm if norm is not None else nn.Identity()
+        self.activation = ACTIVATIONS[activation]()
+        self.expert_dropout = nn.Dropout(dropout if expert_dropout is None else expert_dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.router_ED = nn.Parameter(torch.empty(experts, width))
+        self.enter_EDF = nn.Parameter(torch.empty(experts, width, hidden))
+        self.leave_EFD = nn.Parameter(torch.empty(experts, hidden, width))
+        self.enter_bias_EF = nn.Parameter(torch.zeros(experts, hidden)) if bias else None
+        self.leave_bias_ED = nn.Parameter(torch.zeros(experts, width)) if bias else None
+        self.reset_parameters()
+        # A plain attribute: DistributedDataParallel broadcasts buffers from rank 0, whose counts would replace ours.
+        self._counts = torch.zeros(2, dtype=torch.long)
+
+    def reset_parameters(self, scale: float = 0.1) -> None:
+        """Truncated normal weights of deviation sqrt(scale / inputs), cut off at two deviations (section 2.4)."""
+        for weight, inputs in (
+            (self.router_ED, self.width),
+            (self.enter_EDF, self.width),
+            (self.leave_EFD, self.hidden),
+        ):
+            std = math.sqrt(scale / inputs)
+            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+    def route(self, h_TD: Tensor, valid_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's probability (T) of the expert it chooses, the expert (T), and the auxiliary loss."""
+        with torch.autocast(h_TD.device.type, enabled=False):
+            x_TD = h_TD.float()
+            if self.training and self.jitter:
+                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
+            logits_TE = F.linear(x_TD, self.router_ED.float())
+            p_TE = logits_TE.softmax(-1)
+            p_T, chosen_T = p_TE.max(-1)
+            loss = self.balance_loss * balance_loss(p_TE, chosen_T, valid_T)
+            return p_T, chosen_T, loss + self.z_loss * z_loss(logits_TE, valid_T)
+
+    def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the experts make of the tokens (B, N, D), 0 for dropped ones and padding, and the auxiliary loss."""
+        h_TD = self.norm(x_BND).flatten(0, -2)
+        valid_T = None if padding_BN is None else ~padding_BN.flatten()
+        p_T, chosen_T, loss = self.route(h_TD, valid_T)
+        chose_TE = F.one_hot(chosen_T, self.experts)
+        if valid_T is not None:
+            chose_TE = chose_TE * valid_T[:, None]
+        order_TE = chose_TE.cumsum(0)
+        place_T = order_TE.gather(1, chosen_T[:, None])[:, 0] - 1
+        tokens = order_TE.new_tensor(len(h_TD)) if valid_T is None else valid_T.sum()
+        kept_T = place_T < self._limit(tokens)
+        kept_T = kept_T if valid_T is None else kept_T & valid_T
+        if self.training:
+            count_dropped(self._counts, tokens - kept_T.sum(), tokens)
+        places = self._places(order_TE)
+        last = self.experts * places
+        # Behind the last place stands one for all that is left out; nothing reads it.
+        slot_T = torch.where(kept_T, chosen_T * places + place_T, last)
+        buffer = h_TD.new_zeros(last + 1, self.width).index_copy(0, slot_T, h_TD)
+        out_ECD = self._run(buffer[:last].unflatten(0, (self.experts, places)))
+        y_TD = out_ECD.flatten(0, 1).index_select(0, slot_T.clamp(max=last - 1))
+        y_TD = torch.where(kept_T[:, None], y_TD * p_T[:, None].to(y_TD.dtype), 0)
+        return self.dropout(y_TD.view_as(x_BND)), loss
+
+    def _run(self, x_ECD: Tensor) -> Tensor:
+        """Each expert's network over its own tokens."""
+        h_ECF = _batched(x_ECD, self.enter_EDF, self.enter_bias_EF)
+        return _batched(self.expert_dropout(self.activation(h_ECF)), self.leave_EFD, self.leave_bias_ED)
+
+    def _limit(self, tokens: Any) -> Any:
+        """ceil(tokens / E * factor), of a number or a tensor, in whole numbers, which do not round."""
+        factor = self._factors[self.training]
+        if factor is None:
+            return tokens
+        return -(-tokens * factor.numerator // (self.experts * factor.denominator))
+
+    def _places(self, order_TE: Tensor) -> int:
+        """Places of an expert in the buffer: as many as any expert can fill, at least 1."""
+        tokens = order_TE.shape[0]
+        if self._factors[self.training] is None and tokens and not (torch.compiler.is_compiling() or order_TE.is_meta):
+            return max(int(order_TE[-1].max()), 1)  # without a limit, T of each expert would be a waste
+        return max(min(self._limit(tokens), tokens), 1)
+
+    def tallies(self) -> dict[str, Tensor]:
+        """Sums and counts since the last call, in training: {"dropped_tokens": (dropped tokens, tokens)}."""
+        counts = self._counts.clone()
+        self._counts.zero_()
+        return {"dropped_tokens": counts}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SwitchFeedForward:
+        super()._apply(fn, recurse)
+        moved = fn(self._counts)
+        self._counts = torch.zeros_like(moved) if self._counts.is_meta and not moved.is_meta else moved
+        return self
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, hidden={self.hidden}, experts={self.experts}"
+
+
+def balance_loss(p_TE: Tensor, chosen_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
+    """E sum_e f_e P_e over the valid tokens; 0 if there is none (equations 4 to 6)."""
+    experts = p_TE.shape[-1]
+    chose_TE = F.one_hot(chosen_T, experts).to(p_TE.dtype)
+    return experts * (_mean(chose_TE, valid_T) * _mean(p_TE, valid_T)).sum()
+
+
+def z_loss(logits_TE: Tensor, valid_T: Tensor | None = None) -> Tensor:
+    """Mean of the squared log-sum-exp of the logits over the valid tokens; 0 if there is none."""
+    return _mean(logits_TE.logsumexp(-1, keepdim=True).square(), valid_T)[0]
+
+
+def make_feed_forward(
+    experts: ExpertsSpec, width: int, hidden: int, *, index: int, depth: int, **common: Any
+) -> FeedForward | SwitchFeedForward:
+    """The feed-forward of layer `index` of `depth`: dense, or one with experts.
+
+    Args:
+        experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
+            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0.
+        common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
+            unless `experts` has one of its own.
+
+    Raises:
+        ValueError: unknown options, or a stack in which no layer would have experts.
+    """
+    if experts is None:
+        return FeedForward(width, hidden, **common)
+    options = dict(experts) if isinstance(experts, Mapping) else {"experts": experts}
+    every = options.pop("every", 2)
+    for name in options:
+        if name not in _OPTIONS:
+            raise ValueError(unknown_name("option of experts", name, [*_OPTIONS, "every"]))
+    if "experts" not in options:
+        raise ValueError(f"experts={experts} must say how many there are, e.g. {{experts: 8, every: 2}}")
+    if not 1 <= every <= depth:
+        raise ValueError(f"experts.every={every} must lie between 1 and the number of layers, depth={depth}")
+    if (index + 1) % every:
+        return FeedForward(width, hidden, **common)
+    if "activation_dropout" in common:
+        common["expert_dropout"] = common.pop("activation_dropout")
+    return SwitchFeedForward(width, hidden, **{**common, **options})
+
+
+_OPTIONS = (
+    "experts",
+    "capacity_factor",
+    "evaluation_capacity_factor",
+    "balance_loss",
+    "z_loss",
+    "jitter",
+    "expert_dropout",
+    "bias",
+)
+
+
+def _batched(x_ECD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+    return torch.bmm(x_ECD, weight_EDF) if bias_EF is None else torch.baddbmm(bias_EF[:, None], x_ECD, weight_EDF)
+
+
+def _mean(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Mean over the valid tokens; zeros if there is none."""
+    if valid_T is None:
+        return x_TE.sum(0) / max(len(x_TE), 1)
+    return torch.where(valid_T[:, None], x_TE, 0).sum(0) / valid_T.sum().clamp(min=1)
+
+
+def _fraction(name: str, factor: float | None) -> Fraction | None:
+    """The factor as a ratio of small whole numbers; None for None and infinity."""
+    if factor is None or factor == math.inf:
+        return None
+    if not factor >= 0:
+        raise ValueError(f"{name}={factor} must not be negative; null sets no limit")
+    return Fraction(factor).limit_denominator(1000)
