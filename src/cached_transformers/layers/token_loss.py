@@ -35,7 +35,9 @@ def token_losses(h_KD: Tensor, head: nn.Linear, targets_K: Tensor, smoothing: fl
         logits_KV = head(h_KD)
         wide = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
         return F.cross_entropy(wide, targets_K, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
-    weight, bias, kind = head.weight, head.bias, h_KD.device.type
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    kind = h_KD.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         h_KD, weight, bias = h_KD.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -155,14 +155,16 @@ def _settle(every: Best, best: Best, place_D: Tensor, done_B: Tensor) -> Best:
     found = _rows(best, done_B.nonzero()[:, 0])
     results = every.rank_BL.shape[1]
     place_DL = (place_D[:, None] * results + torch.arange(results, device=place_D.device)).flatten()
-    parts = (t.index_copy(0, place_D, new) for t, new in zip(every[:4], found[:4], strict=True))
-    return Best(*parts, map_state(lambda t, new: t.index_copy(0, place_DL, new), every.state, found.state))
+    rank, score, length, tokens = (t.index_copy(0, place_D, new) for t, new in zip(every[:4], found[:4], strict=True))
+    state = map_state(lambda t, new: t.index_copy(0, place_DL, new), every.state, found.state)
+    return Best(rank, score, length, tokens, state)
 
 
 def _rows(best: Best, rows: Tensor) -> Best:
     results = best.rank_BL.shape[1]
     rows_L = (rows[:, None] * results + torch.arange(results, device=rows.device)).flatten()
-    return Best(*(t[rows] for t in best[:4]), reorder(best.state, rows_L))
+    rank, score, length, tokens = (t[rows] for t in best[:4])
+    return Best(rank, score, length, tokens, reorder(best.state, rows_L))
 
 
 def _each(state: State, rows: int, times: int) -> State:

@@ -44,17 +44,17 @@ def initialise_weights(model: EncoderDecoder, init: str | float) -> None:
         known = "a positive deviation of normal weights"
         raise ValueError(f"{unknown_name('init', init, ['fairseq', 't5'])}, or {known}")
     initialise(model)
-    tables = (model.embedding, model.target_embedding, model.head)
+    tables = [table.weight for table in (model.embedding, model.target_embedding, model.head)]
     if isinstance(init, str):
         for table in tables:
-            nn.init.normal_(table.weight, std=table.weight.shape[1] ** -0.5)
+            nn.init.normal_(table, std=table.shape[1] ** -0.5)
         for cross in _own(model, CrossAttention):
             for linear in (cross.query, cross.key_value):
                 bound = math.sqrt(6 / (linear.in_features + 3 * cross.query.out_features))
                 nn.init.uniform_(linear.weight, -bound, bound)
     else:
-        for module in (*_own(model, nn.Linear), *tables):
-            nn.init.normal_(module.weight, std=init)
+        for weight in (*(linear.weight for linear in _own(model, nn.Linear)), *tables):
+            nn.init.normal_(weight, std=init)
     if init == "t5":
         initialise_as_t5(model)
 
@@ -65,15 +65,10 @@ def initialise_as_t5(model: EncoderDecoder) -> None:
 
     The queries' deviation holds the 1 / sqrt(E) that `attention_scale=1` leaves out.
     """
-    for attention in (*_own(model, SelfAttention), *_own(model, CausalAttention), *_own(model, CrossAttention)):
-        parts: list[Tensor] = []
-        for name in ("qkv", "query", "key_value"):
-            if hasattr(attention, name):
-                parts += getattr(attention, name).weight.detach().split(attention.output.in_features)
-        for index, weight in enumerate(parts):
-            width, head_width = weight.shape[1], weight.shape[0] // attention.heads
-            nn.init.normal_(weight, std=(width * head_width if index == 0 else width) ** -0.5)
-        nn.init.normal_(attention.output.weight, std=attention.output.in_features**-0.5)
+    for attention in (*_own(model, SelfAttention), *_own(model, CausalAttention)):
+        _attention_as_t5([*attention.qkv.weight.chunk(3)], attention.output, attention.heads)
+    for cross in _own(model, CrossAttention):
+        _attention_as_t5([cross.query.weight, *cross.key_value.weight.chunk(2)], cross.output, cross.heads)
     for positionwise in _own(model, FeedForward):
         for linear in (positionwise.enter, positionwise.leave):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
@@ -81,6 +76,14 @@ def initialise_as_t5(model: EncoderDecoder) -> None:
         nn.init.normal_(table.weight)
     for positions in _own(model, BucketedPositions):
         nn.init.normal_(positions.table, std=model.embedding.embedding_dim**-0.5)
+
+
+def _attention_as_t5(parts: list[Tensor], output: nn.Module, heads: int) -> None:
+    for index, weight in enumerate(parts):
+        inner, width = weight.shape
+        nn.init.normal_(weight.detach(), std=(width * inner // heads if index == 0 else width) ** -0.5)
+    assert isinstance(output, nn.Linear)
+    nn.init.normal_(output.weight, std=output.in_features**-0.5)
 
 
 def _own(model: nn.Module, kind: type[M]) -> Iterator[M]:

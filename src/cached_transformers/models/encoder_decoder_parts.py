@@ -43,18 +43,20 @@ class Kept:
 
     def extend(self, new: KeysValues) -> KeysValues:
         """All slots up to and with the new ones."""
-        k, first, last = new.k_BHSE, self.used, self.used + new.k_BHSE.shape[2]
+        first, last = self.used, self.used + new.k_BHSE.shape[2]
         if self.keys is None or self.keys.k_BHSE.shape[2] < last:
-            more = (*k.shape[:2], max(BLOCK * k.shape[2], first), k.shape[3])
-            wider = (
-                torch.cat([t[:, :, :first], t.new_empty(more)], 2)
-                for t in (self.keys or new._make(t[:, :, :0] for t in new))
-            )
-            self.keys = KeysValues(*wider)
+            self.keys = KeysValues(*(self._widened(index, t) for index, t in enumerate(new)))
         for kept, t in zip(self.keys, new, strict=True):
             kept[:, :, first:last] = t
         self.used = last
-        return KeysValues(*(t[:, :, :last] for t in self.keys))
+        k, v = (t[:, :, :last] for t in self.keys)
+        return KeysValues(k, v)
+
+    def _widened(self, index: int, new: Tensor) -> Tensor:
+        """What is kept (keys 0, values 1), with room for `BLOCK` steps, or as many as there were, more."""
+        b, h, k, e = new.shape
+        room = new.new_empty(b, h, max(BLOCK * k, self.used), e)
+        return room if self.keys is None else torch.cat([self.keys[index][:, :, : self.used], room], 2)
 
     def choose(self, rows: Tensor) -> None:
         """Sentences in this order."""
