@@ -64,7 +64,7 @@ def test_a_saved_tokenizer_comes_back(joint: bool) -> None:
         sides[0].vocabulary,
         (sides[1] or sides[0]).vocabulary,
     )
-    source, target = ([again.encode_batch(["Ein Mann"], target=t)[0] for t in (False, True)])
+    source, target = [again.encode_batch(["Ein Mann"], target=t)[0] for t in (False, True)]
     assert source[-1] == target[-1] == END and (source == target) is joint
     assert again.decode(target) == "ein mann" == again.decode(source, source=True)
     assert again.decode([*target, *target]) == "ein mann"  # what stands behind the end is not text

@@ -1,8 +1,8 @@
-"""Token batches: each pair once an epoch, within the tokens, whatever the processes; and what a step learns from them."""
+"""Token batches: each pair once an epoch, within the tokens, whatever the processes and pieces."""
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_each_pair_once_an_epoch_and_no_batch_beyond_its_tokens(tokens: int) -> 
 def test_no_batch_could_take_the_next_pair() -> None:
     order = TokenOrder(LENGTHS, 100, seed=3)
     batches = sorted(taken(order), key=lambda batch: LENGTHS[batch].max(1).min())
-    for batch, following in zip(batches, batches[1:], strict=False):
+    for batch, following in pairwise(batches):
         assert (len(batch) + 1) * max(LENGTHS[batch].max(), LENGTHS[following].max(1).min()) > 100
 
 

@@ -348,8 +348,8 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
 
 
 def rows_interval(values: Mapping[str, Any], metric: Metric) -> str:
-    """Wilson's 95 % interval of an accuracy from the rows that were scored, or what stands beside a score as its interval
-    over rows; empty where there is none."""
+    """Wilson's 95 % interval of an accuracy from the rows that were scored, or what stands beside a score as its
+    interval over rows; empty where there is none."""
     rows, value = values.get("rows"), values.get(metric.name)
     if f"{metric.name}_interval" in values and not metric.percent:
         return metric.interval(*values[f"{metric.name}_interval"])

@@ -267,8 +267,8 @@ class Comparison:
             print_cache_use(rows, Metric(self.metric), self.split, console)
 
     def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
-        """Interval that the scored rows leave, which all seeds share: Wilson's of the mean accuracy, or for a score with a
-        bootstrap interval of its own in each summary the mean of these."""
+        """Interval that the scored rows leave, which all seeds share: Wilson's of the mean accuracy, or for a score
+        with a bootstrap interval of its own in each summary the mean of these."""
         own = [(summary["test"] or {}).get(f"{self.metric}_interval") for summary in summaries]
         if self.split == "test" and self.metric != "accuracy" and own and all(own):
             low, high = (sum(interval[end] for interval in own) / len(own) for end in (0, 1))

@@ -1,8 +1,8 @@
 """Table 4: translation, a Transformer plain, with GRC in the encoder in both forms, and plain at equal operations.
 
 The paper gives single runs of six IWSLT tracks. At the paper's scale the table is of IWSLT14 De-En; another track is a
-matter of overrides, `data.source=es data.target=en` for one. At the small scale it is of Multi30k En-De ("table4") or of a
-sample of IWSLT14 De-En ("table4_iwslt14"), trained for minutes.
+matter of overrides, `data.source=es data.target=en` for one. At the small scale it is of Multi30k En-De ("table4") or
+of a sample of IWSLT14 De-En ("table4_iwslt14"), trained for minutes.
 
 The released code's positional convolution is one over images, so its form for text goes without.
 """
