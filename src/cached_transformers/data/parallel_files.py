@@ -1,8 +1,10 @@
 """Parallel text: two files whose lines correspond, a TSV file, either in a folder or archive, or a data set of the hub.
 
-train.de, train.en                   a file a language, plain or compressed (.gz, .xz, .bz2)
-train.lc.norm.tok.de, train.de-en.de     with anything between the name of the split and the language
-train.tsv                            two columns; a first line with the names of the languages chooses them
+Files are found by the name of their split and their language:
+
+    train.de, train.en                        a file a language, plain or compressed (.gz, .xz, .bz2)
+    train.lc.norm.tok.de, train.de-en.de      with anything between the name of the split and the language
+    train.tsv                                 two columns; a first line with the names of the languages chooses them
 """
 
 from __future__ import annotations
@@ -61,8 +63,7 @@ def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple
     if folder.is_file() and not folder.name.endswith(ARCHIVES):
         raise FileNotFoundError(
             f"{path} is a single file, which has no splits; give a folder, an archive, or a mapping from split to "
-            f"file, "
-            "e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
+            "file, e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
         )
     files = _listed(folder)
     found: list[PairFiles] = []
