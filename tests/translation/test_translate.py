@@ -66,9 +66,7 @@ def test_lines_are_read_as_they_come() -> None:
 
 def test_what_was_translated_before_a_bad_line_is_there(said) -> None:  # type: ignore[no-untyped-def]
     good = said("der hund\ndie katze\n")[1]
-    status, found, error = said(
-        "der hund\ndie katze\n".encode() + "groß\n".encode("latin1") + b"hund\n", "--batch", "9"
-    )
+    status, found, error = said(b"der hund\ndie katze\n" + "groß\n".encode("latin1") + b"hund\n", "--batch", "9")
     assert status == 2 and found == good
     assert "standard input, line 3 is not UTF-8" in error
 
