@@ -140,10 +140,13 @@ def lines(file: IO[bytes], name: str, skip: int = 0) -> Iterator[Line]:
     number = 0
     while content := file.readline(LONGEST):
         number += 1
-        whole = content.endswith(b"\n") or len(content) < LONGEST
-        if not whole:
-            while (rest := file.readline(LONGEST)) and not rest.endswith(b"\n"):
-                pass
+        left_out = False
+        if len(content) == LONGEST and not content.endswith(b"\n"):
+            while rest := file.readline(LONGEST):
+                left_out = left_out or rest != b"\n"
+                if rest.endswith(b"\n"):
+                    break
+        if left_out:
             # The cut may stand in the middle of a character.
             content = content.decode("utf-8", "ignore").encode()
             _warn(f"{name}, line {number} has more than {LONGEST:,} bytes; the rest is left out")
@@ -190,7 +193,7 @@ def _translate(
     for place, ids in zip(places, encoded, strict=True):
         if len(ids) > longest:
             _warn(f"line {batch[place].number} has {len(ids):,} tokens; the first {longest - 1:,} are translated")
-        if all(token in (tokenizer.unknown, tokenizer.end) for token in ids):
+        if tokenizer.unknown in ids and not tokenizer.knows(ids):
             _warn(f"line {batch[place].number} holds nothing that the tokenizer knows")
     sources = [torch.tensor(truncated(ids, longest)) for ids in encoded]
     nothing = torch.tensor([tokenizer.begin])

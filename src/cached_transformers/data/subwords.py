@@ -151,6 +151,10 @@ class PairTokenizer:
         side = self.target if target else self.source
         return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
 
+    def knows(self, ids: Iterable[int]) -> bool:
+        """Whether anything but blanks is left of source ids without the unknown ones."""
+        return bool(self.decode([token for token in ids if token != UNKNOWN], source=True).strip())
+
     def prepared(self, text: str) -> str:
         """The text as the model is to see it."""
         return text.lower() if self.lowercase else text

@@ -229,13 +229,18 @@ class Translation:
                 f"and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
                 stacklevel=3,
             )
-        tokens = self._tokens[0]
-        unknown = int((tokens == UNKNOWN).sum())
-        if unknown == len(tokens) - len(self):
+        starts, ends = self._ends[0][:-1], self._ends[0][1:]
+        unknown = torch.nonzero(self._tokens[0] == UNKNOWN).flatten().numpy()
+        rows = np.unique(np.searchsorted(ends, unknown, side="right"))
+        strange = [row for row in rows if not self.tokenizer.knows(self._tokens[0][starts[row] : ends[row]].tolist())]
+        if strange and len(strange) == len(self):
             raise ValueError(
-                f"{self.name}, {self.split}: every source token is unknown to the tokenizer; data.tokenizer is of "
-                f"other "
-                "languages"
+                f"{self.name}, {self.split}: no source holds anything that the tokenizer knows; data.tokenizer is of "
+                "other languages"
+            )
+        if strange:
+            warnings.warn(
+                f"{self.name}, {self.split}: {len(strange)} sources hold nothing that the tokenizer knows", stacklevel=3
             )
 
     # ---------------------------------------------------------------------------------------------------- items
