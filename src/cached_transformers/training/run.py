@@ -101,7 +101,7 @@ def load_run(folder: Path, checkpoint: str = "best", average: int | None = None)
 
     Args:
         folder: a run folder.
-        checkpoint: "best", "last", "tested" (the average of checkpoints where the run tested one, else the best), or
+        checkpoint: "best", "last", "tested" (what the summary's test scores are of), or
         the
             path of a step folder.
         average: so many newest checkpoints are averaged, in place of `checkpoint`; caches as `training.average_caches`.
@@ -111,7 +111,7 @@ def load_run(folder: Path, checkpoint: str = "best", average: int | None = None)
     """
     config = read_run_config(folder)
     if checkpoint == "tested":
-        checkpoint = "best"
+        checkpoint = "last" if config.training.test == "last" else "best"
         average = config.training.average_last if average is None and config.training.average_last > 1 else average
     if average is not None:
         model = build_model(without_checkpoint(config))
