@@ -126,6 +126,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--resume"], "--resume goes on with a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),
+        (["--average", "2", "--checkpoint", "best"], "name different weights; give one of them"),
     ],
 )
 def test_bad_options(said, options: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
