@@ -1,9 +1,8 @@
 """Pairs of texts for translation ("translation", "multi30k", "iwslt14"): any two text files, TSV, or data of the hub.
 
 The subwords are those of the training side alone. Multi30k: Elliott et al. (arXiv:1605.00459); IWSLT: Cettolo et al.,
-"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported; "
-"validation
-and test keep every line, so that scores are of the whole split.
+"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported;
+validation and test keep every line, so that scores are of the whole split.
 """
 
 from __future__ import annotations
