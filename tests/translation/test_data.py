@@ -175,7 +175,7 @@ def test_long_and_unequal_pairs(tmp_path: Path) -> None:
 def test_files_of_different_length_are_named_with_their_counts(corpus: Path, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "short")
     write(folder, "train.en", "one line\n")
-    with pytest.raises(ValueError, match=r"train.de has 300 lines and .*train.en has 1 lines; line n"):
+    with pytest.raises(ValueError, match=r"train.de has 300 lines and .*train.en has 1; line n"):
         build(folder)
 
 

@@ -73,7 +73,7 @@ def by_hand(config: RunConfig, data: Any, smoothing: float = 0.0, step: int = 0)
         losses = losses + F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
         tokens += len(said)
     (losses / tokens).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(losses / tokens)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(losses.detach() / tokens)
 
 
 def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -200,7 +200,7 @@ def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(train
 def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     test = summary["test"]
-    assert 20 < test["bleu"] <= 100 and test["sentences"] == 30
+    assert 1 < test["bleu"] <= 100 and test["sentences"] == 30
     assert 0.7 < summary["packing_efficiency"] <= 1 and summary["flops"] > 0
     low, high = test["bleu_interval"]
     assert low < test["bleu"] < high or test["bleu"] == pytest.approx(high)
@@ -242,7 +242,7 @@ def test_scores_are_those_of_sacrebleu() -> None:
     expected = sacrebleu.corpus_bleu(tokens[0], [tokens[1]], tokenize="none", force=True).score
     assert found["tokenised_bleu"] == expected
     # Moses tokens are put together for sacreBLEU, and taken as they are for the other.
-    moses = corpus_scores(["we &apos;re here ."] * 2, ["we &apos;re here ."] * 2, "en", "moses")
+    moses = corpus_scores(["now we &apos;re here ."] * 2, ["now we &apos;re here ."] * 2, "en", "moses")
     assert moses["bleu"] == moses["tokenised_bleu"] == pytest.approx(100)
     said, wanted = ["we &apos;re not here ."], ["we &apos;re here , now ."]
     found = corpus_scores(said, wanted, "en", "moses")
@@ -264,6 +264,13 @@ def test_validation_translates_as_many_sentences_as_asked(corpus: Path, tmp_path
     stored = read_checkpoint(Checkpoints(tmp_path / "run" / "checkpoints").named("last"))
     assert not torch.equal(model.embedding.weight, stored.training["live_weights"]["embedding.weight"])
     assert config.training.ema_decay == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "grc"])
+def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str | None) -> None:
+    summary = run_training(config_from_dict(recipe(corpus, memory, steps=700, evaluate_every=700)), tmp_path / "run")
+    assert summary["test"]["bleu"] > 50
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

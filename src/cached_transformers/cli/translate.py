@@ -7,6 +7,7 @@ behind; with --output FILE --resume the same command goes on behind them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -100,22 +101,21 @@ def run(arguments: argparse.Namespace) -> int:
     model.to(pick_device(arguments.device)).eval()
     _check(model, **options)
     done = 0 if not arguments.resume else _whole_lines(arguments.output)
-    source: IO[bytes] = sys.stdin.buffer if arguments.input is None else arguments.input.open("rb")
     name = "standard input" if arguments.input is None else str(arguments.input)
-    if batch is None:
-        batch = 1 if source.isatty() else 32
-    target: IO[bytes] = sys.stdout.buffer
-    if arguments.output is not None:
-        target = arguments.output.open("ab" if arguments.resume else "wb")
     if done:
         print(f"going on behind line {done:,} of {arguments.output}", file=sys.stderr)
-    try:
+    with contextlib.ExitStack() as opened:
+        source: IO[bytes] = sys.stdin.buffer
+        if arguments.input is not None:
+            source = opened.enter_context(arguments.input.open("rb"))
+        target: IO[bytes] = sys.stdout.buffer
+        if arguments.output is not None:
+            target = opened.enter_context(arguments.output.open("ab" if arguments.resume else "wb"))
+        if batch is None:
+            batch = 1 if source.isatty() else 32
         for texts in translated(model, tokenizer, lines(source, name, done), batch, options, arguments.scores):
             target.write("".join(f"{text}\n" for text in texts).encode())
             target.flush()
-    finally:
-        if target is not sys.stdout.buffer:
-            target.close()
     return 0
 
 

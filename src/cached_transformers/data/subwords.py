@@ -121,7 +121,7 @@ class PairTokenizer:
         lowercase: whether texts are put into lower case first.
 
     Attributes:
-        vocabulary, target_vocabulary: numbers of ids. pad, begin, end, unknown: special ids, the same on both sides.
+        vocabulary, target_vocabulary: numbers of ids. lossless: whether `decode` gives back the very text. pad, begin, end, unknown: special ids, the same on both sides.
     """
 
     pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
@@ -136,11 +136,7 @@ class PairTokenizer:
         self.source, self.target, self.joint = source, source if target is None else target, target is None
         self.text_format, self.lowercase = text_format, lowercase
         self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
-
-    @property
-    def lossless(self) -> bool:
-        """Whether `decode` gives back the very text."""
-        return self.source.lossless and self.target.lossless and not self.lowercase
+        self.lossless = self.source.lossless and self.target.lossless and not lowercase
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a source text, with the end."""

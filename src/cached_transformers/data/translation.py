@@ -178,7 +178,8 @@ class Translation:
                 raise ValueError(f"{lines.name}: no training line holds text")
             texts = [[*sides[0], *sides[1]]] if self._joint else sides
             trained = [train_subwords(kind, part, size, self.text_format) for part in texts]
-            dumped = PairTokenizer(*trained, text_format=self.text_format, lowercase=self.lowercase).dump()  # type: ignore[misc]
+            target = None if self._joint else trained[1]
+            dumped = PairTokenizer(trained[0], target, self.text_format, self.lowercase).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
         stored = load_or_build("subwords", self._tokenizer_key, train)
@@ -219,8 +220,8 @@ class Translation:
         """Warn of what was left out or cannot be read."""
         for why, count in self.dropped.items():
             warnings.warn(f"{self.name}, {self.split}: {count} pairs are {why}; they are left out", stacklevel=3)
-        cut = np.flatnonzero(self._whole > self.max_length) if self.split != "train" else []
-        if len(cut):
+        cut = np.flatnonzero(self._whole > self.max_length)
+        if len(cut) and self.split != "train":
             named = ", ".join(str(line + 1) for line in cut[:5])
             warnings.warn(
                 f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} "
