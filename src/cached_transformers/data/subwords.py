@@ -121,7 +121,8 @@ class PairTokenizer:
         lowercase: whether texts are put into lower case first.
 
     Attributes:
-        vocabulary, target_vocabulary: numbers of ids. lossless: whether `decode` gives back the very text. pad, begin, end, unknown: special ids, the same on both sides.
+        vocabulary, target_vocabulary: numbers of ids. lossless: whether `decode` gives back the very text.
+        pad, begin, end, unknown: special ids, the same on both sides.
     """
 
     pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
