@@ -249,9 +249,8 @@ def test_scores_are_those_of_sacrebleu() -> None:
     assert found["bleu"] == sacrebleu.corpus_bleu(["we're not here."], [["we're here, now."]]).score
     assert found["tokenised_bleu"] == sacrebleu.corpus_bleu(said, [wanted], tokenize="none", force=True).score
     # Resamples without any hit, and some with: none stops the scores.
-    mixed = corpus_scores(
-        ["", "zzz", "a cat sees the dog"], ["qqq", "b", "a cat sees the dog"], "en", "raw", resamples=100
-    )
+    said, wanted = ["", "zzz", "a cat sees the dog"], ["qqq", "b", "a cat sees the dog"]
+    mixed = corpus_scores(said, wanted, "en", "raw", resamples=100)
     assert 0 <= mixed["bleu_interval"][0] < mixed["bleu"] and "chrf_interval" not in mixed and "chrf_signature" in mixed
     with pytest.raises(ValueError, match="1 translations for 2 references"):
         corpus_scores(["a"], ["a", "b"], "en", "raw")

@@ -19,7 +19,8 @@ RESAMPLES = 1000
 def corpus_scores(
     hypotheses: Sequence[str], references: Sequence[str], language: str, text_format: str, resamples: int = 0
 ) -> dict[str, Any]:
-    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also signatures, and intervals of BLEU (95 %, over sentences).
+    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also signatures, and intervals of BLEU (95 %, over
+    sentences).
 
     Args:
         language: of both, for the rules of Moses. text_format: "raw" or "moses".
