@@ -204,9 +204,11 @@ def _table_caption(comparison: Comparison, by_rows: bool) -> str:
     if any(variant.get("last_values") for variant in comparison.variants):
         text += " Last step: the mean without choosing a checkpoint on the validation split."
     if by_rows:
+        rows = comparison.data.get("rows")
+        how = f"Wilson's, of that mean on {rows:,} rows" if rows else "the mean of the runs' bootstrap intervals"
         text += (
-            f" The interval by rows is Wilson's, of that mean on {comparison.data.get('rows'):,} rows: the chance in "
-            "drawing the rows, which all seeds share and the t interval does not hold."
+            f" The interval by rows is {how}: the chance in drawing the rows, which all seeds share and the t interval "
+            "does not hold."
         )
     text += " Operations are of one forward pass at the batch of the comparison, a multiply-add as two"
     if any(variant.get("training_flops") for variant in comparison.variants):
@@ -324,7 +326,8 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
     parts = (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST)
     top5 = ["top5_accuracy"] if any("top5_accuracy" in (summary.get(key) or {}) for _, key in parts) else []
-    names = list(dict.fromkeys([metric.name, *top5, "loss"]))
+    translated = [name for name in ("bleu", "chrf", "tokenised_bleu") if name in (summary.get("test") or {})]
+    names = list(dict.fromkeys([metric.name, *top5, *translated, "loss"]))
     for label, key in parts:
         values = summary.get(key)
         if values:
@@ -347,8 +350,11 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
 
 
 def rows_interval(values: Mapping[str, Any], metric: Metric) -> str:
-    """Wilson's 95 % interval of an accuracy from the rows that were scored; empty for other metrics."""
+    """Wilson's 95 % interval of an accuracy from the rows that were scored, or what stands beside a score as its
+    interval over rows; empty where there is none."""
     rows, value = values.get("rows"), values.get(metric.name)
+    if f"{metric.name}_interval" in values and not metric.percent:
+        return metric.interval(*values[f"{metric.name}_interval"])
     if not rows or value is None or not metric.percent:
         return ""
     interval = wilson_interval(round(value * rows), rows)

@@ -14,7 +14,7 @@ from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data
 from cached_transformers.registry import MODELS
 from cached_transformers.training.run import build_dataset, build_model, with_memory
-from cached_transformers.training.tasks import baselines, example_inputs
+from cached_transformers.training.tasks import baselines, example_inputs, model_arguments
 from cached_transformers.yaml_tree import parse_yaml
 
 TOLERANCE = 0.005
@@ -195,8 +195,8 @@ def first_batch(config: RunConfig, dataset: Any) -> Any:
 
 
 def _training_flops(config: RunConfig, batch: Any) -> int:
-    keywords = {} if batch.padding is None else {"padding": batch.padding}
-    return count_flops(build_model(config), batch.inputs, mode="train", shapes_only=True, **keywords)
+    inputs, keywords = model_arguments(batch)
+    return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
 
 
 def feed_forward_option(config: RunConfig) -> str:
