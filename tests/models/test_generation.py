@@ -160,9 +160,9 @@ def test_one_beam_is_greedy(model: Any, eos: int | None) -> None:
     with torch.no_grad():
         text = Text(model, prompt, model.init_state(4), SEGMENT)
         best = search(text, text.read(), 9, 1, eos, 1.0)
-    assert torch.equal(best.tokens_BT[:, : greedy.tokens.shape[1]], greedy.tokens)
-    assert torch.equal(best.length_B, greedy.lengths)
-    close(best.score_B, greedy.scores)
+    assert torch.equal(best.tokens_BLT[:, 0, : greedy.tokens.shape[1]], greedy.tokens)
+    assert torch.equal(best.length_BL[:, 0], greedy.lengths)
+    close(best.score_BL[:, 0], greedy.scores)
     close(best.state, greedy.state)
 
 

@@ -2,13 +2,15 @@
 
     x -> norm -> q, k, v -> memory.read -> core -> memory.combine -> output projection -> memory.finish
 
-Legend: B rows, N tokens, M slots, H heads, E head width, D = H * E, P position channels.
+Legend: B rows, N tokens, M slots, H heads, E head width, D model width (H * E unless said otherwise), P position
+channels.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,9 @@ class SelfAttention(nn.Module):
         project_output: whether there is an output projection; without, heads stand side by side in the result.
         reduction: module called with (x, size) that shortens what keys and values are made of (PVT).
         dropout: on the output.
+        head_width: E, with which the heads together may be wider or narrower than D; D / H when None.
+        scale: factor of the logits, 1 / sqrt(E) when None. Queries are multiplied for it, so that every core and memory
+            may go on dividing by sqrt(E).
         own_keys: whether tokens attend their own segment. Without, they attend the context alone, and get 0 if it is
             empty.
         keys: whether there are projections of keys and values, which only a layer without `own_keys` can lack.
@@ -96,17 +101,23 @@ class SelfAttention(nn.Module):
         project_output: bool = True,
         reduction: nn.Module | None = None,
         dropout: float = 0.0,
+        head_width: int | None = None,
+        scale: float | None = None,
         own_keys: bool = True,
         keys: bool = True,
     ) -> None:
         super().__init__()
-        if heads < 1 or width % heads:
+        if heads < 1 or (head_width is None and width % heads):
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        if head_width is not None and head_width < 1:
+            raise ValueError(f"head_width={head_width} must be at least 1; None is width / heads")
         self.width, self.heads, self.causal, self.own_keys, self.keys = width, heads, causal, own_keys, keys
         self.norm = norm if norm is not None else nn.Identity()
         self.shared_query_key = shared_query_key
-        self.qkv = nn.Linear(width, (3 - shared_query_key if keys else 1) * width, bias=bias)
-        self.output: nn.Module = nn.Linear(width, width, bias=output_bias) if project_output else nn.Identity()
+        self.inner = width if head_width is None else heads * head_width
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(self.inner // heads)
+        self.qkv = nn.Linear(width, (3 - shared_query_key if keys else 1) * self.inner, bias=bias)
+        self.output: nn.Module = nn.Linear(self.inner, width, bias=output_bias) if project_output else nn.Identity()
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
         self.positions = positions if positions is not None else Positions()
@@ -143,6 +154,19 @@ class SelfAttention(nn.Module):
             raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
+        if self.inner != self.width:
+            if type(self.memory) is not LayerMemory or type(self.core) is not SoftmaxAttention:
+                raise ValueError(
+                    f"{self.heads} heads of head_width={self.inner // self.heads} are not as wide together as the "
+                    f"layer, {self.width}, which memory {memory} and attention {core} may rely on; take "
+                    f"head_width={self.width // self.heads}, or memory=None with attention='softmax'"
+                )
+            if isinstance(self.output, nn.Identity):
+                raise ValueError(
+                    f"project_output=False needs heads as wide together as the layer, {self.width}, not {self.inner}"
+                )
+        if self.shared_query_key and self.query_factor != 1:
+            raise ValueError("shared_query_key=True leaves no queries that a scale of their own could apply to")
         if self.shared_query_key and not self.keys:
             raise ValueError(
                 "shared_query_key=True makes the queries keys, which keys=False leaves out; set one of them"
@@ -190,8 +214,8 @@ class SelfAttention(nn.Module):
         return self._keys_values(h_BMD, frozen)
 
     def _keys_values(self, h_BMD: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
-        first = 0 if self.shared_query_key else self.width
-        k, v = self._linear(h_BMD, first, first + 2 * self.width, frozen).chunk(2, -1)
+        first = 0 if self.shared_query_key else self.inner
+        k, v = self._linear(h_BMD, first, first + 2 * self.inner, frozen).chunk(2, -1)
         return self._heads(k), self._heads(v)
 
     def _split(self, qkv_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,11 +228,11 @@ class SelfAttention(nn.Module):
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
         if not self.own_keys:
-            q = self._heads(self._linear(h_BND, 0, self.width))
+            q = self._heads(self._linear(h_BND, 0, self.inner))
             return q, q[:, :, :0], q[:, :, :0]
         if self.reduction is None:
             return self._split(self.qkv(h_BND))
-        q = self._heads(self._linear(h_BND, 0, self.width))
+        q = self._heads(self._linear(h_BND, 0, self.inner))
         return q, *self._keys_values(self.reduction(h_BND, size))
 
     def forward(
@@ -253,6 +277,8 @@ class SelfAttention(nn.Module):
             h_BND = by_owner(x_BND, own, self.norm, weights.norm)
             q, k, v = self._split(by_owner(h_BND, own, self.qkv, weights.qkv))
             output = functools.partial(by_owner, own=own, segment=self.output, memory=weights.output)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         query = Query(h_BND, q, positions_BNP, padding_BN, size)
         reading = self.memory.read(state, query, self.project_kv)
         before = 0 if reading.context is None else reading.context.k_BHME.shape[2]

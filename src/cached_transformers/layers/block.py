@@ -198,8 +198,9 @@ class Stack(nn.Module):
         blocks: one factory call a layer; `make_block(index)` returns a `Block`.
         depth: number of layers.
         model_memory: a memory that spans the layers.
-        width: D, for the final norm; None for no final norm.
+        width: D, for a LayerNorm behind the last block; None for none, or for `norm`.
         norm_eps: what the final norm adds to the variance.
+        norm: another final norm than that.
         reversible: two streams that add to each other by turns (`layers.reversible`): in training activations are
             computed again from the result, whatever the depth. For memories that carry no state: none, or a shared
             cache.
@@ -216,6 +217,7 @@ class Stack(nn.Module):
         model_memory: ModelMemory | None = None,
         width: int | None = None,
         norm_eps: float = 1e-5,
+        norm: nn.Module | None = None,
         reversible: bool = False,
     ) -> None:
         super().__init__()
@@ -223,7 +225,7 @@ class Stack(nn.Module):
             raise ValueError(f"depth={depth} must be at least 1 layer")
         self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
         self.model_memory = model_memory if model_memory is not None else ModelMemory()
-        self.norm = nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
+        self.norm = norm if norm is not None else nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
         self.activation_checkpointing = False
         self.reversible = reversible
         _check_blocks(self.model_memory, list(self.blocks))

@@ -221,6 +221,56 @@ class RelativePositions(Positions):
         return (q_BHNE @ table_HKE.mT).gather(-1, (distance_BNM + limit)[:, None].expand(shape))
 
 
+class BucketedPositions(Positions):
+    """A trained logit per head and bucket of distances: T5's relative position bias (arXiv:1910.10683, section 2.1).
+
+    Near distances have a bucket each, farther ones share buckets whose bounds grow geometrically up to `reach`, and all
+    beyond share the last. One scheme serves all layers of a stack. Original implementation:
+    google-research/text-to-text-transfer-transformer and mesh_tensorflow (`_relative_position_bucket`).
+
+    Args:
+        heads: H. buckets: number of buckets. reach: distance from which on all fall into the last bucket.
+        causal: no key is later than the query, and all buckets are for the past; otherwise half of them are for keys
+            behind the query.
+
+    Raises:
+        ValueError: fewer than 4 buckets (2 if causal), an odd number of them without `causal`, or a reach that the
+            buckets of single distances exceed.
+    """
+
+    def __init__(self, heads: int, *, buckets: int = 32, reach: int = 128, causal: bool = False) -> None:
+        super().__init__()
+        sides = 1 if causal else 2
+        if buckets < 2 * sides or buckets % sides or reach <= buckets // sides // 2:
+            raise ValueError(
+                f"buckets={buckets} must be at least {2 * sides}" + ("" if causal else " and even") + ", and "
+                f"reach={reach} above the {buckets // sides // 2} distances that have a bucket each"
+            )
+        self.buckets, self.reach, self.causal = buckets, reach, causal
+        self.table = nn.Parameter(torch.empty(buckets, heads))
+        nn.init.normal_(self.table, std=0.02)
+
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Bucket of each offset, position of the key minus that of the query."""
+        buckets = self.buckets if self.causal else self.buckets // 2
+        distance = (-offset).clamp(min=0) if self.causal else offset.abs()
+        single = buckets // 2
+        # float32 whatever the model's dtype: a bound of a bucket must not depend on it.
+        share = torch.log(distance.clamp(min=1).float() / single) / math.log(self.reach / single)
+        far = (single + (share * (buckets - single)).long()).clamp(max=buckets - 1)
+        index = torch.where(distance < single, distance, far)
+        return index if self.causal else index + (offset > 0) * buckets
+
+    def bias(
+        self, q_BHNE: Tensor | None, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        """(B, H, N, M), or (1, H, N, M) where both positions are one row that was expanded."""
+        if q_positions_BNP.stride(0) == 0 and k_positions_BMP.stride(0) == 0:
+            q_positions_BNP, k_positions_BMP = q_positions_BNP[:1], k_positions_BMP[:1]
+        offset_BNM = k_positions_BMP[:, None, :, 0] - q_positions_BNP[:, :, None, 0]
+        return self.table[self.bucket(offset_BNM)].permute(0, 3, 1, 2)
+
+
 def share_biases(schemes: Iterable[Positions]) -> None:
     """Give all relative schemes the biases u and v of the first, as the smaller published Transformer-XL models have.
 

@@ -11,9 +11,11 @@ from . import hosted as hosted
 from .decoder import LanguageModel
 from .detector import FasterRCNN, MaskRCNN, RetinaNet
 from .encoder import SequenceClassifier
+from .encoder_decoder import EncoderDecoder
 from .vision_transformer import VisionTransformer
 
 __all__ = [
+    "EncoderDecoder",
     "FasterRCNN",
     "LanguageModel",
     "MaskRCNN",

@@ -1,90 +1,172 @@
 """Beam search over the continuations of a text: the K best are kept, and grow by one token a step.
 
-Legend: B rows, K beams, C = 2 K candidates, T new tokens, V vocabulary.
+Legend: B rows, K beams, C = 2 K candidates, L results, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..state import State, reorder, reset
+from ..state import State, map_state, reorder, reset
 
-if TYPE_CHECKING:
-    from .generation import Text
+
+class GrowingText(Protocol):
+    """What a search asks of the texts that it continues, one row each.
+
+    Attributes:
+        after: the state after all that was read; () for none.
+    """
+
+    after: State
+
+    def read(self) -> Tensor:
+        """Log-probabilities (rows, V) of the next token, float32 or wider."""
+        ...
+
+    def append(self, token_B: Tensor) -> None:
+        """Go on with a token for each row."""
+        ...
+
+    def multiply(self, times: int) -> None:
+        """Each row `times` times, one behind the other."""
+        ...
+
+    def choose(self, rows_B: Tensor) -> None:
+        """Rows in this order; they may repeat, among those of one `multiply`, and all of these together vanish."""
+        ...
 
 
 class Best(NamedTuple):
-    """The best finished continuation of each row so far; its rank is minus infinity where there is none."""
+    """The best finished continuations of each row, best first; the rank is minus infinity where there is none.
 
-    rank_B: Tensor
-    score_B: Tensor
-    length_B: Tensor
-    tokens_BT: Tensor
+    The state has B L rows, or is ().
+    """
+
+    rank_BL: Tensor
+    score_BL: Tensor
+    length_BL: Tensor
+    tokens_BLT: Tensor
     state: State
 
 
-def search(text: Text, logp_BV: Tensor, tokens: int, beams: int, eos: int | None, length_penalty: float) -> Best:
+def search(
+    text: GrowingText,
+    logp_BV: Tensor,
+    tokens: int | Tensor,
+    beams: int,
+    eos: int | None,
+    length_penalty: float,
+    results: int = 1,
+) -> Best:
     """The best continuations of a text, given the log-probabilities of its next token.
 
     A row is done when `beams` of its continuations have met `eos` while among the K best candidates; with one beam that
-    is greedy generation.
+    is greedy generation. What has not met it after the row's last step counts as finished there. Rows that are done
+    leave the text, so that what is found for a row, and what it costs, has nothing to do with the others.
+
+    Args:
+        tokens: T, the most new tokens, of all rows or (B,) of each.
+        results: L, at most K.
     """
-    rows, device = text.open_BN.shape[0], text.open_BN.device
-    first_B1 = torch.arange(rows, device=device)[:, None] * beams
+    rows, device = len(logp_BV), logp_BV.device
+    limit_B = tokens if isinstance(tokens, Tensor) else torch.full((rows,), tokens, device=device)
+    most = int(limit_B.max())
     total_BK = logp_BV.new_full((rows, beams), -torch.inf)
-    new_BKT = torch.full((rows, beams, tokens), 0 if eos is None else eos, device=device)
-    none_B = total_BK[:, 0].clone()
+    new_BKT = torch.full((rows, beams, most), 0 if eos is None else eos, device=device)
     ended_B = torch.zeros(rows, dtype=torch.long, device=device)
-    best = Best(none_B, none_B, ended_B, new_BKT[:, 0], text.after)
+    none_BL = total_BK[:, :results].clone()
+    lengths = ended_B[:, None].expand(-1, results)
+    best = Best(none_BL, none_BL, lengths, new_BKT[:, :results], _each(text.after, rows, results))
+    every, place_B = best, torch.arange(rows, device=device)
     text.multiply(beams)
     logp = logp_BV.repeat_interleave(beams, 0)
     total_BK[:, 0] = 0  # the beams are all alike yet
-    for step in range(tokens):
+    for step in range(most):
         words = logp.shape[-1]
-        every_BC = (total_BK[..., None] + logp.view(rows, beams, words)).flatten(1)
+        every_BC = (total_BK[..., None] + logp.view(-1, beams, words)).flatten(1)
         # A beam ends in one way only, so that of 2 K candidates at least K go on.
         total_BC, place_BC = every_BC.topk(min(2 * beams, every_BC.shape[1]))
         parent_BC, token_BC = place_BC // words, place_BC % words
-        new_BCT = new_BKT.gather(1, parent_BC[..., None].expand(-1, -1, tokens))
+        new_BCT = new_BKT.gather(1, parent_BC[..., None].expand(-1, -1, most))
         new_BCT[..., step] = token_BC
 
-        last = step == tokens - 1
+        first_B1 = torch.arange(len(place_B), device=device)[:, None] * beams
         ends_BC = torch.zeros_like(token_BC, dtype=torch.bool) if eos is None else token_BC == eos
         counts_BC = ends_BC & (torch.arange(ends_BC.shape[1], device=device) < beams) & total_BC.isfinite()
-        open_B1 = ended_B[:, None] < beams
-        finished_BC = (counts_BC | last) & open_B1
-        found_BC = total_BC.masked_fill(~finished_BC, -torch.inf)
+        last_B = limit_B == step + 1
+        found_BC = total_BC.masked_fill(~(counts_BC | last_B[:, None]), -torch.inf)
         best = _better(best, found_BC, step + 1, length_penalty, new_BCT, text.after, first_B1 + parent_BC)
         ended_B = ended_B + counts_BC.sum(1)
-        if last or (eos is not None and bool((ended_B >= beams).all())):
-            break
 
         going_BK = ends_BC.to(torch.uint8).argsort(dim=1, stable=True)[:, :beams]
         total_BK = total_BC.masked_fill(ends_BC, -torch.inf).gather(1, going_BK)
-        new_BKT = new_BCT.gather(1, going_BK[..., None].expand(-1, -1, tokens))
-        text.choose((first_B1 + parent_BC.gather(1, going_BK)).flatten())
-        text.append(token_BC.gather(1, going_BK).flatten())
+        new_BKT = new_BCT.gather(1, going_BK[..., None].expand(-1, -1, most))
+        rows_BK, token_BK = first_B1 + parent_BC.gather(1, going_BK), token_BC.gather(1, going_BK)
+        done_B = last_B | (ended_B >= beams)
+        if bool(done_B.any()):
+            every = _settle(every, best, place_B[done_B], done_B)
+            if bool(done_B.all()):
+                break
+            going_B = (~done_B).nonzero()[:, 0]
+            place_B, limit_B, ended_B, total_BK, new_BKT, rows_BK, token_BK = (
+                t[going_B] for t in (place_B, limit_B, ended_B, total_BK, new_BKT, rows_BK, token_BK)
+            )
+            best = _rows(best, going_B)
+        text.choose(rows_BK.flatten())
+        text.append(token_BK.flatten())
         logp = text.read()
-    return best
+    return every
 
 
 def _better(
     best: Best, total_BC: Tensor, length: int, penalty: float, new_BCT: Tensor, states: State, where_BC: Tensor
 ) -> Best:
-    """The better of what was found before and the best candidate, whose state is row `where_BC` of `states`."""
-    score_B, which_B = total_BC.max(1)
-    rank_B = score_B / length**penalty
-    worse_B = rank_B <= best.rank_B
-    pick = which_B[:, None]
-    tokens_BT = new_BCT.gather(1, pick[..., None].expand(-1, -1, new_BCT.shape[-1]))[:, 0]
-    found = Best(
-        rank_B,
-        score_B,
-        torch.full_like(best.length_B, length),
-        tokens_BT,
-        reorder(states, where_BC.gather(1, pick)[:, 0]),
+    """The best of what was found before and of candidates, whose states are the rows `where_BC` of `states`."""
+    results = best.rank_BL.shape[1]
+    rank_BX = torch.cat([best.rank_BL, total_BC / length**penalty], 1)
+    rank_BX, order_BX = rank_BX.sort(dim=1, descending=True, stable=True)  # of equals, what was found first
+    rank_BL, from_BL = rank_BX[:, :results], order_BX[:, :results]
+    old_BL, new_BL = from_BL.clamp(max=results - 1), (from_BL - results).clamp(min=0)
+    fresh_BL = from_BL >= results
+
+    def pick(old: Tensor, new: Tensor) -> Tensor:
+        old_index, new_index, fresh = (
+            t.view(*t.shape, *[1] * (old.dim() - 2)).expand(-1, -1, *old.shape[2:]) for t in (old_BL, new_BL, fresh_BL)
+        )
+        return torch.where(fresh, new.gather(1, new_index), old.gather(1, old_index))
+
+    first_B1 = torch.arange(len(rank_BX), device=rank_BX.device)[:, None] * results
+    kept = reorder(best.state, (first_B1 + old_BL).flatten())
+    taken = reorder(states, where_BC.gather(1, new_BL).flatten())
+    return Best(
+        rank_BL,
+        pick(best.score_BL, total_BC),
+        torch.where(fresh_BL, length, best.length_BL.gather(1, old_BL)),
+        pick(best.tokens_BLT, new_BCT),
+        reset(kept, taken, fresh_BL.flatten()),
     )
-    return reset(found, best, worse_B)
+
+
+def _settle(every: Best, best: Best, place_D: Tensor, done_B: Tensor) -> Best:
+    """`every` with the rows of `best` that are done in their places."""
+    found = _rows(best, done_B.nonzero()[:, 0])
+    results = every.rank_BL.shape[1]
+    place_DL = (place_D[:, None] * results + torch.arange(results, device=place_D.device)).flatten()
+    rank, score, length, tokens = (t.index_copy(0, place_D, new) for t, new in zip(every[:4], found[:4], strict=True))
+    state = map_state(lambda t, new: t.index_copy(0, place_DL, new), every.state, found.state)
+    return Best(rank, score, length, tokens, state)
+
+
+def _rows(best: Best, rows: Tensor) -> Best:
+    results = best.rank_BL.shape[1]
+    rows_L = (rows[:, None] * results + torch.arange(results, device=rows.device)).flatten()
+    rank, score, length, tokens = (t[rows] for t in best[:4])
+    return Best(rank, score, length, tokens, reorder(best.state, rows_L))
+
+
+def _each(state: State, rows: int, times: int) -> State:
+    """Each of the rows `times` times."""
+    return reorder(state, torch.arange(rows).repeat_interleave(times)) if times > 1 else state

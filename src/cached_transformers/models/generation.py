@@ -83,7 +83,7 @@ def generate(
     """
     _check_prompt(prompt_BN)
     _check_options(tokens, temperature, top_k, top_p, beams, eos, segment_length, length_penalty)
-    with _evaluating(model):
+    with evaluating(model):
         rows = prompt_BN.shape[0]
         state = model.init_state(rows) if state is None else state  # type: ignore[operator]
         if segment_length is None and _remembers(state):
@@ -97,8 +97,8 @@ def generate(
             raise ValueError(f"eos={eos} is not in the vocabulary of {logp_BV.shape[-1]} tokens; None is for no end")
         if beams > 1:
             best = search(text, logp_BV, tokens, beams, eos, length_penalty)
-            longest = int(best.length_B.max())
-            return Generation(best.tokens_BT[:, :longest], best.state, best.score_B, best.length_B)
+            longest = int(best.length_BL.max())
+            return Generation(best.tokens_BLT[:, 0, :longest], best.state, best.score_BL[:, 0], best.length_BL[:, 0])
         return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator)
 
 
@@ -188,7 +188,7 @@ def keep_likely(logits_BV: Tensor, top_k: int | None = None, top_p: float | None
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and afterwards each module's own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

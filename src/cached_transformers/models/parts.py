@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from ..layers.positions import Positions, RelativePositions, make_positions
 from ..layers.switch import ExpertsSpec, make_feed_forward
 from ..memories import MemorySpec, create_memory, memory_spec
 from ..memories.base import LayerMemory, ModelMemory
-from ..registry import MEMORIES
+from ..registry import MEMORIES, unknown_name
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 
 
@@ -47,8 +49,15 @@ def make_stack(
     causal: bool = False,
     norm: str = "pre",
     norm_eps: float = 1e-5,
+    norm_kind: str = "layer",
+    final_norm: bool | None = None,
     activation: str = "gelu",
+    activation_dropout: float | None = None,
     bias: bool = True,
+    feed_forward_bias: bool = True,
+    head_width: int | None = None,
+    attention_scale: float | None = None,
+    memory_length: int | None = None,
     shared_query_key: bool = False,
     project_output: bool = True,
     reversible: bool = False,
@@ -64,8 +73,12 @@ def make_stack(
         attention: name, or {"name": ..., option: value}.
         fallback: name of the scheme where the memory has none of its own.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
-        norm_eps: what the norms add to the variance.
-        bias: whether the projections of attention have biases.
+        norm_eps: what the norms add to the variance. norm_kind: "layer" or "rms" (arXiv:1910.07467).
+        final_norm: whether there is a norm behind the last block; None: if they are "pre".
+        activation_dropout: on the hidden units of the feed-forward; None takes `dropout`.
+        bias: whether the projections of attention have biases. feed_forward_bias: the same for the feed-forward.
+        head_width, attention_scale: see `SelfAttention`.
+        memory_length: what a layer memory is told as `length` in the place of attention's.
         shared_query_key, project_output: see `SelfAttention`.
         reversible: see `Stack`.
         experts: None, the number of experts, or a mapping; see `make_feed_forward`.
@@ -75,7 +88,7 @@ def make_stack(
     Raises:
         ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
     """
-    if heads < 1 or width % heads:
+    if heads < 1 or (head_width is None and width % heads):
         raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
     if norm not in ("pre", "post"):
         raise ValueError(f"norm={norm!r} must be 'pre' or 'post'")
@@ -85,11 +98,11 @@ def make_stack(
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
     known |= {"causal": causal, "norm": norm}
 
-    def make_norm() -> nn.LayerNorm:
-        return nn.LayerNorm(width, norm_eps)
+    norm_of = norm_maker(norm_kind, width, norm_eps)
+    told = known if memory_length is None else known | {"length": memory_length}
 
     def make_memory(index: int) -> LayerMemory | ModelMemory:
-        return create_memory(memory, width, heads, depth=depth, index=index, **known)
+        return create_memory(memory, width, heads, depth=depth, index=index, **told)
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
@@ -114,17 +127,19 @@ def make_stack(
             core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **seen),
             memory=own,  # type: ignore[arg-type]
             positions=scheme,
-            norm=make_norm() if norm == "pre" else None,
+            norm=norm_of() if norm == "pre" else None,
             causal=causal,
             bias=bias,
             output_bias=bias,
             shared_query_key=shared_query_key,
             project_output=project_output,
             dropout=dropout,
+            head_width=head_width,
+            scale=attention_scale,
             own_keys=model_memory is None or model_memory.own_keys,
             keys=model_memory is None or model_memory.layer_keys(index),
         )
-        enter = make_norm() if norm == "pre" else None
+        enter = norm_of() if norm == "pre" else None
         positionwise = make_feed_forward(
             experts,
             width,
@@ -134,6 +149,8 @@ def make_stack(
             norm=enter,
             activation=activation,
             dropout=dropout,
+            activation_dropout=activation_dropout,
+            bias=feed_forward_bias,
         )
         separate = model_memory is not None and model_memory.own_weights
         return Block(
@@ -142,11 +159,23 @@ def make_stack(
             slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=drop_path * index / max(depth - 1, 1),
-            norms=(make_norm(), make_norm()) if norm == "post" else None,
+            norms=(norm_of(), norm_of()) if norm == "post" else None,
         )
 
-    final = width if norm == "pre" else None
-    return Stack(make_block, depth, model_memory=model_memory, width=final, norm_eps=norm_eps, reversible=reversible)
+    final = norm == "pre" if final_norm is None else final_norm
+    return Stack(make_block, depth, model_memory=model_memory, norm=norm_of() if final else None, reversible=reversible)
+
+
+def norm_maker(kind: str, width: int, eps: float) -> Callable[[], nn.Module]:
+    """What makes norms over `width` channels: "layer" (arXiv:1607.06450) or "rms" (arXiv:1910.07467).
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    makers: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+    if kind not in makers:
+        raise ValueError(unknown_name("kind of norm", kind, list(makers)))
+    return partial(makers[kind], width, eps=eps)
 
 
 def initialise(model: nn.Module, std: float | None = None, projection_std: float = 0.01) -> None:

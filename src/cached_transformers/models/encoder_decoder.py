@@ -1,0 +1,369 @@
+"""Sequence to sequence: an encoder with a memory and a decoder that attends what it made of the source.
+
+Paper: "Attention is all you need" (arXiv:1706.03762), with the norms before the sublayers unless told otherwise; with a
+memory in the encoder the translation model of "Cached Transformers" (arXiv:2312.12742, table 4). The options cover BART
+(arXiv:1910.13461), T5 (arXiv:1910.10683), Switch Transformers (arXiv:2101.03961) and Marian. Original implementations:
+facebookresearch/fairseq (`transformer_iwslt_de_en`, whose sizes are the defaults), huggingface/transformers.
+
+Legend: B rows, N source tokens, T target tokens, D model width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attentions import AttentionSpec
+from ..checks import insist
+from ..data.pairs import IGNORED
+from ..layers.block import ModelOutput, StackState
+from ..layers.positions import BucketedPositions, Positions, make_positions
+from ..layers.switch import ExpertsSpec
+from ..layers.token_loss import token_losses
+from ..memories import MemorySpec
+from ..registry import MODELS, unknown_name
+from ..state import State, map_state, named_tensors
+from ..state import check as check_state
+from .encoder_decoder_init import initialise_weights
+from .encoder_decoder_parts import DecoderCache, Encoded, make_decoder
+from .parts import StackModel, make_stack, norm_maker
+
+CACHE_LENGTH = 64
+"""Slots of a memory in the encoder's layers where its options say nothing: the paper's T_m for translation."""
+
+
+@MODELS.register("encoder_decoder", paper="arXiv:1706.03762")
+class EncoderDecoder(StackModel):
+    """Encoder-decoder for translation and denoising; the encoder carries the memory.
+
+    Args:
+        vocabulary: source tokens, and target tokens unless `target_vocabulary` says otherwise.
+        max_length: longest source, and longest target, in tokens.
+        target_vocabulary: V; None for one vocabulary of both.
+        width: D. depth: layers of the encoder. decoder_depth: of the decoder, as many when None. heads: per layer.
+        feed_forward: hidden width.
+        memory: of the encoder: None, a name, or {"name": ..., option: value}; the cache of a layer memory has 64 slots
+            by default. A memory that carries a state (grc_stream, rmt, ...) reads one sentence of a document after the
+            other, `state` between them.
+        attention: of the encoder's layers: name, or {"name": ..., option: value}.
+        positions: "sinusoidal", "learned", "bucketed" (T5's bias, see `buckets` and `reach`) or "none" in both stacks;
+            the encoder also takes "rotary", "alibi" and "relative", beside which the decoder is "sinusoidal".
+        norm: "pre" or "post" the residual sums. norm_kind: "layer" or "rms". norm_eps: added to the variance.
+        final_norm: whether a norm stands behind the last layer of each stack; None: if they are "pre".
+        embedding_norm: whether a norm stands behind the embedding of each stack (BART).
+        activation: "relu", "gelu", "gelu_tanh" or "silu", or one of them behind "gated_".
+        bias: whether projections and feed-forward have biases.
+        head_width: of attention, D / heads when None; others go without a memory (T5's d_kv).
+        attention_scale: factor of the logits, 1 / sqrt(head width) when None; T5 has 1.
+        shared_embeddings: "all" (source, target and output share one table), "decoder" (target and output) or "none";
+            None: "all" with one vocabulary, else "decoder".
+        scale_embedding: whether embeddings are multiplied by sqrt(D).
+        output_bias: whether the logits have a bias. output_scale: factor before the output projection (T5's 1 /
+            sqrt(D)).
+        buckets, reach: number of buckets of "bucketed" positions, and the distance from which on all are alike.
+        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
+        activation_dropout: on the hidden units of the feed-forward. output_dropout: behind both stacks (T5).
+        experts: of both stacks: None, their number in every second layer, or {"experts": number, "every": layers,
+            option: value}, options of `SwitchFeedForward`. Capacity has no limit in evaluation unless told otherwise:
+            with one, a translation would depend on its neighbours.
+        init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
+            (BART: 0.02); see `initialise_weights`.
+
+    Raises:
+        ValueError: sizes that do not fit, unknown names, or pairs of memory and attention that exclude each other.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        max_length: int = 512,
+        target_vocabulary: int | None = None,
+        width: int = 512,
+        depth: int = 6,
+        heads: int = 4,
+        feed_forward: int = 1024,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        decoder_depth: int | None = None,
+        positions: str = "sinusoidal",
+        norm: str = "pre",
+        norm_kind: str = "layer",
+        norm_eps: float = 1e-5,
+        final_norm: bool | None = None,
+        embedding_norm: bool = False,
+        activation: str = "relu",
+        bias: bool = True,
+        head_width: int | None = None,
+        attention_scale: float | None = None,
+        shared_embeddings: str | None = None,
+        scale_embedding: bool = True,
+        output_bias: bool = False,
+        output_scale: float = 1.0,
+        buckets: int = 32,
+        reach: int = 128,
+        dropout: float = 0.3,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        experts: ExpertsSpec = None,
+        init: str | float = "fairseq",
+    ) -> None:
+        super().__init__()
+        _check_sizes(vocabulary, target_vocabulary, max_length, decoder_depth)
+        shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
+        self.vocabulary, self.max_length = vocabulary, max_length
+        self.target_vocabulary = vocabulary if target_vocabulary is None else target_vocabulary
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.target_embedding = nn.Embedding(self.target_vocabulary, width)
+        self.embedding_scale = width**0.5 if scale_embedding else 1.0
+        self.output_scale = output_scale
+        self.positions, in_layers, of_decoder = _schemes(positions, width, heads, max_length, buckets, reach)
+        make_norm = norm_maker(norm_kind, width, norm_eps)
+        final = norm == "pre" if final_norm is None else final_norm
+        self.embedding_norm = make_norm() if embedding_norm else nn.Identity()
+        self.dropout, self.output_dropout = nn.Dropout(dropout), nn.Dropout(output_dropout)
+        same: dict[str, Any] = {
+            "norm": norm,
+            "final_norm": final,
+            "bias": bias,
+            "head_width": head_width,
+            "activation": activation,
+            "dropout": dropout,
+            "attention_dropout": attention_dropout,
+            "activation_dropout": activation_dropout,
+            "experts": _unlimited(experts),
+        }
+        self.stack = make_stack(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=in_layers,
+            norm_kind=norm_kind,
+            norm_eps=norm_eps,
+            feed_forward_bias=bias,
+            attention_scale=attention_scale,
+            memory_length=CACHE_LENGTH,
+            length=max_length,
+            sequence=True,
+            **same,
+        )
+        self.decoder = make_decoder(
+            width,
+            depth if decoder_depth is None else decoder_depth,
+            heads,
+            feed_forward,
+            make_norm=make_norm,
+            embedding_norm=embedding_norm,
+            positions=of_decoder,
+            scale=attention_scale,
+            **same,
+        )
+        self.head = nn.Linear(width, self.target_vocabulary, bias=output_bias)
+        initialise_weights(self, init)
+        if shared == "all":
+            self.target_embedding.weight = self.embedding.weight
+        if shared != "none":
+            self.head.weight = self.target_embedding.weight
+        self._experts = experts is not None
+        fresh = super().init_state(1)
+        self._carries = any(True for _ in named_tensors((fresh.model, fresh.layers)))
+        self._fresh: dict[torch.dtype, State] = {}
+
+    def init_state(self, batch_size: int) -> StackState:
+        """State of the encoder for rows that have read nothing."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1 row")
+        return super().init_state(batch_size)
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        super().set_activation_checkpointing(enabled)
+        self.decoder.activation_checkpointing = enabled
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        decoder_inputs_BT: Tensor,
+        padding: Tensor | None = None,
+        state: StackState | None = None,
+        targets: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> ModelOutput:
+        """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`.
+
+        Args:
+            inputs_BN: source tokens. decoder_inputs_BT: target tokens, of which the first is the one that begins.
+            padding: (B, N) bool, True = padding of the source. The target needs none: it is padded behind its end.
+            state: state after the source before; None for rows that have read nothing.
+            targets: (B, T) tokens to be said; then the outputs are their losses (B, T) in nats, in float32 or wider, 0
+                where the target is -100.
+            label_smoothing: share of the target's weight that is spread over all V tokens, as in
+                `torch.nn.functional.cross_entropy`; only with `targets`.
+
+        Raises:
+            ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
+                assertion of the device later elsewhere) a token that the vocabulary has not.
+        """
+        self._check_target(inputs_BN, decoder_inputs_BT, targets, label_smoothing)
+        encoded = self.encode(inputs_BN, padding, state)
+        behind_BT = None
+        if self._experts and targets is not None:  # what stands behind an end must not take an expert's place
+            behind_BT = (targets != IGNORED).flip(1).cumsum(1).flip(1) == 0
+        h_BTD, losses = self.decoder(self._embed_target(decoder_inputs_BT), encoded, behind_BT)
+        auxiliary_loss = torch.stack([encoded.auxiliary_loss, *losses]).sum() if losses else encoded.auxiliary_loss
+        if targets is None:
+            return ModelOutput(self._logits(h_BTD), encoded.state, auxiliary_loss)
+        h_KD = self._scaled(self.output_dropout(h_BTD)).flatten(0, 1)
+        loss_K = token_losses(h_KD, self.head, targets.flatten(), label_smoothing, IGNORED)
+        return ModelOutput(loss_K.view_as(targets), encoded.state, auxiliary_loss)
+
+    def encode(self, inputs_BN: Tensor, padding: Tensor | None = None, state: StackState | None = None) -> Encoded:
+        """What the decoder needs of the sources, and the encoder's state behind them; arguments as of `forward`."""
+        self._check_source(inputs_BN, padding, state)
+        rows, n = inputs_BN.shape
+        x_BND = self.embedding(inputs_BN)
+        if self.embedding_scale != 1:
+            x_BND = x_BND * self.embedding_scale
+        place_BN1 = torch.arange(n, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
+        # Padding in front moves nothing: embedded places count tokens, and in the layers distances are what matters.
+        counted = None if padding is None else ((~padding).cumsum(1) - 1).clamp(min=0)[..., None]
+        placed = self.positions.embed(place_BN1[:1] if counted is None else counted)
+        x_BND = x_BND if placed is None else x_BND + placed.to(x_BND.dtype)
+        x_BND = self.dropout(self.embedding_norm(x_BND))
+        # Embedded places begin anew with each sentence; a memory of earlier ones needs those that count on.
+        positions_BN1 = None if self._carries else place_BN1
+        out = self.stack(x_BND, state, positions_BNP=positions_BN1, padding_BN=padding, inputs=inputs_BN)
+        return Encoded(self.output_dropout(out.outputs), padding, out.state, out.auxiliary_loss)
+
+    def decode(self, decoder_inputs_BT: Tensor, encoded: Encoded, *, last_only: bool = False) -> Tensor:
+        """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`; (B, 1, V) with `last_only`."""
+        h_BTD, _ = self.decoder(self._embed_target(decoder_inputs_BT), encoded)
+        return self._logits(h_BTD[:, -1:] if last_only else h_BTD)
+
+    def begin(self, encoded: Encoded) -> DecoderCache:
+        """What `step` needs to write texts token by token."""
+        return self.decoder.begin(encoded)
+
+    def step(self, tokens_BK: Tensor, cache: DecoderCache) -> Tensor:
+        """Logits (B, K, V) behind the next token of each of K continuations of each sentence."""
+        return self._logits(self.decoder.step(self._embed_target(tokens_BK), cache))
+
+    def _embed_target(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD: Tensor = self.target_embedding(tokens_BT)
+        return x_BTD if self.embedding_scale == 1 else x_BTD * self.embedding_scale
+
+    def _scaled(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD if self.output_scale == 1 else h_BTD * self.output_scale
+
+    def _logits(self, h_BTD: Tensor) -> Tensor:
+        return self.head(self._scaled(self.output_dropout(h_BTD)))  # type: ignore[no-any-return]
+
+    def _check_source(self, inputs_BN: Tensor, padding: Tensor | None, state: StackState | None) -> None:
+        _check_tokens("inputs", inputs_BN, self.max_length)
+        if padding is not None and padding.shape != inputs_BN.shape:
+            raise ValueError(
+                f"padding of shape {tuple(padding.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape)}"
+            )
+        if padding is not None and padding.dtype != torch.bool:
+            raise ValueError(f"padding of dtype {padding.dtype} must be bool, True = padding")
+        _insist_known("a token id", inputs_BN, self.vocabulary)
+        if state is not None and not torch.compiler.is_compiling():
+            check_state(state, self._layout(), len(inputs_BN))
+
+    def _check_target(
+        self, inputs_BN: Tensor, decoder_inputs_BT: Tensor, targets: Tensor | None, label_smoothing: float
+    ) -> None:
+        _check_tokens("decoder_inputs", decoder_inputs_BT, self.max_length)
+        if len(inputs_BN) != len(decoder_inputs_BT):
+            raise ValueError(f"{len(inputs_BN)} rows of inputs, but {len(decoder_inputs_BT)} of decoder_inputs")
+        if targets is not None and targets.shape != decoder_inputs_BT.shape:
+            raise ValueError(
+                f"targets of shape {tuple(targets.shape)} must have the shape of decoder_inputs, "
+                f"{tuple(decoder_inputs_BT.shape)}"
+            )
+        if not 0 <= label_smoothing < 1 or (label_smoothing and targets is None):
+            raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 1), and needs targets")
+        _insist_known("a token id of decoder_inputs", decoder_inputs_BT, self.target_vocabulary)
+        if targets is not None:
+            known = targets.masked_fill(targets == IGNORED, 0)
+            _insist_known(f"a target other than {IGNORED} (no part in the loss)", known, self.target_vocabulary)
+
+    def _layout(self) -> State:
+        """What a state of this model looks like, without contents."""
+        dtype = next(self.stack.parameters()).dtype
+        if dtype not in self._fresh:
+            self._fresh[dtype] = map_state(lambda t: t.to("meta"), self.init_state(1))
+        return self._fresh[dtype]
+
+
+def _schemes(
+    name: str, width: int, heads: int, length: int, buckets: int, reach: int
+) -> tuple[Positions, Positions | str, Positions]:
+    """Positions: embedded by the encoder, of the encoder's layers, of the decoder."""
+    if name == "bucketed":
+        one, other = (BucketedPositions(heads, buckets=buckets, reach=reach, causal=causal) for causal in (False, True))
+        return Positions(), one, other
+    sizes: dict[str, Any] = {"width": width, "heads": heads, "length": length}
+    if name in ("sinusoidal", "learned", "none"):
+        return make_positions(name, **sizes), "none", make_positions(name, **sizes)
+    if name not in ("rotary", "alibi", "relative"):
+        known = ["sinusoidal", "learned", "bucketed", "none", "rotary", "alibi", "relative"]
+        raise ValueError(unknown_name("positions", name, known))
+    return Positions(), name, make_positions("sinusoidal", **sizes)
+
+
+def _unlimited(experts: ExpertsSpec) -> ExpertsSpec:
+    """Experts without a capacity in evaluation, unless they have one of their own."""
+    if experts is None:
+        return None
+    given = experts if isinstance(experts, Mapping) else {"experts": experts}
+    return {"evaluation_capacity_factor": None, **given}
+
+
+def _check_sizes(vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None) -> None:
+    sizes = {"vocabulary": vocabulary, "target_vocabulary": target_vocabulary}
+    sizes |= {"max_length": max_length, "decoder_depth": decoder_depth}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None) -> str:
+    one = target_vocabulary is None or target_vocabulary == vocabulary
+    if shared is None:
+        return "all" if target_vocabulary is None else "decoder"
+    if shared not in ("all", "decoder", "none"):
+        raise ValueError(unknown_name("shared_embeddings", shared, ["all", "decoder", "none"]))
+    if shared == "all" and not one:
+        raise ValueError(
+            f"shared_embeddings='all' needs one vocabulary, not {vocabulary} source and {target_vocabulary} target "
+            "tokens; take 'decoder', or a vocabulary of both languages"
+        )
+    return shared
+
+
+def _check_tokens(name: str, tokens: Tensor, longest: int) -> None:
+    if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
+        raise ValueError(
+            f"{name} of shape {tuple(tokens.shape)} and dtype {tokens.dtype} must be token ids, (rows, tokens), with "
+            "at least one token"
+        )
+    if tokens.shape[1] > longest:
+        raise ValueError(
+            f"{name} of {tokens.shape[1]} tokens, but max_length={longest}; shorten them or build a longer model"
+        )
+
+
+def _insist_known(what: str, tokens: Tensor, vocabulary: int) -> None:
+    insist(
+        ((tokens >= 0) & (tokens < vocabulary)).all(),
+        f"{what} is not in a vocabulary of {vocabulary} tokens, 0 to {vocabulary - 1}; encode the text with that "
+        "vocabulary",
+    )

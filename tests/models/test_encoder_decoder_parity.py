@@ -1,0 +1,203 @@
+"""Our encoder-decoder with the weights of transformers' BART, Marian, T5 and Switch computes what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import library
+from torch import Tensor, nn
+
+from cached_transformers.integrations.seq2seq_weights import from_bart, from_marian, from_switch, from_t5
+from cached_transformers.models.encoder_decoder import EncoderDecoder
+from cached_transformers.models.translation import translate
+
+V, D, ROWS, N, T = 23, 16, 4, 9, 7
+BEGIN, END, PAD = 2, 1, 0
+LENGTHS = torch.tensor([9, 5, 1, 7])
+
+
+def bart_like(kind: str, **options: Any) -> nn.Module:
+    transformers = library("transformers")
+    config, model = {
+        "bart": ("BartConfig", "BartForConditionalGeneration"),
+        "marian": ("MarianConfig", "MarianMTModel"),
+    }[kind]
+    return getattr(transformers, model)(
+        getattr(transformers, config)(
+            vocab_size=V,
+            d_model=D,
+            encoder_layers=2,
+            decoder_layers=3,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            max_position_embeddings=40,
+            pad_token_id=PAD,
+            bos_token_id=3,
+            eos_token_id=END,
+            decoder_start_token_id=BEGIN,
+            forced_eos_token_id=None,
+            **options,
+        )
+    )
+
+
+def t5_like(kind: str, **options: Any) -> nn.Module:
+    transformers = library("transformers")
+    config, model = {
+        "t5": ("T5Config", "T5ForConditionalGeneration"),
+        "switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration"),
+    }[kind]
+    return getattr(transformers, model)(
+        getattr(transformers, config)(
+            vocab_size=V,
+            d_model=D,
+            d_kv=5,
+            d_ff=24,
+            num_layers=2,
+            num_decoder_layers=4,
+            num_heads=3,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=12,
+            pad_token_id=PAD,
+            eos_token_id=END,
+            decoder_start_token_id=BEGIN,
+            **options,
+        )
+    )
+
+
+CASES = {
+    "bart": (lambda: bart_like("bart"), from_bart),
+    "bart, scaled embeddings, relu": (
+        lambda: bart_like("bart", scale_embedding=True, activation_function="relu"),
+        from_bart,
+    ),
+    "marian": (lambda: bart_like("marian", activation_function="swish", scale_embedding=True), from_marian),
+    "marian, two vocabularies": (
+        lambda: bart_like(
+            "marian", decoder_vocab_size=V - 4, share_encoder_decoder_embeddings=False, tie_word_embeddings=False
+        ),
+        from_marian,
+    ),
+    "t5": (lambda: t5_like("t5"), from_t5),
+    "t5 1.1": (lambda: t5_like("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False), from_t5),
+    "switch": (
+        lambda: t5_like("switch", num_experts=3, num_sparse_encoder_layers=1, num_sparse_decoder_layers=2),
+        from_switch,
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def pair(request: pytest.FixtureRequest) -> tuple[Any, EncoderDecoder]:
+    """A model of theirs, none of whose weights hides its effect, and ours made of it."""
+    torch.manual_seed(0)
+    make, convert = CASES[request.param]
+    theirs = make()
+    with torch.no_grad():
+        for name, t in (*theirs.named_parameters(), *theirs.named_buffers()):
+            if t.is_floating_point() and "embed_positions" not in name:
+                t.add_(0.3 * torch.randn_like(t))
+    return theirs.eval(), convert(theirs)
+
+
+def batch(ours: EncoderDecoder) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(3, ours.vocabulary, (ROWS, N), generator=generator)
+    targets = torch.randint(3, ours.target_vocabulary, (ROWS, T), generator=generator)
+    return inputs, torch.arange(N) >= LENGTHS[:, None], targets
+
+
+@torch.no_grad()
+def test_outputs_are_equal_with_and_without_padding(pair: tuple[Any, EncoderDecoder]) -> None:
+    theirs, ours = pair
+    inputs, padding, decoder_inputs = batch(ours)
+    assert not ours.training
+    for mask in (None, padding):
+        want = theirs(
+            input_ids=inputs,
+            attention_mask=None if mask is None else (~mask).long(),
+            decoder_input_ids=decoder_inputs,
+            use_cache=False,
+        ).logits
+        got = ours(inputs, decoder_inputs, mask).outputs
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_masked_targets_change_nothing_before_them(pair: tuple[Any, EncoderDecoder]) -> None:
+    """transformers is told of the target's padding, ours is not: it lies behind the end, which nothing sees."""
+    theirs, ours = pair
+    inputs, padding, decoder_inputs = batch(ours)
+    valid = torch.arange(T) < torch.tensor([7, 3, 1, 5])[:, None]
+    masks = {"attention_mask": (~padding).long(), "decoder_attention_mask": valid.long()}
+    want = theirs(input_ids=inputs, decoder_input_ids=decoder_inputs, use_cache=False, **masks).logits
+    got = ours(inputs, decoder_inputs, padding).outputs
+    torch.testing.assert_close(got[valid], want[valid], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@torch.no_grad()
+def test_texts_are_those_of_generate(pair: tuple[Any, EncoderDecoder], beams: int) -> None:
+    theirs, ours = pair
+    inputs, padding, _ = batch(ours)
+    searched: dict[str, Any] = {"early_stopping": True, "length_penalty": 0.7} if beams > 1 else {}
+    want = theirs.generate(
+        inputs,
+        attention_mask=(~padding).long(),
+        num_beams=beams,
+        do_sample=False,
+        max_new_tokens=12,
+        bad_words_ids=None,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **searched,
+    )
+    options: dict[str, Any] = {"begin": BEGIN, "end": END, "tokens": 12, "beams": beams, "length_penalty": 0.7}
+    got = translate(ours, inputs, padding=padding, **options)
+    for row, length in enumerate(got.length_B.tolist()):
+        sequence = want.sequences[row, 1:]
+        assert got.tokens_BT[row, :length].tolist() == sequence[:length].tolist()
+        assert set(sequence[length:].tolist()) <= {PAD}
+    if beams > 1:
+        torch.testing.assert_close(got.score_B / got.length_B**0.7, want.sequences_scores, atol=1e-5, rtol=1e-5)
+
+
+def test_memory_is_added_to_the_weights_of_others() -> None:
+    """With the gate closed the model is the original; open, it is another, and learns."""
+    theirs = bart_like("bart").eval()
+    ours = from_bart(theirs, memory={"name": "grc", "length": 6}, dropout=0.0)
+    inputs, padding, decoder_inputs = batch(ours)
+    want = theirs(input_ids=inputs, attention_mask=(~padding).long(), decoder_input_ids=decoder_inputs).logits
+    assert not torch.allclose(ours(inputs, decoder_inputs, padding).outputs, want, atol=1e-3)
+    for memory in ours.stack.layer_memories():
+        memory.close_gate()
+    torch.testing.assert_close(ours(inputs, decoder_inputs, padding).outputs, want, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_and_mode_are_those_of_the_original() -> None:
+    ours = from_t5(t5_like("t5").bfloat16().train())
+    assert ours.training and {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: from_t5(bart_like("bart")), "from_t5 takes a T5Model or a T5ForConditionalGeneration"),
+        (lambda: from_bart(bart_like("bart", activation_function="tanh")), "activation 'tanh' has no counterpart"),
+        (lambda: from_bart(bart_like("bart"), norm="pre"), "options leave .* without a counterpart"),
+        (lambda: from_bart(bart_like("bart"), width=8), "does not fit"),
+        (
+            lambda: from_switch(t5_like("switch", num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)),
+            "have experts; here all layers have them, or every second one",
+        ),
+        (lambda: from_switch(t5_like("switch", router_bias=True)), "router_bias=True has no counterpart"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
