@@ -71,7 +71,7 @@ def test_blocks_cover_the_text_and_begin_with_documents_where_told() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES.names())
 def test_every_objective_gives_pairs_that_fit(text: Path, name: str) -> None:
-    """Sources and targets within max_length, a decoder one place behind its targets, and the text to be had from them."""
+    """Sources and targets within max_length, decoder inputs one place behind, and the text to be had from them."""
     data = made(text, objective=name)
     special = data.tokenizer
     assert data.describe()["vocabulary"] == special.vocabulary and data.task == "translation"

@@ -23,6 +23,7 @@ Legend: B rows, N tokens of a row, T = B N tokens, E experts, C places of an exp
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -134,7 +135,8 @@ class SwitchFeedForward(nn.Module):
 
     def route(self, h_TD: Tensor, valid_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The router's probability (T) of the expert it chooses, the expert (T), and the auxiliary loss."""
-        with torch.autocast(h_TD.device.type, enabled=False):
+        kind = h_TD.device.type
+        with contextlib.nullcontext() if h_TD.is_meta else torch.autocast(kind, enabled=False):  # meta has no autocast
             x_TD = h_TD.float()
             if self.training and self.jitter:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
