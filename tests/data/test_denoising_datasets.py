@@ -187,7 +187,7 @@ def test_the_unigram_baseline_is_the_cross_entropy_of_target_frequencies(text: P
         ({"objective": {"rate": 0.1}}, "must have a name"),
         ({"objective": {"name": "bart", "infilling": 2.0}}, r"infilling=2.0 must lie in \[0, 1\]"),
         ({"objective": {"name": "text_infilling", "mean": 0}}, "mean=0 must be positive"),
-        ({"objective": {"name": "span_corruption", "sentinels": 2}}, "take sentinels=4"),
+        ({"objective": {"name": "span_corruption", "sentinels": 2}}, "take sentinels=3"),
         ({"objective": {"name": "span_corruption", "rate": 1.0}}, "rate=1.0 must lie between 0 and 1"),
         ({"max_length": 3}, "max_length=3 must be at least 4"),
         ({"corpus": {"unwrap": True}}, "must have a name"),
