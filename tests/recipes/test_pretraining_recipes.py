@@ -73,7 +73,8 @@ def test_vocabularies_of_the_published_recipes_have_room_for_the_special_ids(nam
 
 
 def quick(tmp_path: Path, *overrides: str) -> list[str]:
-    words = "the cat sat on the mat . a dog ran to it , and why not ? it slept .".split()
+    text = "the cat sat on the mat . a dog ran to it , and why not ? it slept ."
+    words = text.split()
     lines = [" ".join(words[index % 7 :] + words[: index % 5]) for index in range(400)]
     folder = tmp_path / "text"
     folder.mkdir(exist_ok=True)
