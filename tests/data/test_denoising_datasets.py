@@ -163,6 +163,13 @@ def test_any_text_data_set_can_be_the_corpus(tmp_path: Path) -> None:
     assert set(data.describe()["sentence_ends"]) == {data.tokenizer.encode(mark)[0] for mark in ".?"}  # type: ignore[call-overload]
 
 
+def test_objectives_share_a_vocabulary_where_they_have_as_many_sentinels(text: Path) -> None:
+    first, second = (made(text, objective=name, sentinels=10) for name in ("span_corruption", "prefix_lm"))
+    assert first.describe()["vocabulary"] == second.describe()["vocabulary"] == 256 + 4 + 10
+    assert made(text, objective="span_corruption").describe()["vocabulary"] == 256 + 4 + 100
+    assert made(text).describe()["vocabulary"] == 256 + 4
+
+
 def test_the_unigram_baseline_is_the_cross_entropy_of_target_frequencies(text: Path) -> None:
     train, validation = made(text), made(text, "validation")
     found = validation.baselines(train)["unigram"]
@@ -187,7 +194,8 @@ def test_the_unigram_baseline_is_the_cross_entropy_of_target_frequencies(text: P
         ({"objective": {"rate": 0.1}}, "must have a name"),
         ({"objective": {"name": "bart", "infilling": 2.0}}, r"infilling=2.0 must lie in \[0, 1\]"),
         ({"objective": {"name": "text_infilling", "mean": 0}}, "mean=0 must be positive"),
-        ({"objective": {"name": "span_corruption", "sentinels": 2}}, "take sentinels=3"),
+        ({"objective": "span_corruption", "sentinels": 2}, "set data.sentinels=3"),
+        ({"sentinels": -1}, "sentinels=-1 must not be negative|sentinels=-1 do not suffice"),
         ({"objective": {"name": "span_corruption", "rate": 1.0}}, "rate=1.0 must lie between 0 and 1"),
         ({"max_length": 3}, "max_length=3 must be at least 4"),
         ({"corpus": {"unwrap": True}}, "must have a name"),
@@ -203,7 +211,7 @@ def test_what_makes_no_sense_is_refused(text: Path, options: dict[str, Any], wor
 def test_targets_fit_where_most_of_the_text_is_noise() -> None:
     objective = create_objective({"name": "span_corruption", "rate": 0.8, "mean": 8.0})
     length = objective.text_length(64)
-    special = SpecialTokens(ByteTokenizer(), objective.sentinels)
+    special = SpecialTokens(ByteTokenizer(), objective.sentinels(length))
     source, target = objective(np.arange(length), special, np.random.default_rng(0))
     assert len(target) <= 64 and len(source) < 64
     assert length > 60

@@ -21,6 +21,7 @@ from .special_tokens import SpecialTokens
 from .text import TextDataset
 
 _SHORTEST = 2  # tokens of which every objective can make a pair
+_SENTINELS = 100  # of T5
 _COUNTED = 2000  # pairs of the training split that the unigram baseline counts
 
 
@@ -38,6 +39,8 @@ class Denoising:
             option: value}.
         objective: a name (`OBJECTIVES`), or {"name": ..., option: value}.
         max_length: longest source or target, with begin and end; blocks are as long as that allows.
+        sentinels: how many ids there are for them; None: T5's 100 for an objective that needs some, else 0. A model for
+            one objective can go on with another if both have as many.
         tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids, special ones not counted.
         reset: "never" lets blocks run on over the ends of documents; "document" begins one with each.
 
@@ -60,6 +63,7 @@ class Denoising:
         corpus: str | Mapping[str, Any] = "text",
         objective: ObjectiveSpec = "bart",
         max_length: int = 512,
+        sentinels: int | None = None,
         tokenizer: str = "bpe",
         vocabulary_size: int | None = None,
         reset: str = "never",
@@ -68,6 +72,14 @@ class Denoising:
             raise ValueError(f"data.max_length={max_length} must be at least 4: begin, two tokens and end")
         self.objective, self.max_length = create_objective(objective), max_length
         length = self.objective.text_length(max_length)
+        needed = self.objective.sentinels(length)
+        if sentinels is None:
+            sentinels = _SENTINELS if needed else 0
+        if needed > sentinels:
+            raise ValueError(
+                f"data.sentinels={sentinels} do not suffice for the {needed} spans of {length} tokens (data.objective="
+                f"{objective}, data.max_length={max_length}); set data.sentinels={needed}, or take shorter blocks"
+            )
         options = {"name": corpus} if isinstance(corpus, str) else dict(corpus)
         if "name" not in options:
             raise ValueError(f"data.corpus={corpus} must have a name, e.g. {{name: books, unwrap: true}}")
@@ -78,7 +90,7 @@ class Denoising:
         if not isinstance(text, TextDataset):
             raise ValueError(f"data.corpus={corpus!r} is no text; take text, wikitext2, books, ...")
         self.text, self.split, self.augment = text, split, split == "train"
-        self.tokenizer = SpecialTokens(text.tokenizer, self.objective.sentinels)
+        self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
         self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
         begins = text.starts if reset == "document" else np.zeros(1, dtype=np.int64)
         self._bounds = blocks(begins, len(text), length)

@@ -44,17 +44,14 @@ ObjectiveSpec = str | Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """Makes source and target of a text.
-
-    Attributes:
-        sentinels: how many sentinel ids it needs.
-    """
-
-    @property
-    def sentinels(self) -> int: ...
+    """Makes source and target of a text."""
 
     def text_length(self, max_length: int) -> int:
         """Tokens of a text of which neither source nor target is longer than `max_length`."""
+        ...
+
+    def sentinels(self, length: int) -> int:
+        """Sentinels that a text of so many tokens needs."""
         ...
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
@@ -105,8 +102,6 @@ class Bart:
     permutation: float = 1.0
     rotation: float = 0.0
 
-    sentinels = 0
-
     def __post_init__(self) -> None:
         for name in ("infilling", "random_rate", "masking", "deletion", "permutation", "rotation"):
             try:
@@ -119,6 +114,9 @@ class Bart:
 
     def text_length(self, max_length: int) -> int:
         return max_length - 2
+
+    def sentinels(self, length: int) -> int:
+        return 0
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
         text_N, size = tokens_N, special.text.vocabulary
@@ -189,32 +187,26 @@ class SpanCorruption:
     """T5's noise: spans of the text are replaced by sentinels, behind which the target names them; see `corrupt_spans`.
 
     Args:
-        rate: share of tokens in spans. mean: their mean length. sentinels: how many ids there are for them.
+        rate: share of tokens in spans. mean: their mean length.
 
     Raises:
-        ValueError: a rate outside of (0, 1), a mean or a number of sentinels below 1.
+        ValueError: a rate outside of (0, 1), or a mean below 1.
     """
 
     rate: float = 0.15
     mean: float = 3.0
-    sentinels: int = 100
 
     def __post_init__(self) -> None:
         noise_counts(2, self.rate, self.mean)
-        if self.sentinels < 1:
-            raise ValueError(f"objective sentinels={self.sentinels} must be at least 1; T5 has 100")
 
     def text_length(self, max_length: int) -> int:
         length = raw_length(max_length, self.rate, self.mean)
         while max(corrupted_lengths(length, self.rate, self.mean)) > max_length:
             length -= 1
-        spans = noise_counts(length, self.rate, self.mean)[1]
-        if spans > self.sentinels:
-            raise ValueError(
-                f"objective sentinels={self.sentinels} do not suffice for the {spans} spans of {length} tokens "
-                f"(max_length={max_length}, rate={self.rate}, mean={self.mean}); take sentinels={spans}"
-            )
         return length
+
+    def sentinels(self, length: int) -> int:
+        return noise_counts(length, self.rate, self.mean)[1]
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
         return corrupt_spans(tokens_N, special.sentinels, special.end, generator, rate=self.rate, mean=self.mean)
@@ -225,10 +217,11 @@ class SpanCorruption:
 class PrefixLanguageModelling:
     """The rest of a text after a beginning of random length; see `split_prefix`."""
 
-    sentinels = 0
-
     def text_length(self, max_length: int) -> int:
         return max_length
+
+    def sentinels(self, length: int) -> int:
+        return 0
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
         source, target = split_prefix(tokens_N, generator)

@@ -225,7 +225,8 @@ def make_feed_forward(
 
     Args:
         experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
-            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0.
+            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. Capacity has no
+            limit in evaluation unless told otherwise: with one, what a model says would depend on the other rows.
         common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
             unless `experts` has one of its own.
 
@@ -247,7 +248,7 @@ def make_feed_forward(
         return FeedForward(width, hidden, **common)
     if "activation_dropout" in common:
         common["expert_dropout"] = common.pop("activation_dropout")
-    return SwitchFeedForward(width, hidden, **{**common, **options})
+    return SwitchFeedForward(width, hidden, **{"evaluation_capacity_factor": None, **common, **options})
 
 
 _OPTIONS = (
