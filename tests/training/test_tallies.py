@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 from pathlib import Path
 
 import launch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cached_transformers.config import config_from_dict
 from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics, tallies
 from cached_transformers.training.run import run_training
@@ -52,17 +53,16 @@ def shares(folder: Path) -> list[float]:
 
 
 def test_dropped_tokens_are_logged_and_an_interruption_does_not_change_them(tmp_path: Path) -> None:
-    """Stopped at step 2, between two lines: the line of step 3 still has all three steps."""
+    """Continued from step 4, between two lines: the line of step 6 still has the tokens of steps 4, 5 and 6."""
     config = config_from_dict(recipe(tmp_path))
     run_training(config, tmp_path / "whole")
-    part = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2, log_every=3))
-    run_training(part, tmp_path / "parts")
-    path = tmp_path / "parts" / "metrics.jsonl"
-    path.write_text("".join(line for line in path.open() if '"train"' not in line))  # the last step writes a line
-    run_training(config, tmp_path / "parts", resume="auto")
-    whole, parts = shares(tmp_path / "whole"), shares(tmp_path / "parts")
-    assert len(whole) == 2 and all(0.4 < share < 0.8 for share in whole)  # half of the places that there are tokens
-    assert whole[1] == parts[-1]
+    whole = shares(tmp_path / "whole")
+    assert len(whole) == 2 and all(0.4 < share < 0.8 for share in whole)  # half as many places as there are tokens
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    point = Checkpoints(tmp_path / "parts" / "checkpoints").path(4)
+    assert read_checkpoint(point).training["tallies"]["dropped_tokens"][1] == 2 * 4 * 16
+    run_training(config, tmp_path / "parts", resume=str(point))
+    assert shares(tmp_path / "parts") == whole
 
 
 def test_compiled_code_counts_too() -> None:
@@ -83,6 +83,7 @@ PROCESSES = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.distributed import in_world
 from cached_transformers.training.metrics import tallies
 

@@ -225,8 +225,8 @@ def make_feed_forward(
 
     Args:
         experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
-            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. Capacity has no
-            limit in evaluation unless told otherwise: with one, what a model says would depend on the other rows.
+            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. Capacity has
+            no limit in evaluation unless told otherwise: with one, a result would depend on the other rows.
         common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
             unless `experts` has one of its own.
 
