@@ -80,7 +80,7 @@ class Denoising:
                 f"data.sentinels={sentinels} do not suffice for the {needed} spans of {length} tokens (data.objective="
                 f"{objective}, data.max_length={max_length}); set data.sentinels={needed}, or take shorter blocks"
             )
-        options = {"name": corpus} if isinstance(corpus, str) else dict(corpus)
+        options: dict[str, Any] = {"name": corpus} if isinstance(corpus, str) else dict(corpus)
         if "name" not in options:
             raise ValueError(f"data.corpus={corpus} must have a name, e.g. {{name: books, unwrap: true}}")
         if path is not None:
