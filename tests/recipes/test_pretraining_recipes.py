@@ -121,6 +121,12 @@ def test_the_small_recipes_train(name: str, memory: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("objective", ["prefix_lm", "token_deletion"])
 def test_another_objective_is_one_word(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-    changes = ["data.max_length=32", f"data.objective={objective}", "training.steps=1", "training.evaluate_every=1"]
+    changes = [
+        "data.max_length=32",
+        f"data.objective={objective}",
+        "training.steps=1",
+        "training.evaluate_every=1",
+        "schedule.warmup_steps=0",
+    ]
     summary = run_training(load_config("bart_small", quick(tmp_path, *changes)), tmp_path / "run")
     assert summary["steps"] == 1 and 0.5 < summary["test"]["loss"] < 8
