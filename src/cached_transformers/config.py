@@ -28,7 +28,7 @@ from cached_transformers.yaml_tree import apply_override, flatten, parse_yaml
 
 D = TypeVar("D")
 
-LEARNED_FROM_DATA = ("image_size", "channels", "classes", "vocabulary", "max_length")
+LEARNED_FROM_DATA = ("image_size", "channels", "classes", "vocabulary", "target_vocabulary", "max_length")
 """Options of a model that are filled in from `dataset.describe()` when a recipe leaves them out."""
 MEMORY_LEARNS_FROM_DATA = ("sentence_ends", "paragraph_ends")
 """The same for options of a memory."""

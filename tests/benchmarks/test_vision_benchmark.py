@@ -38,6 +38,7 @@ def test_rows_hold_what_was_counted_and_timed() -> None:
         weights = 4 * row.parameters / 2**20
         assert row.train_peak_mib > weights > row.inference_peak_mib > 0  # gradients at least; activations alone
     assert plain.train.median == plain.inference.median == plain.train_flops_ratio == plain.inference_flops_ratio == 1
+    assert plain.train.fastest == plain.inference.fastest == 1 and cached.train.fastest > 0
     assert 1 < cached.train_flops_ratio < released.train_flops_ratio
     assert 1 < cached.inference_flops_ratio < released.inference_flops_ratio
     table = vision.as_markdown(rows).splitlines()

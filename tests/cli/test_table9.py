@@ -31,11 +31,11 @@ def test_it_measures_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_sentence_beside_the_paper_has_the_measured_ratios() -> None:
-    ratio = Ratio(1.1, 1.0, 1.2, 0.5)
+    ratio = Ratio(1.1, 1.0, 1.2, 0.5, 1.05)
     facts = {"parameters": 1, "train_flops_ratio": 1.0, "inference_flops_ratio": 1.0, "inference": ratio}
     facts |= {key: 1.0 for key in ("train_images", "inference_images", "train_peak_mib", "inference_peak_mib")}
     rows = [
-        vision.Row(model, case, train=Ratio(1.3, 1.2, 1.4, 0.5), **facts)  # type: ignore[arg-type]
+        vision.Row(model, case, train=Ratio(1.3, 1.2, 1.4, 0.5, 1.25), **facts)  # type: ignore[arg-type]
         for model, case in (("PVT-Tiny", "plain"), ("PVT-Tiny", "GRC"), ("ViT-S", "GRC"))
     ]
     (line,) = beside_the_paper(rows)

@@ -18,6 +18,11 @@ BEGIN, END, PAD = 2, 1, 0
 LENGTHS = torch.tensor([9, 5, 1, 7])
 
 
+def close(got: Tensor, want: Tensor) -> None:
+    """Equal to 1e-5 of the largest: logits of T5 1.1 are far from 1."""
+    torch.testing.assert_close(got, want, atol=1e-5 * max(1.0, float(want.detach().abs().max())), rtol=0)
+
+
 def bart_like(kind: str, **options: Any) -> nn.Module:
     transformers = library("transformers")
     config, model = {
@@ -57,8 +62,8 @@ def t5_like(kind: str, **options: Any) -> nn.Module:
             d_model=D,
             d_kv=5,
             d_ff=24,
-            num_layers=2,
-            num_decoder_layers=4,
+            num_layers=4,
+            num_decoder_layers=2,
             num_heads=3,
             relative_attention_num_buckets=8,
             relative_attention_max_distance=12,
@@ -86,10 +91,19 @@ CASES = {
     "t5": (lambda: t5_like("t5"), from_t5),
     "t5 1.1": (lambda: t5_like("t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False), from_t5),
     "switch": (
-        lambda: t5_like("switch", num_experts=3, num_sparse_encoder_layers=1, num_sparse_decoder_layers=2),
+        lambda: t5_like("switch", num_experts=3, num_sparse_encoder_layers=2, num_sparse_decoder_layers=1),
         from_switch,
     ),
 }
+
+
+@torch.no_grad()
+def stirred(model: nn.Module) -> nn.Module:
+    """In evaluation mode, with noise on all weights; a table of sinusoids stays what it is."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.is_floating_point() and "embed_positions" not in name:
+            t.add_(0.3 * torch.randn_like(t))
+    return model.eval()
 
 
 @pytest.fixture(params=CASES)
@@ -97,12 +111,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, EncoderDecoder]:
     """A model of theirs, none of whose weights hides its effect, and ours made of it."""
     torch.manual_seed(0)
     make, convert = CASES[request.param]
-    theirs = make()
-    with torch.no_grad():
-        for name, t in (*theirs.named_parameters(), *theirs.named_buffers()):
-            if t.is_floating_point() and "embed_positions" not in name:
-                t.add_(0.3 * torch.randn_like(t))
-    return theirs.eval(), convert(theirs)
+    theirs = stirred(make())
+    return theirs, convert(theirs)
 
 
 def batch(ours: EncoderDecoder) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +135,7 @@ def test_outputs_are_equal_with_and_without_padding(pair: tuple[Any, EncoderDeco
             use_cache=False,
         ).logits
         got = ours(inputs, decoder_inputs, mask).outputs
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        close(got, want)
 
 
 @torch.no_grad()
@@ -137,7 +147,7 @@ def test_masked_targets_change_nothing_before_them(pair: tuple[Any, EncoderDecod
     masks = {"attention_mask": (~padding).long(), "decoder_attention_mask": valid.long()}
     want = theirs(input_ids=inputs, decoder_input_ids=decoder_inputs, use_cache=False, **masks).logits
     got = ours(inputs, decoder_inputs, padding).outputs
-    torch.testing.assert_close(got[valid], want[valid], atol=1e-5, rtol=1e-5)
+    close(got[valid], want[valid])
 
 
 @pytest.mark.parametrize("beams", [1, 4])
@@ -162,21 +172,22 @@ def test_texts_are_those_of_generate(pair: tuple[Any, EncoderDecoder], beams: in
     for row, length in enumerate(got.length_B.tolist()):
         sequence = want.sequences[row, 1:]
         assert got.tokens_BT[row, :length].tolist() == sequence[:length].tolist()
-        assert set(sequence[length:].tolist()) <= {PAD}
+        assert set(sequence[length:].tolist()) <= {PAD, END}
     if beams > 1:
-        torch.testing.assert_close(got.score_B / got.length_B**0.7, want.sequences_scores, atol=1e-5, rtol=1e-5)
+        close(got.score_B / got.length_B**0.7, want.sequences_scores)
 
 
 def test_memory_is_added_to_the_weights_of_others() -> None:
     """With the gate closed the model is the original; open, it is another, and learns."""
-    theirs = bart_like("bart").eval()
+    torch.manual_seed(0)
+    theirs = stirred(bart_like("bart"))
     ours = from_bart(theirs, memory={"name": "grc", "length": 6}, dropout=0.0)
     inputs, padding, decoder_inputs = batch(ours)
     want = theirs(input_ids=inputs, attention_mask=(~padding).long(), decoder_input_ids=decoder_inputs).logits
     assert not torch.allclose(ours(inputs, decoder_inputs, padding).outputs, want, atol=1e-3)
     for memory in ours.stack.layer_memories():
         memory.close_gate()
-    torch.testing.assert_close(ours(inputs, decoder_inputs, padding).outputs, want, atol=1e-5, rtol=1e-5)
+    close(ours(inputs, decoder_inputs, padding).outputs, want)
 
 
 def test_half_precision_and_mode_are_those_of_the_original() -> None:

@@ -12,12 +12,20 @@ import torch
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median and quartiles, over rounds, of the time of one case divided by that of the reference in the same round."""
+    """The time of one case divided by that of the reference.
+
+    Attributes:
+        median, low, high: median and quartiles over rounds, each round by itself.
+        seconds: median time of the case.
+        fastest: the least time of the case divided by the least of the reference. What disturbs a machine only adds
+            to a time, so on a busy one this moves less than the median.
+    """
 
     median: float
     low: float
     high: float
     seconds: float
+    fastest: float
 
     def __str__(self) -> str:
         return f"{self.median:.3f}x ({self.low:.3f}-{self.high:.3f})"
@@ -54,5 +62,6 @@ def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: i
         ratios = sorted(a / b for a, b in zip(own, times[reference], strict=True))
         quartile = len(ratios) // 4
         low, high = ratios[quartile], ratios[-1 - quartile]
-        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(own))
+        fastest = min(own) / min(times[reference])
+        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(own), fastest)
     return result

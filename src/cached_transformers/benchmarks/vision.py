@@ -194,8 +194,8 @@ def run(
 def as_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     head = (
-        "model | case | parameters (M) | train FLOPs | train step | train images/s | inference FLOPs | inference | "
-        "inference images/s | train peak | inference peak"
+        "model | case | parameters (M) | train FLOPs | train step | fastest | train images/s | inference FLOPs | "
+        "inference | fastest | inference images/s | train peak | inference peak"
     )
     lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
     for r in rows:
@@ -204,10 +204,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
             r.case,
             f"{r.parameters / 1e6:.2f}",
             f"{r.train_flops_ratio:.3f}x",
-            str(r.train) if r.case != "plain" else "1",
+            *((str(r.train), f"{r.train.fastest:.3f}x") if r.case != "plain" else ("1", "1")),
             f"{r.train_images:.2f}",
             f"{r.inference_flops_ratio:.3f}x",
-            str(r.inference) if r.case != "plain" else "1",
+            *((str(r.inference), f"{r.inference.fastest:.3f}x") if r.case != "plain" else ("1", "1")),
             f"{r.inference_images:.2f}",
             f"{r.train_peak_mib:.0f} MiB",
             f"{r.inference_peak_mib:.0f} MiB",

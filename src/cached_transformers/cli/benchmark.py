@@ -14,6 +14,7 @@ BENCHMARKS = {
     "vision": "cached ViT, PVT, Swin and PVTv2 beside the plain models: images a second, peak memory, counted FLOPs",
     "loading": "images a second from the data loader, by workers, beside what models consume",
     "attentions": "every attention mechanism against length, beside exact attention and published implementations",
+    "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, beside published implementations where installed",
 }
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import attentions, grc, loading, memories, vision
+    from cached_transformers.benchmarks import attentions, grc, loading, memories, translation, vision
     from cached_transformers.training.run import environment
 
     torch.set_num_threads(arguments.threads)
@@ -98,6 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         rows = attentions.run(arguments.rounds, arguments.attentions, lengths, device)
         print(attentions.as_markdown(rows))
         curves = {row.attention: (row.seconds, row.mebibytes) for row in rows}
+    elif arguments.name == "translation":
+        models, kept = translation.run(arguments.rounds, device)
+        rows = [*models, *kept]
+        print(translation.as_markdown(models, kept))
     else:
         rows = memories.run(arguments.rounds, arguments.memories)
         print(memories.as_markdown(rows))

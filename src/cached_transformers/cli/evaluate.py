@@ -31,6 +31,7 @@ from cached_transformers.training.metrics import jsonable, with_intervals
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run import (
     build_dataset,
+    check_tokenizer,
     load_run,
     read_categories,
     read_run_config,
@@ -38,6 +39,7 @@ from cached_transformers.training.run import (
     write_report,
 )
 from cached_transformers.training.tasks import baselines, task_name
+from cached_transformers.training.translation import evaluate_pairs
 
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 OF_SHARED_CACHES = ("other", "batch")
@@ -48,7 +50,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("evaluate", help="score a run; with its memory kept, emptied or shuffled")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
+    parser.add_argument(
+        "--checkpoint", default="tested", metavar="tested|best|last|PATH", help="default: tested, the one of the summary"
+    )
+    parser.add_argument(
+        "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"
+    )
     help_memory = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted)"
     help_memory += ", and of shared caches: other (that of --other), batch (updated by each batch, as in training)"
     parser.add_argument("--memory", default="carry", metavar="MODES", help=help_memory)
@@ -81,7 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
     rows, step, guessers = score(
-        arguments.folder, config, arguments.checkpoint, arguments.split, modes, arguments.device, arguments.other
+        arguments.folder,
+        config,
+        arguments.checkpoint,
+        arguments.split,
+        modes,
+        arguments.device,
+        arguments.other,
+        arguments.average,
     )
     result = {"run": str(arguments.folder), "split": arguments.split, "step": step, "scores": rows}
     if guessers is not None:
@@ -95,6 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"{arguments.folder}: {arguments.split} split, step {step}"
     console = Console(highlight=False)
     console.print(precision_table(title, rows) if "box_ap" in rows[0] else score_table(title, rows))
+    for name, value in rows[0].items():
+        if name.endswith("_signature"):
+            console.print(f" {name.removesuffix('_signature')}: {value}", markup=False, soft_wrap=True)
     for name, value in (guessers or {}).items():  # names are too long for a column of a narrow terminal
         console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0
@@ -102,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def score_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """A row of scores per way of treating the memory."""
-    columns = [name for name in rows[0] if name not in ("memory", "places") and not name.endswith("_interval")]
+    left_out = ("_interval", "_signature")
+    columns = [name for name in rows[0] if name not in ("memory", "places") and not name.endswith(left_out)]
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("memory")
     for name in columns:
@@ -157,18 +175,24 @@ def score(
     modes: list[str],
     device: str,
     other: Path | None = None,
+    average: int | None = None,
 ) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
     """Scores of a run's checkpoint for each memory mode, for text with the loss by place; the step; the baselines."""
 
     def scores(processes: World) -> tuple[list[dict[str, Any]], int, dict[str, float] | None]:
         rows: list[dict[str, Any]] = []
         dataset = build_dataset(config, split)
-        text, detection = (task_name(dataset) == name for name in ("language", "detection"))
+        task = task_name(dataset)
+        text, detection, pairs = (task == name for name in ("language", "detection", "translation"))
+        if average is not None and not pairs:
+            raise ValueError(f"--average {average} is for translation, not {dataset.name!r}")
+        if pairs:
+            check_tokenizer(folder, dataset.tokenizer)
         if detection:
             check_categories([record["name"] for record in read_categories(folder)], dataset)
         if config.evaluation.segment_length and not text:
             raise ValueError(f"--segment-length {config.evaluation.segment_length} is for text, not {dataset.name!r}")
-        if not text and not detection:
+        if not text and not detection and not pairs:
             rows, step = score_shared(folder, config, checkpoint, dataset, modes, processes, other)
             return rows, step, fitted_baselines(config, dataset)
         refused = [mode for mode in modes if mode.split()[0] in OF_SHARED_CACHES]
@@ -177,8 +201,15 @@ def score(
                 f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
             )
         for mode in modes:
-            _, model, step = load_run(folder, checkpoint)
+            _, model, step = load_run(folder, checkpoint, average)
             model.to(processes.device)
+            if pairs:
+                if mode != "carry" and not has_caches(model):
+                    raise ValueError(f"--memory {mode}: the model of {folder} has no cache to {mode}; take carry")
+                treat_memory(model, mode, config)
+                scores_of, _ = evaluate_pairs(model, dataset, processes, config, None)
+                rows.append({"memory": mode, **scores_of})
+                continue
             if detection:
                 treat_memory(model, mode, config)
                 size = config.training.evaluation_batch_size or config.training.batch_size

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from cached_transformers import __version__
 from cached_transformers.cli import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
 from cached_transformers.cli import list as list_command
+from cached_transformers.cli import translate as translate_command
 from cached_transformers.training.trainer import Interrupted
 
 EXAMPLES = """\
@@ -26,6 +27,7 @@ examples:
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached detect runs/coco_mini_mask_rcnn photo.jpg         boxes and masks drawn into images
+  cached translate runs/multi30k_en_de_plain < english.txt > german.txt
   cached compare digits_vit_plain --with plain,grc --seeds 3
   cached reproduce table5 --data wikitext-2                a table of the paper, small
   cached reproduce table6 --rows transformer-grc           rows of one that generates its data
@@ -46,7 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (list_command, explain, train, evaluate, detect, compare, reproduce, plot, probe, stream, benchmark):
+    shown = (list_command, explain, train, evaluate, detect, translate_command)
+    for module in (*shown, compare, reproduce, plot, probe, stream, benchmark):
         module.add_parser(subparsers)
     return parser
 

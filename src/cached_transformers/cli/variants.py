@@ -14,7 +14,7 @@ from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.config import RunConfig, check_sections, fill_from_data
 from cached_transformers.registry import MODELS
 from cached_transformers.training.run import build_dataset, build_model, with_memory
-from cached_transformers.training.tasks import baselines, example_inputs
+from cached_transformers.training.tasks import baselines, example_inputs, model_arguments
 from cached_transformers.yaml_tree import parse_yaml
 
 TOLERANCE = 0.005
@@ -177,8 +177,8 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
 def training_flops(config: RunConfig, dataset: Any) -> int:
     """Operations of one forward pass in training over a batch, the first rows of the data; nothing is computed."""
     batch = dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
-    keywords = {} if batch.padding is None else {"padding": batch.padding}
-    return count_flops(build_model(config), batch.inputs, mode="train", shapes_only=True, **keywords)
+    inputs, keywords = model_arguments(batch)
+    return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
 
 
 def feed_forward_option(config: RunConfig) -> str:

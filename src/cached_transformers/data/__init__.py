@@ -24,11 +24,13 @@ from .streams import StreamBatch, Streams
 from .text import TextDataset
 from .text_datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
 from .tiny_imagenet import TinyImageNet
+from .translation import IWSLT14, Multi30k, Translation
 
 __all__ = [
     "CIFAR10",
     "CIFAR100",
     "DATASETS",
+    "IWSLT14",
     "SPLITS",
     "BadFile",
     "Batch",
@@ -49,12 +51,14 @@ __all__ = [
     "LabelledDataset",
     "ListOps",
     "ListOpsTSV",
+    "Multi30k",
     "PennTreebank",
     "StreamBatch",
     "Streams",
     "Text",
     "TextDataset",
     "TinyImageNet",
+    "Translation",
     "WikiText2",
     "WikiText103",
     "cache_folder",

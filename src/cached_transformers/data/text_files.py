@@ -18,13 +18,13 @@ from .base import SPLIT_WORDS
 TextPath = str | Path | Mapping[str, str | Path]
 """A file, an archive, a folder, or a mapping from split to one of these."""
 
-_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
+DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.decompress,
     ".gz": gzip.decompress,
     ".bz2": bz2.decompress,
 }
 _TEXT = (".txt", ".tokens", ".text", ".raw")
-_ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
+ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
 _DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 
 
@@ -47,7 +47,7 @@ class TextFile:
         """
         try:
             content = self.path.read_bytes() if self.member is None else _read_member(self.path, self.member)
-            decompress = _DECOMPRESS.get(PurePosixPath(self.name).suffix)
+            decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
             return content if decompress is None else decompress(content)
         except FileNotFoundError:
             raise
@@ -57,7 +57,7 @@ class TextFile:
     def stem(self) -> str:
         """File name without the suffixes of text and compression: `wiki.train` for wiki.train.tokens.xz."""
         name = PurePosixPath(self.name).name
-        for suffixes in (tuple(_DECOMPRESS), _TEXT):
+        for suffixes in (tuple(DECOMPRESS), _TEXT):
             name = next((name.removesuffix(s) for s in suffixes if name.endswith(s)), name)
         return name
 
@@ -73,12 +73,12 @@ def find_texts(path: str | Path) -> list[TextFile]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give data.path=FOLDER_OR_FILE")
     if path.is_file():
-        found = _members(path) if path.name.endswith(_ARCHIVES) else [TextFile(path, path.name)]
+        found = members(path) if path.name.endswith(ARCHIVES) else [TextFile(path, path.name)]
     else:
         found = []
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            if file.name.endswith(_ARCHIVES):
-                found += _members(file)
+            if file.name.endswith(ARCHIVES):
+                found += members(file)
             elif _is_text(name := file.relative_to(path).as_posix()):
                 found.append(TextFile(file, name))
     if not found:
@@ -159,10 +159,10 @@ def _is_text(name: str) -> bool:
     parts = PurePosixPath(name).parts
     if any(part.startswith(".") or part == "__MACOSX" for part in parts):
         return False
-    return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *_DECOMPRESS))
+    return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *DECOMPRESS))
 
 
-def _members(archive: Path) -> list[TextFile]:
+def members(archive: Path) -> list[TextFile]:
     """The texts in an archive; all its files when none is named as one (enwik8.zip holds `enwik8`)."""
     try:
         if archive.name.endswith(".zip"):

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..extras import require
 from ..registry import unknown_name
+from .subwords import load_pair_tokenizer
 
 UNKNOWN, END = "<unk>", "<eos>"
 SENTENCE_MARKS = (".", "!", "?")
@@ -180,6 +181,8 @@ def load_tokenizer(content: bytes) -> Tokenizer:
     stored = json.loads(content)
     if stored["kind"] == "byte":
         return ByteTokenizer()
+    if stored["kind"] == "pair":
+        return load_pair_tokenizer(stored)
     if stored["kind"] == "word":
         return WordTokenizer(stored["words"], stored["punctuation"])
     return BytePairTokenizer(stored["model"])

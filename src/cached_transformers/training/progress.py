@@ -68,7 +68,8 @@ def second_score(values: Mapping[str, Any]) -> str:
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
     if "perplexity" in values:
-        return f"perplexity {values['perplexity']:.2f}"
+        bleu = f"  BLEU {values['bleu']:.2f}" if "bleu" in values else ""
+        return f"perplexity {values['perplexity']:.2f}{bleu}"
     kinds = [kind for kind in ("box", "mask") if f"{kind}_ap" in values]
     keys = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
     short = ("AP", "AP50", "AP75", "APS", "APM", "APL")

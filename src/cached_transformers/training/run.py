@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from cached_transformers.config import RunConfig, config_from_dict, config_to_yaml, fill_from_data
 from cached_transformers.registry import DATASETS, MODELS
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
+from cached_transformers.training.checkpoint_average import checkpoints_made, load_average
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
 from cached_transformers.training.loader import evaluation_batches
@@ -29,10 +30,13 @@ from cached_transformers.training.metrics import jsonable, untouched, with_inter
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.tasks import baselines, example_inputs, task_name
 from cached_transformers.training.trainer import Trainer
+from cached_transformers.training.translation import written
 from cached_transformers.yaml_tree import parse_yaml
 
 TOKENIZER = "tokenizer.json"
-"""File in a run folder with the tokenizer of a language model."""
+"""File in a run folder with the tokenizer of a language model or of a translation model."""
+TRANSLATIONS = "translations.txt"
+"""File in a run folder with sources, references and translations of the test split."""
 BAD_FILES = "bad_files.json"
 """File in a run folder that names the data files which were skipped, with what was wrong; absent if there are none."""
 CATEGORIES = "categories.json"
@@ -103,6 +107,12 @@ def load_run(folder: Path, checkpoint: str = "best") -> tuple[RunConfig, nn.Modu
         ValueError: not a run folder, or the checkpoint is missing or damaged.
     """
     config = read_run_config(folder)
+    if checkpoint == "tested":
+        checkpoint = "best"
+        average = config.training.average_last if average is None and config.training.average_last > 1 else average
+    if average is not None:
+        model = build_model(without_checkpoint(config))
+        return config, model, load_average(model, folder, average, config.training.average_caches)
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
     model = build_model(without_checkpoint(config))
@@ -165,16 +175,22 @@ def _train_test_report(
     continued = resume != "never" and bool(Checkpoints(folder / "checkpoints").paths())
     model = build_model(without_checkpoint(config) if continued else config)
     trainer = Trainer(config, model, train, validation, folder, processes, reporter)
+    if continued and hasattr(train, "tokenizer"):
+        check_tokenizer(folder, train.tokenizer)
+    check_average(config)
     trainer.resume(resume)
     begin_with(trainer)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / "config.yaml", config_to_yaml(config).encode())
-        if task_name(train) == "language":
+        if hasattr(train, "tokenizer"):
             write_durably(folder / TOKENIZER, train.tokenizer.dump())
         elif task_name(train) == "detection":
             pairs = zip(train.category_ids, train.class_names, strict=True)
             _write_json(folder / CATEGORIES, [{"id": number, "name": name} for number, name in pairs])
+    facts = trainer.task.facts() if hasattr(trainer.task, "facts") else {}
+    for name, value in facts.items():
+        reporter.message(f"{name.replace('_', ' ')}: {value:,.4g}")
     processes.barrier()
     if trainer.step == config.training.steps:
         reporter.message(f"training is complete already ({trainer.step} steps)")
@@ -185,8 +201,12 @@ def _train_test_report(
     bad = bad_files(processes, train, validation, test)
     if processes.main:
         summary = _summary(trainer, variant, tested, (train, test if test is not None else validation))
+        summary |= facts
         if last is not None:
             summary["test_last"] = last
+        if translations := getattr(trainer.task, "translations", None):
+            if tested is not None:
+                write_durably(folder / TRANSLATIONS, written(translations).encode())
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
@@ -196,6 +216,27 @@ def _train_test_report(
         write_report(folder, reporter)
     processes.barrier()
     return summary
+
+
+def check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Refuse to go on with a run whose token ids meant other text (ValueError)."""
+    path = folder / TOKENIZER
+    if path.is_file() and path.read_bytes() != tokenizer.dump():
+        raise ValueError(
+            f"{path} is another tokenizer than that of the data now; use another --out, or fetch the data again that the "
+            f"run began with (or set data.tokenizer={path}, where the data take a file)"
+        )
+
+
+def check_average(config: RunConfig) -> None:
+    """Refuse to average more checkpoints than the run will write (ValueError)."""
+    settings = config.training
+    made = checkpoints_made(settings.steps, settings.save_every or settings.evaluate_every)
+    if settings.average_last > made:
+        raise ValueError(
+            f"training.average_last={settings.average_last}, but training.steps={settings.steps} with a checkpoint every "
+            f"{settings.save_every or settings.evaluate_every} make {made}; save more often (training.save_every)"
+        )
 
 
 def begin_with(trainer: Trainer) -> None:
@@ -229,10 +270,12 @@ def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Report
 
 
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
-    """Evaluate the chosen checkpoint on the test split; the model keeps that checkpoint's weights."""
+    """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its weights."""
     settings = trainer.settings
     step = trainer.step
-    if settings.test != "last" and trainer.best is not None:
+    if settings.average_last > 1:
+        load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
+    elif settings.test != "last" and trainer.best is not None:
         stored = read_checkpoint(trainer.checkpoints.named("best"))
         trainer.model.load_state_dict(stored.weights)
         step = stored.step

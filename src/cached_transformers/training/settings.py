@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-Score = Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap"]
+Score = Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap", "bleu", "chrf"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class TrainingConfig:
     seed: int = 0
     steps: int = 1000
     batch_size: int = 32
+    batch_tokens: int | None = None
+    """Translation: source tokens, and target tokens, padding included, that the batch of a step has at most; batches are
+    then of pairs that are about as long (see `TokenOrder`). null counts rows, by `batch_size`."""
     accumulate: int = 1
     """Pieces in which each process works through its rows of a batch; saves memory."""
     clip_norm: float | None = 1.0
@@ -40,6 +44,10 @@ class TrainingConfig:
     """Decay, per step, of the moving average of the weights, which is then evaluated; null keeps none."""
     ema_warmup: bool = False
     """Whether the decay grows as (1 + t) / (10 + t) up to its value, so that a short run forgets its beginning."""
+    average_last: int = 1
+    """So many newest checkpoints whose weights are averaged when training is over, and then tested; 1 averages none."""
+    average_caches: Literal["copy", "average"] = "copy"
+    """What becomes of caches, and other buffers, in that average: those of the newest checkpoint, or their average."""
     initial_weights: str | None = None
     """Weights to begin with: a run folder, a step folder, or a .safetensors or .pth file."""
     new_head: bool = False
@@ -91,6 +99,7 @@ class TrainingConfig:
             "log_every",
             "max_bad_steps",
             "repeats",
+            "average_last",
         )
         for name in (*counts, "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
@@ -99,7 +108,7 @@ class TrainingConfig:
                 f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
                 "a gradient stays within the step"
             )
-        for name in ("save_every", "evaluation_batch_size"):
+        for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")
         _require(self.seed >= 0, "seed", self.seed, "must not be negative")
@@ -115,7 +124,17 @@ class TrainingConfig:
         for name in ("new_head", "reset_caches"):
             if getattr(self, name) and self.initial_weights is None:
                 raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
-        if self.batch_size % self.accumulate:
+        if self.average_last > self.keep:
+            raise ValueError(
+                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} stay; "
+                "keep as many"
+            )
+        if self.average_last > 1 and self.ema_decay is not None:
+            raise ValueError(
+                f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average weights; "
+                "take one of them"
+            )
+        if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
@@ -129,16 +148,33 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How text is scored, while a run trains and after it (the `evaluation` section of a recipe)."""
+    """How text is scored and translated, while a run trains and after it (the `evaluation` section of a recipe)."""
 
     segment_length: int | None = None
     """Tokens in a segment; null takes `training.segment_length`."""
     memory: Literal["carry", "reset", "shuffle"] = "carry"
     """What a row keeps from segment to segment: its memory, nothing, or the memory of another row."""
 
+    bleu_sentences: int | None = 0
+    """Translation: validation sentences that are translated for BLEU and chrF each time, the first ones; null: all."""
+    beams: int = 5
+    """Translation: continuations of a sentence that the search keeps."""
+    length_penalty: float = 1.0
+    """Translation: a text is as good as its log-probability / length ** length_penalty."""
+    tokens: int | None = None
+    """Translation: tokens of a translation at most; null: twice those of the source, and 10."""
+
     def __post_init__(self) -> None:
-        if self.segment_length is not None and self.segment_length < 1:
-            raise ValueError(f"evaluation.segment_length={self.segment_length} must be at least 1, or null")
+        for name in ("segment_length", "tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"evaluation.{name}={value} must be at least 1, or null")
+        if self.beams < 1:
+            raise ValueError(f"evaluation.beams={self.beams} must be at least 1; 1 takes the likeliest token each time")
+        if self.bleu_sentences is not None and self.bleu_sentences < 0:
+            raise ValueError(f"evaluation.bleu_sentences={self.bleu_sentences} must not be negative; null takes all")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"evaluation.length_penalty={self.length_penalty} must be finite; 0 compares sums")
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -1,4 +1,4 @@
-"""What is trained: rows with a label each, streams of text, or detectors. The trainer knows steps, files and signals; a
+"""What is trained: rows with a label each, streams of text, pairs, or detectors. The trainer knows steps, files and signals; a
 task knows its batches, its loss, what it carries from step to step, and its scores.
 """
 
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.config import RunConfig
+from cached_transformers.data.pairs import PairBatch
 from cached_transformers.training.detection import Detection
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.language import LanguageModelling
 from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
 from cached_transformers.training.metrics import averages, evaluate, forward, score_width, sums
 from cached_transformers.training.mixing import Mixing, make_mixing
+from cached_transformers.training.translation import Translation
 
 
 class Task(Protocol):
@@ -72,6 +74,7 @@ def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, 
         "classification": Classification,
         "language": LanguageModelling,
         "detection": Detection,
+        "translation": Translation,
     }
     return kinds[task_name(train)](config, model, train, validation, world)
 
@@ -97,6 +100,13 @@ def example_inputs(dataset: Any, config: RunConfig) -> tuple[tuple[Any, ...], di
     batch = next(evaluation_batches(dataset, 1))
     if task_name(dataset) == "detection":
         return (batch.inputs,), {}
+    return model_arguments(batch)
+
+
+def model_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with which a model makes logits of a batch."""
+    if isinstance(batch, PairBatch):
+        return (batch.inputs, batch.decoder_inputs), {"padding": batch.padding}
     return (batch.inputs,), {} if batch.padding is None else {"padding": batch.padding}
 
 

@@ -332,7 +332,7 @@ class Trainer:
         value = values[self.settings.metric]
         if math.isnan(value):
             return -math.inf
-        return value if self.settings.metric in ("accuracy", "box_ap", "mask_ap") else -value
+        return value if self.settings.metric in ("accuracy", "box_ap", "mask_ap", "bleu", "chrf") else -value
 
     def _stop_if_asked(self, stop: list[int]) -> None:
         """Save and leave when any process was asked to stop; all processes decide alike."""

@@ -1,0 +1,255 @@
+"""Subwords for pairs of texts: byte pairs or a unigram model over bytes (`tokenizers`), or a sentencepiece model.
+
+Byte pairs: Sennrich et al. (arXiv:1508.07909), over bytes as GPT-2 has them; unigram: Kudo (arXiv:1804.10959). Both are
+trained here over the 256 bytes, so that nothing is unknown and `decode` gives back the very text. A sentencepiece model
+(arXiv:1808.06226) is read by its path, and normalises text in its own way.
+
+The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..extras import require
+from ..registry import unknown_name
+
+PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
+SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
+"""With a blank, which is not a sign of the byte alphabet: no text is ever encoded as one of them."""
+SUBWORDS = ("bpe", "unigram")
+FORMATS = ("raw", "moses")
+SMALLEST = len(SPECIALS) + 256
+
+
+class Subwords(Protocol):
+    """One side's subwords.
+
+    Attributes:
+        vocabulary: number of ids, the special ones included. lossless: whether `decode` gives back the very text.
+    """
+
+    vocabulary: int
+    lossless: bool
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+    def stored(self) -> dict[str, Any]:
+        """What `load_subwords` needs to make it again, as JSON."""
+        ...
+
+
+class ByteSubwords:
+    """Byte pairs or unigrams over bytes, of the `tokenizers` library.
+
+    A blank is put before a text, and taken off again, so that its first word is the same token as elsewhere.
+
+    Args:
+        model: the trained tokenizer of the library, as JSON.
+    """
+
+    lossless = True
+
+    def __init__(self, model: str) -> None:
+        self._json = model
+        self._model: Any = require("tokenizers", extra="language").Tokenizer.from_str(model)
+        self._model.encode_special_tokens = True  # a text that holds the name of one means its characters
+        self.vocabulary = self._model.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self._model.decode([token for token in map(int, tokens) if token >= len(SPECIALS)])
+        return text[1:] if text.startswith(" ") else text
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "bytes", "model": self._json}
+
+
+class SentencePieces:
+    """Pieces of a sentencepiece model; its ids stand behind the special ones, its unknown piece is `UNKNOWN`.
+
+    Args:
+        model: content of the .model file.
+
+    Raises:
+        ValueError: it is not one.
+    """
+
+    lossless = False
+
+    def __init__(self, model: bytes) -> None:
+        library = require("sentencepiece", extra="language")
+        self._bytes, self._model = model, library.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise ValueError(f"not a sentencepiece model: {error}; give the .model file, not the .vocab") from None
+        self.vocabulary = self._model.GetPieceSize() + len(SPECIALS)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        unknown = self._model.unk_id()
+        pieces = self._model.EncodeAsIds(list(texts))
+        return [[UNKNOWN if i == unknown else i + len(SPECIALS) for i in ids] for ids in pieces]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        unknown, specials = self._model.unk_id(), len(SPECIALS)
+        kept = [unknown if t == UNKNOWN else t - specials for t in map(int, tokens) if t >= UNKNOWN]
+        text: str = self._model.DecodeIds(kept)
+        return text
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "sentencepiece", "model": base64.b64encode(self._bytes).decode()}
+
+
+class PairTokenizer:
+    """The subwords of source and target, one model for both or one each.
+
+    Args:
+        source: of the source. target: of the target; None shares the source's.
+        text_format: "raw" text, or "moses" tokens with blanks between them, as the training data had it.
+        lowercase: whether texts are put into lower case first.
+
+    Attributes:
+        vocabulary, target_vocabulary: numbers of ids. pad, begin, end, unknown: special ids, the same on both sides.
+    """
+
+    pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
+    # What a tokenizer of streams has; a pair is none, and ends are those of sentences.
+    start, ends_document = END, True
+    sentence_ends: tuple[int, ...] = (END,)
+    line_ends: tuple[int, ...] = (END,)
+
+    def __init__(
+        self, source: Subwords, target: Subwords | None = None, text_format: str = "raw", lowercase: bool = False
+    ) -> None:
+        self.source, self.target, self.joint = source, source if target is None else target, target is None
+        self.text_format, self.lowercase = text_format, lowercase
+        self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
+
+    @property
+    def lossless(self) -> bool:
+        """Whether `decode` gives back the very text."""
+        return self.source.lossless and self.target.lossless and not self.lowercase
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a source text, with the end."""
+        return np.array(self.encode_batch([text])[0], dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
+        """Ids of several texts of one side, each with the end."""
+        side = self.target if target else self.source
+        return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
+
+    def prepared(self, text: str) -> str:
+        """The text as the model is to see it."""
+        return text.lower() if self.lowercase else text
+
+    def decode(self, tokens: Iterable[int], source: bool = False) -> str:
+        """Text of target ids (or source ids), up to the first end."""
+        kept: list[int] = []
+        for token in map(int, tokens):
+            if token == END:
+                break
+            kept.append(token)
+        return (self.source if source else self.target).decode(kept)
+
+    def dump(self) -> bytes:
+        """Everything that `load_tokenizer` needs to make it again."""
+        target = None if self.joint else self.target.stored()
+        options = {"format": self.text_format, "lowercase": self.lowercase}
+        return json.dumps({"kind": "pair", "source": self.source.stored(), "target": target, **options}).encode()
+
+
+def load_pair_tokenizer(stored: dict[str, Any]) -> PairTokenizer:
+    """The tokenizer of parsed `PairTokenizer.dump`."""
+    target = stored["target"]
+    return PairTokenizer(
+        load_subwords(stored["source"]),
+        None if target is None else load_subwords(target),
+        stored["format"],
+        stored["lowercase"],
+    )
+
+
+def load_subwords(stored: dict[str, Any]) -> Subwords:
+    """The subwords that `stored` described."""
+    if stored["kind"] == "sentencepiece":
+        return SentencePieces(base64.b64decode(stored["model"]))
+    return ByteSubwords(stored["model"])
+
+
+def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
+    """Subwords of some texts, lines of a corpus.
+
+    Args:
+        kind: "bpe" or "unigram". size: number of ids, special ones and the 256 bytes among them; fewer when the texts
+            have no more pairs that occur twice.
+        text_format: tokens do not reach over words, which are those of GPT-2's pattern in "raw" text, and what blanks
+            part in "moses".
+
+    Raises:
+        ValueError: an unknown kind, or too few ids.
+    """
+    if kind not in SUBWORDS:
+        raise ValueError(unknown_name("subwords", kind, list(SUBWORDS)))
+    if size < SMALLEST:
+        raise ValueError(
+            f"data.vocabulary_size={size} must be at least {SMALLEST}: {len(SPECIALS)} special ids and the 256 bytes"
+        )
+    library = require("tokenizers", extra="language")
+    level = library.pre_tokenizers.ByteLevel
+    trained = library.Tokenizer(library.models.BPE() if kind == "bpe" else library.models.Unigram())
+    if text_format == "raw":
+        trained.pre_tokenizer = level(add_prefix_space=False)
+    else:
+        parts = library.pre_tokenizers.Split(" ", "merged_with_next")
+        trained.pre_tokenizer = library.pre_tokenizers.Sequence([parts, level(add_prefix_space=False, use_regex=False)])
+    trained.decoder = library.decoders.ByteLevel()
+    common = {"special_tokens": list(SPECIALS), "initial_alphabet": sorted(level.alphabet()), "show_progress": False}
+    if kind == "bpe":
+        trainer = library.trainers.BpeTrainer(vocab_size=size, min_frequency=2, **common)
+    else:
+        trainer = library.trainers.UnigramTrainer(vocab_size=size, unk_token=SPECIALS[UNKNOWN], **common)
+    trained.train_from_iterator((f" {text}" for text in texts), trainer)
+    return ByteSubwords(trained.to_str())
+
+
+def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTokenizer:
+    """The tokenizer of a file: tokenizer.json of a run (or the run folder), or a sentencepiece .model for both sides.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is neither.
+    """
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"data.tokenizer={path!r} is neither {' nor '.join(SUBWORDS)} nor a file; give a run folder, its "
+            "tokenizer.json, or a sentencepiece .model"
+        )
+    content = file.read_bytes()
+    try:
+        stored = json.loads(content)
+    except ValueError:
+        return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
+    if not isinstance(stored, dict) or stored.get("kind") != "pair":
+        raise ValueError(f"data.tokenizer={path!r} is not the tokenizer of a translation run; give another")
+    found = load_pair_tokenizer(stored)
+    if (found.text_format, found.lowercase) != (text_format, lowercase):
+        raise ValueError(
+            f"data.tokenizer={path!r} is of text_format={found.text_format}, lowercase={found.lowercase}; set "
+            "data.text_format and data.lowercase to these"
+        )
+    return found

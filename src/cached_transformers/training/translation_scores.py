@@ -1,0 +1,60 @@
+"""BLEU and chrF of translations by sacrebleu (Post, arXiv:1804.08771), with signatures and bootstrap intervals.
+
+`bleu` is sacreBLEU with its own tokenisation, of text without tokenisation: data in Moses tokens are put together first,
+by sacremoses. `tokenised_bleu` is what fairseq prints and papers on IWSLT and Multi30k report: of lower-cased Moses tokens.
+It depends on the tokeniser and is not comparable with `bleu`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from cached_transformers.extras import require
+
+RESAMPLES = 1000
+
+
+def corpus_scores(
+    hypotheses: Sequence[str], references: Sequence[str], language: str, text_format: str, resamples: int = 0
+) -> dict[str, Any]:
+    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also intervals (95 %, over sentences) and signatures.
+
+    Args:
+        language: of both, for the rules of Moses. text_format: "raw" or "moses".
+
+    Raises:
+        ImportError: sacrebleu or sacremoses is not installed.
+        ValueError: different numbers of lines, or none.
+    """
+    if len(hypotheses) != len(references) or not references:
+        raise ValueError(f"{len(hypotheses)} translations for {len(references)} references; give one each, and some")
+    metrics = require("sacrebleu.metrics", extra="language")
+    moses = require("sacremoses", extra="language")
+    tokens = [list(hypotheses), list(references)]
+    texts = tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sacremoses on a language without rules of its own: those of English serve
+        if text_format == "moses":
+            joiner = moses.MosesDetokenizer(lang=language)
+            texts = [[joiner.detokenize(line.split(" ")) for line in side] for side in tokens]
+        else:
+            splitter = moses.MosesTokenizer(lang=language)
+            tokens = [[splitter.tokenize(line, return_str=True) for line in side] for side in tokens]
+    found: dict[str, Any] = {}
+    kinds = (
+        ("bleu", metrics.BLEU(), texts),
+        ("chrf", metrics.CHRF(), texts),
+        ("tokenised_bleu", metrics.BLEU(lowercase=True, tokenize="none", force=True), tokens),
+    )
+    for name, metric, (said, wanted) in kinds:
+        if resamples:
+            score = metric.corpus_score(said, [wanted], n_bootstrap=resamples)
+            found[f"{name}_interval"] = [float(score._mean - score._ci), float(score._mean + score._ci)]
+            found[f"{name}_signature"] = str(metric.get_signature())
+        else:
+            score = metric.corpus_score(said, [wanted])
+        found[name] = float(score.score)
+    order = ("bleu", "chrf", "tokenised_bleu")
+    return {key: found[key] for key in (*order, *(k for k in found if k not in order))}

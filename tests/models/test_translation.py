@@ -1,0 +1,156 @@
+"""Beam search of the encoder-decoder: the same with and without kept keys, exhaustive where it can be, row by row."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build, sources
+from torch import Tensor
+
+from cached_transformers.models import encoder_decoder_parts
+from cached_transformers.models.encoder_decoder import EncoderDecoder
+from cached_transformers.models.translation import Translation, translate
+
+BEGIN, END = 0, 1
+
+
+def written(found: Translation, row: int) -> list[int]:
+    return found.tokens_BT[row, : int(found.length_B[row])].tolist()
+
+
+@torch.no_grad()
+def score(model: EncoderDecoder, source: Tensor, tokens: list[int]) -> float:
+    """Log-probability of a target, from one pass over all of it."""
+    target = torch.tensor([tokens])
+    read = torch.cat([torch.tensor([[BEGIN]]), target[:, :-1]], 1)
+    logp = model(source[None], read).outputs.log_softmax(-1)
+    return float(logp.gather(2, target[..., None]).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_kept_keys_give_what_reading_again_gives(kind: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_decoder_parts, "BLOCK", 3)  # so that room runs out on the way
+    model = build(target_vocabulary=W, **KINDS[kind])
+    options: dict[str, Any] = {"padding": PADDING, "begin": BEGIN, "end": END, "beams": beams}
+    kept, again = (translate(model, sources(), cached=cached, **options) for cached in (True, False))
+    assert kept.tokens_BT.tolist() == again.tokens_BT.tolist()
+    assert kept.length_B.tolist() == again.length_B.tolist()
+    torch.testing.assert_close(kept.score_B, again.score_B)
+    for row, length in enumerate(LENGTHS.tolist()):
+        assert 1 <= kept.length_B[row] <= 2 * length + 10
+        want = score(model, sources()[row, :length], written(kept, row))
+        assert float(kept.score_B[row]) == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_one_beam_takes_the_likeliest_token_each_time(seed: int) -> None:
+    model = build(seed, target_vocabulary=W)
+    found = translate(model, sources(seed), padding=PADDING, begin=BEGIN, end=END, beams=1, tokens=7)
+    for row, length in enumerate(LENGTHS.tolist()):
+        text = [BEGIN]
+        while len(text) <= 7 and END not in text[1:]:
+            logits = model(sources(seed)[row : row + 1, :length], torch.tensor([text])).outputs
+            text.append(int(logits[0, -1].argmax()))
+        assert written(found, row) == text[1:]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_enough_beams_find_the_best_of_all_targets(penalty: float) -> None:
+    """With 4 words and 3 tokens there are 4 + 12 + 36... targets; none is lost among as many beams."""
+    words, most = 4, 3
+    model = build(2, target_vocabulary=words)
+    targets = [
+        list(t)
+        for length in range(1, most + 1)
+        for t in itertools.product(range(words), repeat=length)
+        if END not in t[:-1] and (t[-1] == END or length == most)
+    ]
+    found = translate(
+        model, sources(), begin=BEGIN, end=END, beams=words, tokens=most, length_penalty=penalty, results=1
+    )
+    ranks = [[score(model, sources()[row], t) / len(t) ** penalty for t in targets] for row in range(ROWS)]
+    for row in range(ROWS):
+        tokens = found.tokens_BT[row, 0, : int(found.length_B[row, 0])].tolist()
+        assert tokens in targets
+        rank = float(found.score_B[row, 0]) / len(tokens) ** penalty
+        assert rank == pytest.approx(max(ranks[row]), abs=1e-4)
+
+
+def test_a_row_is_translated_as_if_it_were_alone() -> None:
+    model = build(target_vocabulary=W)
+    options: dict[str, Any] = {"begin": BEGIN, "end": END, "beams": 3}
+    together = translate(model, sources(), padding=PADDING, **options)
+    for row, length in enumerate(LENGTHS.tolist()):
+        alone = translate(model, sources()[row : row + 1, :length], **options)
+        assert written(alone, 0) == written(together, row)
+        torch.testing.assert_close(alone.score_B[0], together.score_B[row])
+    assert len(set(together.length_B.tolist())) > 1  # they were done at different steps
+    assert (together.tokens_BT[torch.arange(together.tokens_BT.shape[1]) >= together.length_B[:, None]] == END).all()
+
+
+def test_several_results_are_the_best_in_order() -> None:
+    model = build(target_vocabulary=W)
+    options: dict[str, Any] = {"padding": PADDING, "begin": BEGIN, "end": END, "beams": 4}
+    best, several = translate(model, sources(), **options), translate(model, sources(), results=3, **options)
+    assert several.tokens_BT.shape[:2] == (ROWS, 3)
+    rank = several.score_B / several.length_B
+    assert (rank.diff(dim=1) <= 0).all()
+    for row in range(ROWS):
+        texts = [several.tokens_BT[row, i, : several.length_B[row, i]].tolist() for i in range(3)]
+        assert texts[0] == written(best, row)
+        assert len({tuple(text) for text in texts}) == 3
+        for text, total in zip(texts, several.score_B[row].tolist(), strict=True):
+            want = score(model, sources()[row, : LENGTHS[row]], text)
+            assert total == pytest.approx(want, abs=1e-4)
+
+
+def test_a_source_of_padding_alone_is_no_obstacle() -> None:
+    """An empty line, which has no token to attend."""
+    padding = PADDING.clone()
+    padding[1] = True
+    for kind in ("pre", "t5", "grc"):
+        model = build(target_vocabulary=W, **KINDS[kind])
+        found = translate(model, sources(), padding=padding, begin=BEGIN, end=END, beams=2)
+        assert found.score_B.isfinite().all() and found.length_B[1] <= 10
+
+
+def test_state_goes_in_and_out_and_the_mode_stays() -> None:
+    model = build(memory={"name": "grc_stream", "length": 4}).train()
+    options: dict[str, Any] = {"padding": PADDING, "begin": BEGIN, "end": END, "beams": 2, "tokens": 6}
+    first = translate(model, sources(), **options)
+    second = translate(model, sources(1), state=first.state, **options)
+    assert model.training
+    with torch.no_grad():
+        state = model.eval().encode(sources(), PADDING).state
+        fresh, on = (model(sources(1), sources()[:, :4], PADDING, s) for s in (None, state))
+    torch.testing.assert_close(second.state, on.state)
+    torch.testing.assert_close(first.state, state)
+    assert not torch.allclose(fresh.outputs, on.outputs, atol=1e-5)
+    again = translate(model, sources(1), state=first.state, cached=False, **options)
+    torch.testing.assert_close(second.score_B, again.score_B)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beams": 0}, "beams=0 must be at least 1"),
+        ({"beams": W + 1}, f"beams={W + 1} must be .* at most the {W} tokens"),
+        ({"tokens": 0}, "tokens=0 must be at least 1"),
+        ({"tokens": -3}, "tokens=-3 must be at least 1"),
+        ({"tokens": 33}, "tokens=33 must be .* at most max_length=32"),
+        ({"begin": -1}, "begin=-1 is not in the target vocabulary of 11 tokens, 0 to 10"),
+        ({"end": W}, "end=11 is not in the target vocabulary"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan must be finite"),
+        ({"results": 0}, "results=0 must be at least 1"),
+        ({"results": 4}, "results=4 must be at least 1, and at most beams=3"),
+        ({"padding": PADDING[:2]}, "padding of shape .* must have the shape of the inputs"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        translate(build(target_vocabulary=W), sources(), **{"begin": BEGIN, "end": END, "beams": 3, **options})
