@@ -15,8 +15,8 @@ from cached_transformers.data.denoising import restore_spans
 from cached_transformers.data.denoising_datasets import Denoising, blocks
 from cached_transformers.data.objectives import OBJECTIVES, create_objective
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.data.special_tokens import SpecialTokens, load_special_tokens
-from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer
+from cached_transformers.data.special_tokens import SpecialTokens
+from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
 from cached_transformers.training.loader import SeededRows
 
 TEXT = "".join(
@@ -47,7 +47,8 @@ def test_special_ids_stand_behind_the_text_and_sentinels_count_down() -> None:
     assert special.decode([104, 105, 259, 262, 33, 258]) == "hi<mask><extra_id_0>!<end>"
     assert special.encode("<mask>").tolist() == list(b"<mask>")
     for tokenizer in (special, SpecialTokens(WordTokenizer.train(["a b"], None, False))):
-        again = load_special_tokens(tokenizer.dump())
+        again = load_tokenizer(tokenizer.dump())
+        assert isinstance(again, SpecialTokens)
         assert (again.vocabulary, again.sentinels) == (tokenizer.vocabulary, tokenizer.sentinels)
         assert again.decode([1, again.mask]) == tokenizer.decode([1, tokenizer.mask])
 

@@ -1,8 +1,8 @@
 """Parallel text: two files whose lines correspond, a TSV file, either in a folder or archive, or a data set of the hub.
 
-    train.de, train.en                   a file a language, plain or compressed (.gz, .xz, .bz2)
-    train.lc.norm.tok.de, train.de-en.de     with anything between the name of the split and the language
-    train.tsv                            two columns; a first line with the names of the languages chooses them
+train.de, train.en                   a file a language, plain or compressed (.gz, .xz, .bz2)
+train.lc.norm.tok.de, train.de-en.de     with anything between the name of the split and the language
+train.tsv                            two columns; a first line with the names of the languages chooses them
 """
 
 from __future__ import annotations
@@ -222,7 +222,9 @@ def _nothing(
             by_name.setdefault(stem, set()).add(language)
     wanted = "-".join(languages)
     for name in missing:
-        there = sorted({n for stem, found in by_name.items() if stem == name or stem.startswith(f"{name}.") for n in found})
+        there = sorted(
+            {n for stem, found in by_name.items() if stem == name or stem.startswith(f"{name}.") for n in found}
+        )
         if there:
             absent = next((language for language in languages if language not in there), languages[0])
             what = unknown_name("language", absent, there)

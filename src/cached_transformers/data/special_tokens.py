@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .tokenizers import Tokenizer, WordTokenizer, load_tokenizer
+from .tokenizers import Tokenizer, WordTokenizer
 
 NAMES = ("pad", "begin", "end", "mask")
 
@@ -56,7 +56,7 @@ class SpecialTokens:
         return "".join([*parts, self.text.decode(run) if run else ""])
 
     def dump(self) -> bytes:
-        """Everything that `load_special_tokens` needs to make it again."""
+        """Everything that `load_tokenizer` needs to make it again."""
         stored = {"kind": "special", "text": self.text.dump().decode(), "sentinels": len(self.sentinels)}
         return json.dumps(stored).encode()
 
@@ -66,9 +66,3 @@ class SpecialTokens:
             return np.ones(self.text.vocabulary, dtype=bool)
         texts = (self.text.decode([token]) for token in range(self.text.vocabulary))
         return np.array([text[:1].isspace() for text in texts])
-
-
-def load_special_tokens(content: bytes) -> SpecialTokens:
-    """The tokenizer that `SpecialTokens.dump` wrote."""
-    stored = json.loads(content)
-    return SpecialTokens(load_tokenizer(stored["text"].encode()), stored["sentinels"])
