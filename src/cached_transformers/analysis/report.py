@@ -324,7 +324,8 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
     rows: list[list[Cell | str]] = []
     parts = (("best on validation", "best"), ("at the end", "final"), ("test", "test"), LAST)
     top5 = ["top5_accuracy"] if any("top5_accuracy" in (summary.get(key) or {}) for _, key in parts) else []
-    names = list(dict.fromkeys([metric.name, *top5, "loss"]))
+    translated = [name for name in ("bleu", "chrf", "tokenised_bleu") if name in (summary.get("test") or {})]
+    names = list(dict.fromkeys([metric.name, *top5, *translated, "loss"]))
     for label, key in parts:
         values = summary.get(key)
         if values:
@@ -347,8 +348,11 @@ def _run_table(summary: Mapping[str, Any], metric: Metric) -> str:
 
 
 def rows_interval(values: Mapping[str, Any], metric: Metric) -> str:
-    """Wilson's 95 % interval of an accuracy from the rows that were scored; empty for other metrics."""
+    """Wilson's 95 % interval of an accuracy from the rows that were scored, or what stands beside a score as its
+    interval over rows; empty where there is none."""
     rows, value = values.get("rows"), values.get(metric.name)
+    if f"{metric.name}_interval" in values and not metric.percent:
+        return metric.interval(*values[f"{metric.name}_interval"])
     if not rows or value is None or not metric.percent:
         return ""
     interval = wilson_interval(round(value * rows), rows)

@@ -246,7 +246,8 @@ class Comparison:
         values = {name: scores for name, scores in self.values().items() if scores}
         if self.reference not in values:
             return
-        intervals = {name: self.rows_interval(scores) for name, scores in values.items()}
+        runs = {variant.name: self.finished(variant) for variant in self.variants}
+        intervals = {name: self.rows_interval(scores, runs[name]) for name, scores in values.items()}
         print_statistics(
             summarise(values, None if self.pairs else self.reference),
             self.metric,
@@ -265,8 +266,13 @@ class Comparison:
             rows = [(name, cache_use_statistics(by_mode)) for name, by_mode in self.cache_use.items()]
             print_cache_use(rows, Metric(self.metric), self.split, console)
 
-    def rows_interval(self, values: list[float]) -> tuple[float, float] | None:
-        """Wilson's interval of the mean accuracy on as many rows as are scored; all seeds share these rows."""
+    def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
+        """Interval that the scored rows leave, which all seeds share: Wilson's of the mean accuracy, or for a score
+        with a bootstrap interval of its own in each summary the mean of these."""
+        own = [(summary["test"] or {}).get(f"{self.metric}_interval") for summary in summaries]
+        if self.split == "test" and self.metric != "accuracy" and own and all(own):
+            low, high = (sum(interval[end] for interval in own) / len(own) for end in (0, 1))
+            return low, high
         if self.rows is None:
             return None
         interval = wilson_interval(round(sum(values) / len(values) * self.rows), self.rows)
@@ -275,7 +281,7 @@ class Comparison:
 
     def _row(self, variant: Variant) -> dict[str, Any]:
         summaries, values = self.finished(variant), self.values()[variant.name]
-        interval = self.rows_interval(values)
+        interval = self.rows_interval(values, summaries)
         last = [s["test_last"][self.metric] for s in summaries if s.get("test_last")]
         return {
             "name": variant.name,

@@ -51,7 +51,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     parser.add_argument(
-        "--checkpoint", default="tested", metavar="tested|best|last|PATH", help="default: tested, the one of the summary"
+        "--checkpoint",
+        default="tested",
+        metavar="tested|best|last|PATH",
+        help="default: tested, the one of the summary",
     )
     parser.add_argument(
         "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"

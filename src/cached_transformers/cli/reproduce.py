@@ -40,7 +40,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all rows")
     parser.add_argument("--scale", choices=("small", "paper"), default="small", help="small: minutes a run on one core")
     parser.add_argument(
-        "--data", metavar="FOLDER", help="the data that a table reads (text for table5, images for tables 1 to 10)"
+        "--data",
+        metavar="FOLDER",
+        help="the data that a table reads (table4: pairs of texts; table5: text; others: images)",
     )
     parser.add_argument(
         "--rows", default="paper", metavar="paper|all|A,B", help="all: what the paper lacks, too; or rows by name"

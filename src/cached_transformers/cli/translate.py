@@ -1,7 +1,7 @@
 """`cached translate RUN < FILE > FILE`: translate line by line, in constant memory and in order.
 
-One line out for each line in. What was translated is written after each batch, so that a stop leaves whole lines behind;
-with --output FILE --resume the same command goes on behind them.
+One line out for each line in. What was translated is written after each batch, so that a stop leaves whole lines
+behind; with --output FILE --resume the same command goes on behind them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--input", type=Path, metavar="FILE", help="default: standard input")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.add_argument("--resume", action="store_true", help="go on behind the lines that --output holds already")
-    parser.add_argument("--beams", type=int, metavar="K", help="continuations that the search keeps (default: the run's)")
+    parser.add_argument(
+        "--beams", type=int, metavar="K", help="continuations that the search keeps (default: the run's)"
+    )
     parser.add_argument(
         "--length-penalty", type=float, metavar="A", help="score = log-probability / length ** A (default: the run's)"
     )
@@ -59,10 +61,15 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--batch", type=int, metavar="N", help="lines at a time (default: 32; 1 from a terminal)")
     parser.add_argument(
-        "--checkpoint", default="tested", metavar="tested|best|last|PATH", help="default: tested, the one of the summary"
+        "--checkpoint",
+        default="tested",
+        metavar="tested|best|last|PATH",
+        help="default: tested, the one of the summary",
     )
     parser.add_argument("--average", type=int, metavar="N", help="average the weights of the newest N checkpoints")
-    parser.add_argument("--scores", action="store_true", help="put the log-probability and a tab before each translation")
+    parser.add_argument(
+        "--scores", action="store_true", help="put the log-probability and a tab before each translation"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.set_defaults(run=run)
 
@@ -212,7 +219,9 @@ def _check(model: nn.Module, beams: int, tokens: int | None, length_penalty: flo
         raise ValueError(f"--beams {beams} must be at least 1; 1 takes the likeliest token each time")
     longest = int(model.max_length)  # type: ignore[arg-type]
     if tokens is not None and not 1 <= tokens <= longest:
-        raise ValueError(f"--tokens {tokens} must be at least 1, and at most the {longest} that the model was built for")
+        raise ValueError(
+            f"--tokens {tokens} must be at least 1, and at most the {longest} that the model was built for"
+        )
     if not math.isfinite(length_penalty):
         raise ValueError(f"--length-penalty {length_penalty} must be finite; 0 compares sums, 1 means")
 

@@ -1,8 +1,10 @@
 """Parallel text: two files whose lines correspond, a TSV file, either in a folder or archive, or a data set of the hub.
 
-train.de, train.en                   a file a language, plain or compressed (.gz, .xz, .bz2)
-train.lc.norm.tok.de, train.de-en.de     with anything between the name of the split and the language
-train.tsv                            two columns; a first line with the names of the languages chooses them
+Files are found by the name of their split and their language:
+
+    train.de, train.en                        a file a language, plain or compressed (.gz, .xz, .bz2)
+    train.lc.norm.tok.de, train.de-en.de      with anything between the name of the split and the language
+    train.tsv                                 two columns; a first line with the names of the languages chooses them
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple
         raise FileNotFoundError(f"{path} does not exist; give data.path=FOLDER")
     if folder.is_file() and not folder.name.endswith(ARCHIVES):
         raise FileNotFoundError(
-            f"{path} is a single file, which has no splits; give a folder, an archive, or a mapping from split to file, "
-            "e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
+            f"{path} is a single file, which has no splits; give a folder, an archive, or a mapping from split to "
+            "file, e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
         )
     files = _listed(folder)
     found: list[PairFiles] = []
@@ -86,7 +88,8 @@ def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
     source, target = (_lines(file) for file in files)
     if len(source) != len(target):
         raise ValueError(
-            f"{files.source} has {len(source)} lines and {files.target} has {len(target)}; line n of one must translate "
+            f"{files.source} has {len(source)} lines and {files.target} has {len(target)}; line n of one must "
+            f"translate "
             "line n of the other, so fetch both again"
         )
     return Parallel(source, target, f"{files.source}, {files.target}")
@@ -197,7 +200,8 @@ def _of_name(files: Sequence[TextFile], name: str, languages: tuple[str, str]) -
         return PairFiles(tables[0], tables[0])
     if not all(sides):
         return None
-    # Both directions of a pair, or two preparations of it, may lie side by side: those with the same stem belong together.
+    # Both directions of a pair, or two preparations of it, may lie side by side: those with the same stem belong
+    # together.
     pairs = [(a, b) for a in sides[0] for b in sides[1] if _parts(a)[0] == _parts(b)[0] and _same_folder(a, b)]
     if not pairs:
         pairs = [(a, b) for a in sides[0] for b in sides[1]]
@@ -231,7 +235,8 @@ def _nothing(
             return f"{path} holds no {wanted} for {name!r}: {what}; set data.source and data.target to two of these"
     complete = sorted(name for name, found in by_name.items() if len(found) > 1 or found & {"tsv", "tab"})
     return (
-        f"{path} holds no parallel text for split {split!r}: expected {' or '.join(f'{n}.{languages[0]}' for n in missing)}; "
+        f"{path} holds no parallel text for split {split!r}: expected "
+        f"{' or '.join(f'{n}.{languages[0]}' for n in missing)}; "
         f"it has {', '.join(complete[:12]) or 'none'}; name one by data.{split}=NAME"
     )
 

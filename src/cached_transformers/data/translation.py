@@ -1,7 +1,8 @@
 """Pairs of texts for translation ("translation", "multi30k", "iwslt14"): any two text files, TSV, or data of the hub.
 
 The subwords are those of the training side alone. Multi30k: Elliott et al. (arXiv:1605.00459); IWSLT: Cettolo et al.,
-"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported; validation
+"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported; "
+"validation
 and test keep every line, so that scores are of the whole split.
 """
 
@@ -206,7 +207,8 @@ class Translation:
         if not balanced:
             raise ValueError(
                 f"{lines.name}: none of {len(pairs)} pairs is left ({empty} empty, {long} longer than data.max_length="
-                f"{self.max_length}, {len(fitting)} beyond data.max_ratio={ratio}); raise these, or fetch the data again"
+                f"{self.max_length}, {len(fitting)} beyond data.max_ratio={ratio}); raise these, or fetch the data "
+                f"again"
             )
         kind = np.uint16 if max(self.tokenizer.vocabulary, self.tokenizer.target_vocabulary) <= 1 << 16 else np.int32
         flat = [np.array([i for pair in balanced for i in pair[side]], dtype=kind) for side in (0, 1)]
@@ -222,7 +224,8 @@ class Translation:
         if len(cut):
             named = ", ".join(str(line + 1) for line in cut[:5])
             warnings.warn(
-                f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} tokens "
+                f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} "
+                f"tokens "
                 f"and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
                 stacklevel=3,
             )
@@ -230,7 +233,8 @@ class Translation:
         unknown = int((tokens == UNKNOWN).sum())
         if unknown == len(tokens) - len(self):
             raise ValueError(
-                f"{self.name}, {self.split}: every source token is unknown to the tokenizer; data.tokenizer is of other "
+                f"{self.name}, {self.split}: every source token is unknown to the tokenizer; data.tokenizer is of "
+                f"other "
                 "languages"
             )
 

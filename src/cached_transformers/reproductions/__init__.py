@@ -3,6 +3,7 @@
 from .base import Reproduction, Row
 from .table1 import TABLE1
 from .table2 import TABLE2
+from .table4 import TABLE4, TABLE4_IWSLT14
 from .table5 import TABLE5
 from .table6 import TABLE6
 from .table8 import TABLE8
@@ -14,6 +15,8 @@ __all__ = ["MEASURED", "REPRODUCTIONS", "Reproduction", "Row", "Throughput"]
 REPRODUCTIONS = {
     "table1": TABLE1,
     "table2": TABLE2,
+    "table4": TABLE4,
+    "table4_iwslt14": TABLE4_IWSLT14,
     "table5": TABLE5,
     "table6": TABLE6,
     "table8": TABLE8,

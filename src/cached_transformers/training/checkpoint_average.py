@@ -60,7 +60,8 @@ def newest_checkpoints(folder: Path, count: int) -> list[Path]:
     paths = Checkpoints(folder / "checkpoints").paths()
     if len(paths) < count:
         raise ValueError(
-            f"{folder} has {len(paths)} checkpoints, so {count} cannot be averaged; train with training.keep={count} or more"
+            f"{folder} has {len(paths)} checkpoints, so {count} cannot be averaged; train with "
+            f"training.keep={count} or more"
         )
     return paths[-count:]
 

@@ -96,12 +96,15 @@ def without_checkpoint(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model={**config.model, "checkpoint": None})
 
 
-def load_run(folder: Path, checkpoint: str = "best") -> tuple[RunConfig, nn.Module, int]:
+def load_run(folder: Path, checkpoint: str = "best", average: int | None = None) -> tuple[RunConfig, nn.Module, int]:
     """Configuration, model with its trained weights, and step of a run folder.
 
     Args:
         folder: a run folder.
-        checkpoint: "best", "last", or the path of a step folder.
+        checkpoint: "best", "last", "tested" (the average of checkpoints where the run tested one, else the best), or
+        the
+            path of a step folder.
+        average: so many newest checkpoints are averaged, in place of `checkpoint`; caches as `training.average_caches`.
 
     Raises:
         ValueError: not a run folder, or the checkpoint is missing or damaged.
@@ -204,9 +207,8 @@ def _train_test_report(
         summary |= facts
         if last is not None:
             summary["test_last"] = last
-        if translations := getattr(trainer.task, "translations", None):
-            if tested is not None:
-                write_durably(folder / TRANSLATIONS, written(translations).encode())
+        if (translations := getattr(trainer.task, "translations", None)) and tested is not None:
+            write_durably(folder / TRANSLATIONS, written(translations).encode())
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
@@ -223,7 +225,8 @@ def check_tokenizer(folder: Path, tokenizer: Any) -> None:
     path = folder / TOKENIZER
     if path.is_file() and path.read_bytes() != tokenizer.dump():
         raise ValueError(
-            f"{path} is another tokenizer than that of the data now; use another --out, or fetch the data again that the "
+            f"{path} is another tokenizer than that of the data now; use another --out, or fetch the data again "
+            f"that the "
             f"run began with (or set data.tokenizer={path}, where the data take a file)"
         )
 
@@ -234,7 +237,8 @@ def check_average(config: RunConfig) -> None:
     made = checkpoints_made(settings.steps, settings.save_every or settings.evaluate_every)
     if settings.average_last > made:
         raise ValueError(
-            f"training.average_last={settings.average_last}, but training.steps={settings.steps} with a checkpoint every "
+            f"training.average_last={settings.average_last}, but training.steps={settings.steps} with a checkpoint "
+            f"every "
             f"{settings.save_every or settings.evaluate_every} make {made}; save more often (training.save_every)"
         )
 
@@ -270,7 +274,8 @@ def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Report
 
 
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
-    """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its weights."""
+    """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its
+    weights."""
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:

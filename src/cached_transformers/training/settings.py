@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 
-Score = Literal["accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap", "bleu", "chrf"]
+Score = Literal[
+    "accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap", "bleu", "chrf"
+]
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class TrainingConfig:
     steps: int = 1000
     batch_size: int = 32
     batch_tokens: int | None = None
-    """Translation: source tokens, and target tokens, padding included, that the batch of a step has at most; batches are
-    then of pairs that are about as long (see `TokenOrder`). null counts rows, by `batch_size`."""
+    """Translation: source tokens, and target tokens, padding included, that the batch of a step has at most; batches
+    are then of pairs that are about as long (see `TokenOrder`). null counts rows, by `batch_size`."""
     accumulate: int = 1
     """Pieces in which each process works through its rows of a batch; saves memory."""
     clip_norm: float | None = 1.0
@@ -126,12 +128,14 @@ class TrainingConfig:
                 raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
         if self.average_last > self.keep:
             raise ValueError(
-                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} stay; "
+                f"training.average_last={self.average_last} checkpoints are averaged, and "
+                f"training.keep={self.keep} stay; "
                 "keep as many"
             )
         if self.average_last > 1 and self.ema_decay is not None:
             raise ValueError(
-                f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average weights; "
+                f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average "
+                f"weights; "
                 "take one of them"
             )
         if self.batch_tokens is None and self.batch_size % self.accumulate:

@@ -1,5 +1,5 @@
-"""What is trained: rows with a label each, streams of text, pairs, or detectors. The trainer knows steps, files and signals; a
-task knows its batches, its loss, what it carries from step to step, and its scores.
+"""What is trained: rows with a label each, streams of text, pairs, or detectors. The trainer knows steps, files and
+signals; a task knows its batches, its loss, what it carries from step to step, and its scores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Batches of pairs that are about as long, up to a number of tokens (fairseq's max-tokens; arXiv:1904.01038).
 
-As in `loader`, the order is a pure function of (seed, epoch) and a step number is the position in the data. The rows of an
-epoch are sorted by the length of their longer side, then by that of the source, two lengths together, and drawn among
-equal ones; they are cut where one more row would exceed the tokens; and the batches are dealt in an order of their own.
-The cuts depend on the longer sides alone, so every epoch has as many batches.
+As in `loader`, the order is a pure function of (seed, epoch) and a step number is the position in the data. The rows
+of an epoch are sorted by the length of their longer side, then by that of the source, two lengths together, and drawn
+among equal ones; they are cut where one more row would exceed the tokens; and the batches are dealt in an order of
+their own. The cuts depend on the longer sides alone, so every epoch has as many batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class TokenOrder(Sampler[list[Key]]):
         self._longer = self.lengths.max(1)
         if self._longer.max() > tokens:
             raise ValueError(
-                f"training.batch_tokens={tokens} is less than the {self._longer.max()} tokens of the longest pair; raise it, "
+                f"training.batch_tokens={tokens} is less than the {self._longer.max()} tokens of the longest pair; "
+                f"raise it, "
                 "or lower data.max_length"
             )
         self._cuts = _cuts(np.sort(self._longer), tokens)

@@ -1,8 +1,8 @@
 """Sequence to sequence: batches of pairs, a loss per target token, and translations scored by BLEU.
 
-Serves every data set whose `task` is "translation": items are `Pair`s. What has `lengths` can be batched by tokens; what
-has `texts` (sources and references) is translated and scored; other data, such as damaged text that is to be restored, are
-scored by their loss.
+Serves every data set whose `task` is "translation": items are `Pair`s. What has `lengths` can be batched by tokens;
+what has `texts` (sources and references) is translated and scored; other data, such as damaged text that is to be
+restored, are scored by their loss.
 
 Legend: B rows, N source tokens, T target tokens.
 """
@@ -127,7 +127,8 @@ class Translation:
         return {**values, "tokens": sources + targets}
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
-        """Loss and perplexity; with translations of the test split, or of as many sentences as validation is to have."""
+        """Loss and perplexity; with translations of the test split, or of as many sentences as validation is to
+        have."""
         sentences = self.config.evaluation.bleu_sentences if dataset.split == "validation" else None
         values, self.translations = evaluate_pairs(model, dataset, self.world, self.config, sentences)
         return values, []
@@ -150,17 +151,21 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
     for side, size in sides.items():
         if getattr(model, side, size) < size:
             raise ValueError(
-                f"model.{side}={getattr(model, side)} is below the {size} token ids of the data; leave it out, or raise it"
+                f"model.{side}={getattr(model, side)} is below the {size} token ids of the data; leave it out, or "
+                f"raise it"
             )
     if getattr(model, "max_length", facts["max_length"]) < facts["max_length"]:
         raise ValueError(
-            f"model.max_length={model.max_length} is below data.max_length={facts['max_length']}; leave it out, or raise it"
+            f"model.max_length={model.max_length} is below data.max_length={facts['max_length']}; leave it out, or "
+            f"raise it"
         )
     known = ["loss", "perplexity"]
     if translatable(data):
         known += ["bleu", "chrf"]
     if settings.metric not in known:
-        raise ValueError(f"training.metric={settings.metric!r} does not suit data {data.name!r}; take {' or '.join(known)}")
+        raise ValueError(
+            f"training.metric={settings.metric!r} does not suit data {data.name!r}; take {' or '.join(known)}"
+        )
     if settings.metric in ("bleu", "chrf") and config.evaluation.bleu_sentences == 0:
         raise ValueError(
             f"training.metric={settings.metric} needs translations of the validation split; set "
@@ -168,7 +173,8 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
         )
     if settings.batch_tokens is not None and not hasattr(data, "lengths"):
         raise ValueError(
-            f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known beforehand; "
+            f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known "
+            f"beforehand; "
             "leave it out and set training.batch_size"
         )
     if not settings.batch_tokens and settings.batch_size > len(data):
@@ -185,7 +191,8 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
     one, other = (getattr(data, "tokenizer", None) for data in (first, second))
     if one is not None and other is not None and one.dump() != other.dump():
         raise ValueError(
-            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the same ids mean "
+            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the "
+            f"same ids mean "
             "different texts; build both with the same options"
         )
 

@@ -1,8 +1,8 @@
 """BLEU and chrF of translations by sacrebleu (Post, arXiv:1804.08771), with signatures and bootstrap intervals.
 
-`bleu` is sacreBLEU with its own tokenisation, of text without tokenisation: data in Moses tokens are put together first,
-by sacremoses. `tokenised_bleu` is what fairseq prints and papers on IWSLT and Multi30k report: of lower-cased Moses tokens.
-It depends on the tokeniser and is not comparable with `bleu`.
+`bleu` is sacreBLEU with its own tokenisation, of text without tokenisation: data in Moses tokens are put together
+first, by sacremoses. `tokenised_bleu` is what fairseq prints and papers on IWSLT and Multi30k report: of lower-cased
+Moses tokens. It depends on the tokeniser and is not comparable with `bleu`.
 """
 
 from __future__ import annotations

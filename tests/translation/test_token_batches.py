@@ -1,0 +1,84 @@
+"""Token batches: each pair once an epoch, within the tokens, whatever the processes and pieces."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from cached_transformers.training.token_batches import TokenOrder
+
+LENGTHS = np.random.default_rng(0).integers(1, 30, (137, 2))
+
+
+def taken(order: TokenOrder, epoch: int = 0) -> list[list[int]]:
+    return [[row for _, row in order.rows(epoch * order.batches + step)] for step in range(order.batches)]
+
+
+@pytest.mark.parametrize("tokens", [29, 64, 300, 10_000])
+def test_each_pair_once_an_epoch_and_no_batch_beyond_its_tokens(tokens: int) -> None:
+    order = TokenOrder(LENGTHS, tokens, seed=3)
+    for epoch in range(3):
+        batches = taken(order, epoch)
+        assert sorted(row for batch in batches for row in batch) == list(range(len(LENGTHS)))
+        assert all(len(batch) * LENGTHS[batch].max() <= tokens for batch in batches)
+        assert {e for step in range(order.batches) for e, _ in order.rows(epoch * order.batches + step)} == {epoch}
+
+
+def test_no_batch_could_take_the_next_pair() -> None:
+    order = TokenOrder(LENGTHS, 100, seed=3)
+    batches = sorted(taken(order), key=lambda batch: LENGTHS[batch].max(1).min())
+    for batch, following in pairwise(batches):
+        assert (len(batch) + 1) * max(LENGTHS[batch].max(), LENGTHS[following].max(1).min()) > 100
+
+
+def test_efficiency_is_the_share_that_is_not_padding() -> None:
+    order = TokenOrder(LENGTHS, 200, seed=1)
+    padded = real = 0
+    for batch in taken(order):
+        for side in (0, 1):
+            longest = max(LENGTHS[row, side] for row in batch)
+            padded += sum(longest for _ in batch)
+            real += sum(LENGTHS[row, side] for row in batch)
+    assert order.efficiency() == pytest.approx(real / padded)
+    drawn = np.random.default_rng(1).permutation(len(LENGTHS)).reshape(-1, 1)[:136].reshape(-1, 8)
+    random = sum(8 * LENGTHS[rows].max(0).sum() for rows in drawn)
+    assert order.efficiency() > 1.2 * LENGTHS[drawn.ravel()].sum() / random
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    first, same, other = (TokenOrder(LENGTHS, 100, seed) for seed in (5, 5, 6))
+    assert taken(first, 1) == taken(same, 1) != taken(first, 0)
+    assert taken(first, 1) != taken(other, 1)
+    # Not the order alone: who stands beside whom changes too.
+    assert {frozenset(batch) for batch in taken(first, 0)} != {frozenset(batch) for batch in taken(first, 1)}
+    steps = first.batches + 3
+    late = TokenOrder(LENGTHS, 100, 5, start=steps)
+    assert list(islice(late, 4)) == list(islice(islice(first, steps, None), 4))
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 3), (2, 1), (3, 2)])
+def test_pieces_divide_a_step(world: int, accumulate: int) -> None:
+    whole = TokenOrder(LENGTHS, 60, seed=2)
+    orders = [TokenOrder(LENGTHS, 60, 2, 0, rank, world, accumulate) for rank in range(world)]
+    streams = [iter(order) for order in orders]
+    alone = 0
+    for step in range(2 * whole.batches):
+        found = []
+        for order, stream in zip(orders, streams, strict=True):
+            for piece in range(accumulate):
+                rows = next(stream)
+                assert rows
+                if order.empty(step, piece):
+                    alone += 1
+                    assert rows == whole.rows(step)[:1]
+                else:
+                    found += rows
+        assert sorted(found) == sorted(whole.rows(step))
+    assert (alone > 0) is (world * accumulate > 2)
+
+
+def test_a_pair_that_fits_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_tokens=28 is less than the 29 tokens of the longest pair"):
+        TokenOrder(LENGTHS, 28, seed=0)
