@@ -131,13 +131,14 @@ def test_values_and_gradients_are_those_of_a_slow_twin(norm: str) -> None:
     inputs, targets = sources(), said()
     out = model(inputs, targets, PADDING).outputs
     want = torch.stack([twin(model, inputs[i, : LENGTHS[i]], targets[i]) for i in range(ROWS)])
-    torch.testing.assert_close(out, want)
+    near: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}  # angles of positions are float32, whatever the model
+    torch.testing.assert_close(out, want, **near)
     weight = torch.randn_like(out)
     names, parameters = zip(*model.named_parameters(), strict=True)
     got = torch.autograd.grad((out * weight).sum(), parameters)
     expected = torch.autograd.grad((want * weight).sum(), parameters)
     for name, a, b in zip(names, got, expected, strict=True):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, **near, msg=lambda text, name=name: f"{name}: {text}")
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -149,7 +150,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "grc": {"memory": {"name": "grc", "length": 5}},
     "rotary": {"positions": "rotary", "norm": "post", "final_norm": True},
-    "experts": {"experts": {"experts": 3, "every": 1}},
+    "experts": {"experts": {"experts": 3, "every": 1, "capacity_factor": None}},
 }
 
 
@@ -228,7 +229,7 @@ def test_a_stream_memory_carries_sentences_of_a_document_on(memory: dict[str, An
     first, second = model(sources(), said(), PADDING), model(sources(5), said(), PADDING)
     on = model(sources(), said(), PADDING, first.state)
     other = model(sources(), said(), PADDING, second.state)
-    assert not torch.allclose(on.outputs, first.outputs, atol=1e-5)
+    assert not torch.allclose(other.outputs, first.outputs, atol=1e-5)
     assert not torch.allclose(on.outputs, other.outputs, atol=1e-5)
     assert on.state.clock_B.tolist() == (2 * LENGTHS).tolist()
     padded = build(memory=memory)(sources().masked_fill(PADDING, 2), said(), PADDING, first.state)

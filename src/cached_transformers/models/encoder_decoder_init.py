@@ -65,7 +65,8 @@ def initialise_as_t5(model: EncoderDecoder) -> None:
 
     The queries' deviation holds the 1 / sqrt(E) that `attention_scale=1` leaves out.
     """
-    for attention in (*_own(model, SelfAttention), *_own(model, CausalAttention)):
+    attentions: list[SelfAttention | CausalAttention] = [*_own(model, SelfAttention), *_own(model, CausalAttention)]
+    for attention in attentions:
         _attention_as_t5([*attention.qkv.weight.chunk(3)], attention.output, attention.heads)
     for cross in _own(model, CrossAttention):
         _attention_as_t5([cross.query.weight, *cross.key_value.weight.chunk(2)], cross.output, cross.heads)
