@@ -6,12 +6,14 @@ Legend: B rows, N tokens of a row, T tokens, E experts, D model width, F hidden 
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from integrations.hosts import library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +36,9 @@ def made(seed: int = 0, **options: Any) -> SwitchFeedForward:
 
 
 def tokens(seed: int = 1, rows: int = B, length: int = N) -> Tensor:
-    return torch.randn(rows, length, D, generator=torch.Generator().manual_seed(seed))
+    """Tokens with so much in common that some experts get more than their share."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(D, generator=generator) + torch.randn(rows, length, D, generator=generator)
 
 
 def some_padding() -> Tensor:
@@ -314,7 +318,7 @@ def test_a_language_model_with_experts_adds_their_losses_and_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("memory", [None, "grc_stream", "memory_transformer", "recurrent_memory"])
+@pytest.mark.parametrize("memory", [None, "grc_stream", "memory_transformer", "rmt"])
 def test_every_layer_may_have_experts_with_memories_of_all_kinds(memory: str | None) -> None:
     """Padding reaches the router, and memory tokens with weights of their own have experts of their own."""
     torch.manual_seed(0)
@@ -385,13 +389,17 @@ def test_experts_that_no_stack_can_have_are_refused(experts: Any, words: str) ->
 # -------------------------------------------------------------------------------------------- transformers
 
 
+def modeling() -> Any:
+    library("transformers")
+    return importlib.import_module("transformers.models.switch_transformers.modeling_switch_transformers")
+
+
 def theirs(module: SwitchFeedForward, capacity: int) -> Any:
     """transformers' layer with the weights of ours."""
-    library = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
-    config = pytest.importorskip("transformers").SwitchTransformersConfig(
+    config = library("transformers").SwitchTransformersConfig(
         d_model=D, d_ff=F, num_experts=E, expert_capacity=capacity, dropout_rate=0.0, router_jitter_noise=0.0
     )
-    layer = library.SwitchTransformersSparseMLP(config)
+    layer = modeling().SwitchTransformersSparseMLP(config)
     with torch.no_grad():
         layer.router.classifier.weight.copy_(module.router_ED)
         for expert in range(E):
@@ -422,9 +430,8 @@ def test_transformers_layer_gives_the_same(factor: float | None) -> None:
 
 def test_transformers_losses_are_the_same() -> None:
     """Theirs are means over rows of what ours is of a row, for the balance; the z-loss is the same mean."""
-    library = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
     logits_BNE = torch.randn(B, N, E, generator=torch.Generator().manual_seed(3))
     p_BNE, chosen_BN = logits_BNE.softmax(-1), logits_BNE.argmax(-1)
     ours = torch.stack([balance_loss(p, chosen) for p, chosen in zip(p_BNE, chosen_BN, strict=True)]).mean()
-    torch.testing.assert_close(ours, library.load_balancing_loss_func(p_BNE, chosen_BN))
-    torch.testing.assert_close(z_loss(logits_BNE.flatten(0, 1)), library.router_z_loss_func(logits_BNE))
+    torch.testing.assert_close(ours, modeling().load_balancing_loss_func(p_BNE, chosen_BN))
+    torch.testing.assert_close(z_loss(logits_BNE.flatten(0, 1)), modeling().router_z_loss_func(logits_BNE))

@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry
+from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
 from cached_transformers.resources import recipes_folder
 from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
-KINDS = ("memories", "attentions", "models", "datasets", "recipes")
+KINDS = ("memories", "attentions", "models", "datasets", "objectives", "recipes")
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("list", help="list memories, attentions, models, datasets and recipes")
+    parser = subparsers.add_parser("list", help="list memories, attentions, models, datasets, objectives and recipes")
     parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind only (default: all)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -62,7 +62,13 @@ def registries() -> dict[str, Registry[Any]]:
     # Importing the packages fills the registries.
     from cached_transformers import attentions, data, memories, models  # noqa: F401
 
-    return {"memories": MEMORIES, "attentions": ATTENTIONS, "models": MODELS, "datasets": DATASETS}
+    return {
+        "memories": MEMORIES,
+        "attentions": ATTENTIONS,
+        "models": MODELS,
+        "datasets": DATASETS,
+        "objectives": OBJECTIVES,
+    }
 
 
 def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, st
 from .cifar import CIFAR10, CIFAR100
 from .coco import CocoDetection, DetectionBatch
 from .decoding import BadFile
+from .denoising_datasets import Denoising
 from .digits import Digits
 from .huggingface_images import HuggingFaceImages
 from .image_folder import ImageFolder
@@ -36,6 +37,7 @@ __all__ = [
     "Books",
     "CocoDetection",
     "Dataset",
+    "Denoising",
     "DetectionBatch",
     "Digits",
     "Enwik8",

@@ -183,6 +183,10 @@ def load_tokenizer(content: bytes) -> Tokenizer:
         return ByteTokenizer()
     if stored["kind"] == "pair":
         return load_pair_tokenizer(stored)
+    if stored["kind"] == "special":
+        from .special_tokens import SpecialTokens  # which is made of a tokenizer of this file
+
+        return SpecialTokens(load_tokenizer(stored["text"].encode()), stored["sentinels"])
     if stored["kind"] == "word":
         return WordTokenizer(stored["words"], stored["punctuation"])
     return BytePairTokenizer(stored["model"])

@@ -23,6 +23,7 @@ Legend: B rows, N tokens of a row, T = B N tokens, E experts, C places of an exp
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -54,7 +55,7 @@ class SwitchFeedForward(nn.Module):
     """norm -> router -> one of E feed-forward networks for each token, times the router's probability.
 
     Cost: 2 C E D F multiply-adds, that is capacity_factor times a `FeedForward`, whatever the number of experts.
-    The router computes in float32, under autocast and in half-precision models, too.
+    The router computes in float32 or wider, under autocast and in half-precision models, too.
 
     Args:
         width: D. hidden: F, of each expert. experts: E.
@@ -134,11 +135,13 @@ class SwitchFeedForward(nn.Module):
 
     def route(self, h_TD: Tensor, valid_T: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The router's probability (T) of the expert it chooses, the expert (T), and the auxiliary loss."""
-        with torch.autocast(h_TD.device.type, enabled=False):
-            x_TD = h_TD.float()
+        kind = h_TD.device.type
+        with contextlib.nullcontext() if h_TD.is_meta else torch.autocast(kind, enabled=False):  # meta has no autocast
+            wide = torch.promote_types(h_TD.dtype, torch.float32)
+            x_TD = h_TD.to(wide)
             if self.training and self.jitter:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
-            logits_TE = F.linear(x_TD, self.router_ED.float())
+            logits_TE = F.linear(x_TD, self.router_ED.to(wide))
             p_TE = logits_TE.softmax(-1)
             p_T, chosen_T = p_TE.max(-1)
             loss = self.balance_loss * balance_loss(p_TE, chosen_T, valid_T)
@@ -154,7 +157,7 @@ class SwitchFeedForward(nn.Module):
             chose_TE = chose_TE * valid_T[:, None]
         order_TE = chose_TE.cumsum(0)
         place_T = order_TE.gather(1, chosen_T[:, None])[:, 0] - 1
-        tokens = order_TE.new_tensor(len(h_TD)) if valid_T is None else valid_T.sum()
+        tokens = order_TE.new_full((), len(h_TD)) if valid_T is None else valid_T.sum()
         kept_T = place_T < self._limit(tokens)
         kept_T = kept_T if valid_T is None else kept_T & valid_T
         if self.training:
@@ -223,7 +226,8 @@ def make_feed_forward(
 
     Args:
         experts: None, E, or {"experts": E, "every": layers, option of `SwitchFeedForward`: value}; every=1 gives all
-            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0.
+            layers experts, every=2 (the default, as in the paper) the layers 1, 3, 5, ..., counted from 0. Capacity has
+            no limit in evaluation unless told otherwise: with one, a result would depend on the other rows.
         common: options of `FeedForward`, for both kinds; the experts' dropout is its `activation_dropout`, if given,
             unless `experts` has one of its own.
 
@@ -245,7 +249,7 @@ def make_feed_forward(
         return FeedForward(width, hidden, **common)
     if "activation_dropout" in common:
         common["expert_dropout"] = common.pop("activation_dropout")
-    return SwitchFeedForward(width, hidden, **{**common, **options})
+    return SwitchFeedForward(width, hidden, **{"evaluation_capacity_factor": None, **common, **options})
 
 
 _OPTIONS = (

@@ -1,0 +1,218 @@
+"""Raw text as pairs: blocks, special ids, objectives by name, noise by row and epoch, and what is refused."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cached_transformers.data import create_dataset
+from cached_transformers.data.denoising import restore_spans
+from cached_transformers.data.denoising_datasets import Denoising, blocks
+from cached_transformers.data.objectives import OBJECTIVES, create_objective
+from cached_transformers.data.pairs import IGNORED
+from cached_transformers.data.special_tokens import SpecialTokens
+from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
+from cached_transformers.training.loader import SeededRows
+
+TEXT = "".join(
+    f"the {word} sat on mat number {index} . why ?\n" for index, word in enumerate(["cat", "dog", "owl"] * 200)
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "input.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path / "input.txt"
+
+
+def made(text: Path, split: str = "train", **options: Any) -> Denoising:
+    data = create_dataset("denoising", split, path=text, **{"tokenizer": "byte", "max_length": 64, **options})
+    assert isinstance(data, Denoising)
+    return data
+
+
+def original(data: Denoising, index: int) -> list[int]:
+    return data.text.tokens[slice(*data._bounds[index])].tolist()
+
+
+def test_special_ids_stand_behind_the_text_and_sentinels_count_down() -> None:
+    special = SpecialTokens(ByteTokenizer(), sentinels=3)
+    assert (special.pad, special.begin, special.end, special.mask) == (256, 257, 258, 259)
+    assert special.sentinels == (262, 261, 260) and special.vocabulary == 263
+    assert special.decode([104, 105, 259, 262, 33, 258]) == "hi<mask><extra_id_0>!<end>"
+    assert special.encode("<mask>").tolist() == list(b"<mask>")
+    for tokenizer in (special, SpecialTokens(WordTokenizer.train(["a b"], None, False))):
+        again = load_tokenizer(tokenizer.dump())
+        assert isinstance(again, SpecialTokens)
+        assert (again.vocabulary, again.sentinels) == (tokenizer.vocabulary, tokenizer.sentinels)
+        assert again.decode([1, again.mask]) == tokenizer.decode([1, tokenizer.mask])
+
+
+def test_words_begin_with_blanks_in_byte_pairs() -> None:
+    pytest.importorskip("tokenizers")
+    special = SpecialTokens(BytePairTokenizer.train([TEXT], 300))
+    ids = special.encode("the cat sat")
+    pieces = [special.decode([token]) for token in ids[:-1]]
+    assert [piece for piece, start in zip(pieces, special.word_starts()[ids[:-1]], strict=True) if start] == [
+        piece for piece in pieces if piece.startswith(" ")
+    ]
+    assert SpecialTokens(WordTokenizer.train(["a b"], None, False)).word_starts().all()
+
+
+def test_blocks_cover_the_text_and_begin_with_documents_where_told() -> None:
+    assert blocks(np.array([0]), 11, 5).tolist() == [[0, 5], [5, 10]]  # a rest of one token is left out
+    assert blocks(np.array([0, 7]), 12, 5).tolist() == [[0, 5], [5, 7], [7, 12]]
+    assert blocks(np.array([0]), 1, 5).shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES.names())
+def test_every_objective_gives_pairs_that_fit(text: Path, name: str) -> None:
+    """Sources and targets within max_length, decoder inputs one place behind, and the text to be had from them."""
+    data = made(text, objective=name)
+    special = data.tokenizer
+    assert data.describe()["vocabulary"] == special.vocabulary and data.task == "translation"
+    longest = 0
+    for index in range(len(data)):
+        source, decoder_inputs, targets = data.pair(index, np.random.default_rng(index))
+        longest = max(longest, len(source), len(targets))
+        assert decoder_inputs[0] == special.begin and torch.equal(decoder_inputs[1:], targets[:-1])
+        assert targets[-1] == special.end == source[-1]
+        assert int(max(source.max(), targets.max())) < special.vocabulary
+        if name == "span_corruption":
+            restored = restore_spans(source, targets, special.sentinels, special.end).tolist()
+        elif name == "prefix_lm":
+            restored = [*source[:-1].tolist(), *targets[:-1].tolist()]
+        else:
+            restored = targets[:-1].tolist()
+            assert source[0] == special.begin
+        assert restored == original(data, index)
+    assert longest <= 64 and (longest >= 62 or name == "prefix_lm")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("token_masking", lambda source, text, special: (source == special.mask).sum() == -(-len(text) * 15 // 100)),
+        ("token_deletion", lambda source, text, special: len(source) - 2 == len(text) - -(-len(text) * 15 // 100)),
+        ("sentence_permutation", lambda source, text, special: sorted(source[1:-1].tolist()) == sorted(text)),
+        ("document_rotation", lambda source, text, special: sorted(source[1:-1].tolist()) == sorted(text)),
+        ("text_infilling", lambda source, text, special: sum(source < 256) == len(text) - -(-len(text) * 3 // 10)),
+    ],
+)
+def test_each_kind_of_bart_alone_does_what_it_says(text: Path, name: str, changes: Any) -> None:
+    data = made(text, objective=name)
+    for index in range(len(data)):
+        source = data.pair(index, np.random.default_rng(index)).source
+        assert changes(source, original(data, index), data.tokenizer)
+
+
+def test_whole_words_are_covered_and_spans_are_of_words(text: Path) -> None:
+    data = made(text, objective={"name": "text_infilling", "rate": 0.5, "whole_words": True}, max_length=128)
+    for index in range(20):
+        start, end = data._bounds[index]
+        source = data.pair(index, np.random.default_rng(index)).source[1:-1].tolist()
+        whole = data.tokenizer.decode(range(0))
+        for run in data.tokenizer.decode(source).replace("<mask>", "\0").split("\0"):
+            whole += run
+        words = TEXT.encode()[start:end].decode()
+        # A run begins with the text or with a blank, as words do, and is found in the text.
+        runs = [run for run in data.tokenizer.decode(source).replace("<mask>", "\0").split("\0") if run]
+        assert all(run in words for run in runs)
+        assert all(run[0].isspace() or words.startswith(run) for run in runs)
+
+
+def test_noise_is_new_in_each_epoch_and_fixed_in_evaluation(text: Path) -> None:
+    train, validation = made(text), made(text, "validation")
+    assert train.augment and not validation.augment
+    rows = SeededRows(train, seed=3)
+    first, again, later = rows[0, 5], rows[0, 5], rows[1, 5]
+    assert torch.equal(first.source, again.source) and not torch.equal(first.source, later.source)
+    assert torch.equal(first.targets, later.targets)
+    assert not torch.equal(rows[0, 5].source, SeededRows(train, seed=4)[0, 5].source)
+    assert all(torch.equal(a, b) for a, b in zip(validation[1], validation[1], strict=True))
+    sources = {tuple(validation[index].source.tolist()) for index in range(len(validation))}
+    assert len(sources) == len(validation)
+
+
+def test_a_batch_is_padded_behind_its_ends(text: Path) -> None:
+    data = made(text, objective="prefix_lm")
+    items = [data[index] for index in range(5)]
+    batch = data.collate(items)
+    assert batch.inputs.shape[1] % 8 == 0 and batch.targets.shape[1] % 8 == 0
+    for row, item in enumerate(items):
+        n, t = len(item.source), len(item.targets)
+        assert torch.equal(batch.inputs[row, :n], item.source) and (batch.inputs[row, n:] == data.tokenizer.pad).all()
+        assert torch.equal(batch.padding[row], torch.arange(batch.inputs.shape[1]) >= n)
+        assert torch.equal(batch.targets[row, :t], item.targets) and (batch.targets[row, t:] == IGNORED).all()
+
+
+def test_any_text_data_set_can_be_the_corpus(tmp_path: Path) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for index in range(4):
+        (folder / f"{index}.txt.xz").write_bytes(lzma.compress(TEXT[index * 100 : 4000 + index * 100].encode()))
+    options = {"corpus": {"name": "books", "unwrap": False}, "tokenizer": "word", "reset": "document"}
+    data = made(folder, **options)  # type: ignore[arg-type]
+    assert data.describe()["corpus"] == "books" and data.describe()["tokenizer"] == "word"
+    starts = data.text.starts.tolist()
+    assert len(starts) == 2 and set(starts) <= {start for start, _ in data._bounds.tolist()}
+    assert set(data.describe()["sentence_ends"]) == {data.tokenizer.encode(mark)[0] for mark in ".?"}  # type: ignore[call-overload]
+
+
+def test_objectives_share_a_vocabulary_where_they_have_as_many_sentinels(text: Path) -> None:
+    first, second = (made(text, objective=name, sentinels=10) for name in ("span_corruption", "prefix_lm"))
+    assert first.describe()["vocabulary"] == second.describe()["vocabulary"] == 256 + 4 + 10
+    assert made(text, objective="span_corruption").describe()["vocabulary"] == 256 + 4 + 100
+    assert made(text).describe()["vocabulary"] == 256 + 4
+
+
+def test_the_unigram_baseline_is_the_cross_entropy_of_target_frequencies(text: Path) -> None:
+    train, validation = made(text), made(text, "validation")
+    found = validation.baselines(train)["unigram"]
+    counts = np.ones(train.tokenizer.vocabulary)
+    for index in range(len(train)):
+        np.add.at(counts, [*original(train, index), train.tokenizer.end], 1)
+    losses = [
+        -np.log(counts[token] / counts.sum())
+        for index in range(len(validation))
+        for token in [*original(validation, index), train.tokenizer.end]
+    ]
+    assert found["loss"] == pytest.approx(np.mean(losses)) and found["perplexity"] == pytest.approx(
+        np.exp(found["loss"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "barth"}, "unknown objective 'barth'; did you mean 'bart'"),
+        ({"objective": {"name": "bart", "permutations": 1}}, "did you mean 'permutation'"),
+        ({"objective": {"rate": 0.1}}, "must have a name"),
+        ({"objective": {"name": "bart", "infilling": 2.0}}, r"infilling=2.0 must lie in \[0, 1\]"),
+        ({"objective": {"name": "text_infilling", "mean": 0}}, "mean=0 must be positive"),
+        ({"objective": "span_corruption", "sentinels": 2}, "set data.sentinels=3"),
+        ({"sentinels": -1}, "sentinels=-1 must not be negative|sentinels=-1 do not suffice"),
+        ({"objective": {"name": "span_corruption", "rate": 1.0}}, "rate=1.0 must lie between 0 and 1"),
+        ({"max_length": 3}, "max_length=3 must be at least 4"),
+        ({"corpus": {"unwrap": True}}, "must have a name"),
+        ({"corpus": "digits"}, "unknown option of dataset 'digits'"),
+        ({"tokenizer": "bytes"}, "did you mean 'byte'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        made(text, **options)
+
+
+def test_targets_fit_where_most_of_the_text_is_noise() -> None:
+    objective = create_objective({"name": "span_corruption", "rate": 0.8, "mean": 8.0})
+    length = objective.text_length(64)
+    special = SpecialTokens(ByteTokenizer(), objective.sentinels(length))
+    source, target = objective(np.arange(length), special, np.random.default_rng(0))
+    assert len(target) <= 64 and len(source) < 64
+    assert length > 60

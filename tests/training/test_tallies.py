@@ -1,0 +1,116 @@
+"""What modules count while a run trains: added up over modules and processes, logged, and kept over an interruption."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import launch
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.config import config_from_dict
+from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
+from cached_transformers.training.distributed import World
+from cached_transformers.training.metrics import read_metrics, tallies
+from cached_transformers.training.run import run_training
+
+
+class Counting(nn.Module):
+    def __init__(self, **counts: tuple[int, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def tallies(self) -> dict[str, Tensor]:
+        found, self.counts = self.counts, dict.fromkeys(self.counts, (0, 0))
+        return {name: torch.tensor(pair) for name, pair in found.items()}
+
+
+def test_pairs_of_one_name_are_added_up_and_begin_anew() -> None:
+    model = nn.Sequential(Counting(a=(1, 4)), nn.Linear(2, 2), Counting(a=(2, 6), b=(5, 5)))
+    world = World(torch.device("cpu"))
+    assert {name: pair.tolist() for name, pair in tallies(model, world).items()} == {"a": [3, 10], "b": [5, 5]}
+    assert {name: pair.tolist() for name, pair in tallies(model, world).items()} == {"a": [0, 0], "b": [0, 0]}
+    assert tallies(nn.Linear(2, 2), world) == {}
+
+
+def recipe(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "input.txt").write_text("a text of some letters, read again and again. " * 200, encoding="utf-8")
+    experts = {"experts": 4, "every": 1, "capacity_factor": 0.5}
+    sizes = {"width": 16, "depth": 2, "heads": 2, "feed_forward": 32, "experts": experts}
+    training = {"steps": 6, "batch_size": 4, "segment_length": 16, "log_every": 3, "evaluate_every": 2}
+    return {
+        "name": "experts",
+        "data": {"name": "enwik8", "path": str(tmp_path / "input.txt")},
+        "model": {"name": "language_model", **sizes},
+        "training": {**training, "metric": "loss", "tensorboard": False, "device": "cpu", "test": "none"},
+    }
+
+
+def shares(folder: Path) -> list[float]:
+    return [line["dropped_tokens"] for line in read_metrics(folder / "metrics.jsonl") if line["split"] == "train"]
+
+
+def test_dropped_tokens_are_logged_and_an_interruption_does_not_change_them(tmp_path: Path) -> None:
+    """Continued from step 4, between two lines: the line of step 6 still has the tokens of steps 4, 5 and 6."""
+    config = config_from_dict(recipe(tmp_path))
+    run_training(config, tmp_path / "whole")
+    whole = shares(tmp_path / "whole")
+    assert len(whole) == 2 and all(0.4 < share < 0.8 for share in whole)  # half as many places as there are tokens
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    point = Checkpoints(tmp_path / "parts" / "checkpoints").path(4)
+    assert read_checkpoint(point).training["tallies"]["dropped_tokens"][1] == 2 * 4 * 16
+    run_training(config, tmp_path / "parts", resume=str(point))
+    assert shares(tmp_path / "parts") == whole
+
+
+def test_compiled_code_counts_too() -> None:
+    torch.manual_seed(0)
+    module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x_BND = torch.randn(2, 6, 8)
+    counts = []
+    for run in (module, compiled):
+        run(x_BND)[0].sum().backward()
+        run(x_BND)
+        counts.append(module.tallies()["dropped_tokens"].tolist())
+    assert counts[0] == counts[1] and counts[0][1] == 24 and counts[0][0] > 0
+    torch.testing.assert_close(module(x_BND)[0], compiled(x_BND)[0])
+
+
+PROCESSES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
+from cached_transformers.training.distributed import in_world
+from cached_transformers.training.metrics import tallies
+
+def work(world):
+    torch.manual_seed(0)
+    module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
+    wrapped = DistributedDataParallel(module)
+    own = torch.zeros(2)
+    for step in range(3):
+        torch.manual_seed(10 * step + world.rank)
+        x = torch.randn(2 + world.rank, 6, 8)
+        y, loss = wrapped(x)
+        (y.sum() + loss).backward()
+        chosen = (x.flatten(0, 1) @ module.router_ED.T).argmax(-1)
+        capacity = -(-len(chosen) // 8)
+        own += torch.tensor([(chosen.bincount() - capacity).clamp(min=0).sum(), len(chosen)])
+    found = tallies(module, world)["dropped_tokens"]
+    assert torch.equal(found, world.sum(own)), (found, own)
+    assert found[1] == 3 * 30 and found[0] > 0
+
+in_world("cpu", work)
+print("done")
+"""
+
+
+def test_processes_add_up_their_own_counts(tmp_path: Path) -> None:
+    """Rows differ between processes; DistributedDataParallel, which copies buffers, does not touch the counts."""
+    script = tmp_path / "work.py"
+    script.write_text(PROCESSES, encoding="utf-8")
+    assert launch.python(script, processes=2).count("done") == 2
