@@ -22,8 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from ..checks import insist
 from ..layers.attention import plain_weights
 from ..memories import create_memory, memory_spec
-from ..memories.base import LayerMemory, Query
+from ..memories.base import LayerMemory, Query, Reading
+from ..memories.shared_cache import CacheSlots
 from ..registry import MEMORIES
+from ..state import State
 
 
 @dataclass
@@ -51,6 +53,23 @@ class Inner:
 
 
 @dataclass
+class Stream:
+    """What a memory with a state needs to know of a causal layer. The model must pass keywords on to its layers.
+
+    Attributes:
+        sources: modules whose outputs, in this order, `split` turns into queries, keys and values (B, H, N, E) without
+            positions.
+        longest: tokens that the model has positions for; None where there is no such number.
+        refusal: why the layer takes no memory with a state.
+    """
+
+    sources: tuple[nn.Module, ...]
+    split: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    longest: int | None = None
+    refusal: str | None = None
+
+
+@dataclass
 class Host:
     """How a memory meets one attention layer of somebody else's model.
 
@@ -62,8 +81,10 @@ class Host:
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
         inner: the layer's own attention.
-        refusal: why the layer takes no memory.
+        refusal: why the layer takes no shared memory.
         watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
+        channels: of the layer's input, where they are not D.
+        stream: of a causal layer that can have a memory with a state.
     """
 
     width: int
@@ -76,6 +97,8 @@ class Host:
     inner: Inner = field(default_factory=Inner)
     refusal: str | None = None
     watch: tuple[nn.Module, Callable[..., None]] | None = None
+    channels: int | None = None
+    stream: Stream | None = None
 
 
 class Site:
@@ -182,11 +205,15 @@ class Tap:
             self.exchange.aside = False
 
     def _mix(self, y_BND: Tensor, query: Query) -> Tensor:
-        reading = self.memory.read((), query, None)
+        return self._through((), y_BND, query)[0]
+
+    def _through(self, state: State, y_BND: Tensor, query: Query) -> tuple[Tensor, Reading]:
+        """The attention's result, and what was read for it."""
+        reading = self.memory.read(state, query, None)
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         linear = partial(type(self.projection).forward, self.projection)
         y_BND = self.memory.project(y_BHNE, query, reading, linear, plain_weights(self.projection))
-        return self.memory.finish(y_BND, query, reading)
+        return self.memory.finish(y_BND, query, reading), reading
 
     def remove(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
@@ -199,14 +226,17 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
     Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
-    transformers' ViT and BERT; other classes by `register_adapter`. Train and save as before: the memory's parameters
-    and caches live under `<attention layer>.memory` in the state dict.
+    transformers' ViT, BERT, and the encoders of BART, T5 and SwitchTransformers; transformers' GPT-2 and Llama take
+    memories with a state (`streams.py`); other classes by `register_adapter`. Train and save as before: the memory's
+    parameters and caches live under `<attention layer>.memory` in the state dict. Models of transformers note their
+    memory in `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
 
     Args:
         model: the host model.
-        memory: name of a shared memory, or {"name": ..., option: value}.
-        options: options of the memory (`ratio`, `length`, `variant`, ...), and `input_size`, the (height, width) of
-            images, for hosts that do not know it (PVTv2 made for other sizes than its default).
+        memory: name of a memory, or {"name": ..., option: value}.
+        options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
+            images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
+            tokens after which a decoder's memory is written, None for one segment a call.
 
     Returns:
         The same model.
@@ -219,15 +249,49 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     if spec is None:
         raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
     name, settings = spec
-    input_size = options.pop("input_size", None)
+    more = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
+    more = {key: value for key, value in more.items() if value is not None}
     MEMORIES.check(name, options)
     settings |= options
-    shared = MEMORIES.entry(name).factory
-    if not getattr(shared, "shared", False) and getattr(shared, "insertion", "none") != "none":
+    factory = MEMORIES.entry(name).factory
+    if not getattr(factory, "shared", False) and getattr(factory, "insertion", "none") != "none":
+        _add_stream(model, name, settings, **more)
+    else:
+        _add_shared(model, name, settings, **more)
+    settle_nested_tensors(model)
+    note_memory(model, {"memory": {"name": name, **settings}, **more})
+    return model
+
+
+def _add_stream(
+    model: nn.Module,
+    name: str,
+    settings: dict[str, Any],
+    segment_length: int | None = None,
+    input_size: tuple[int, int] | None = None,
+) -> None:
+    """A memory with a state, for a decoder of transformers."""
+    # The length is the memory's own business here; no adapter need ask the user for it.
+    found = sites(model, {"length": 1, **settings})
+    if any(host.stream is None for _, host in found):
         raise ValueError(
             f"memory {name!r} carries a state from call to call, which {type(model).__name__} does not take or return; "
             "shared memories work here: 'grc', 'attention_cache'"
         )
+    if input_size is not None:
+        raise ValueError(f"input_size={input_size} is for images, which {type(model).__name__} does not read")
+    streams = importlib.import_module(".streams", __package__)
+    streams.add_stream_memory(model, found, name, settings, segment_length)
+
+
+def _add_shared(
+    model: nn.Module,
+    name: str,
+    settings: dict[str, Any],
+    segment_length: int | None = None,
+    input_size: tuple[int, int] | None = None,
+) -> None:
+    """A memory that all rows share, in every self-attention layer."""
     found = sites(model, settings | ({"input_size": input_size} if input_size is not None else {}))
     built = []
     for site, host in found:  # build all before touching the model: a refusal leaves it as it was
@@ -236,20 +300,42 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
         if any(child == "memory" for child, _ in site.layer.named_children()):
             where = site.name or type(model).__name__
             raise ValueError(f"{where} has a memory already; call remove_memory(model) first")
-        reference = next(site.layer.parameters())
-        layer = create_memory({"name": name, **settings}, host.width, host.heads, **host.known)
-        assert isinstance(layer, LayerMemory)
-        layer = layer.to(reference.device, reference.dtype).train(site.layer.training)
+        layer = layer_memory(site, host, name, settings)
         built.append((site, host, layer))
+    if segment_length is not None:
+        raise ValueError(
+            f"segment_length={segment_length} is for memories that carry a state from segment to segment, which "
+            f"{name!r} is not; leave it out"
+        )
     for site, host, layer in built:
         _attach(site.layer, host, layer)
-    settle_nested_tensors(model)
-    return model
+
+
+def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) -> LayerMemory:
+    """The memory for one layer, on its device, in its dtype and mode.
+
+    Raises:
+        ValueError: the memory's own constraints, or more channels than the layer's input has.
+    """
+    reference = next(site.layer.parameters())
+    memory = create_memory({"name": name, **settings}, host.width, host.heads, **host.known)
+    assert isinstance(memory, LayerMemory)
+    if host.channels is not None and host.channels != host.width:
+        slots = [module for module in memory.modules() if isinstance(module, CacheSlots)]
+        layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
+        if any(module.width > host.channels for module in slots):
+            raise ValueError(
+                f"{layer}, of which a cache of {slots[0].width} takes more than there are; take ratio="
+                f"{host.channels / host.width:g} or less"
+            )
+        if getattr(memory, "mix", "heads") == "outputs":
+            raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
+    return memory.to(reference.device, reference.dtype).train(site.layer.training)
 
 
 def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> list[tuple[Site, Host]]:
     """Each self-attention layer, with its host description; refuses attention classes without an adapter."""
-    for module in ("torch_nn", "timm", "transformers"):
+    for module in ("torch_nn", "timm", "transformers", "transformers_encoders", "transformers_decoders"):
         importlib.import_module(f".{module}", __package__)
     found: list[tuple[Site, Host]] = []
     known: list[str] = []
@@ -305,10 +391,23 @@ def remove_memory(model: nn.Module) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has no memory that could be removed")
     for layer in layers:
         detach = vars(layer).pop("memory_detach")
-        del layer.memory
+        if "memory" in layer._modules:
+            del layer.memory
         detach(layer)
     settle_nested_tensors(model)
+    note_memory(model, None)
     return model
+
+
+def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
+    """Write into the config of a model of transformers what `add_memory` was told; None takes it out again."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return
+    if record is not None:
+        config.cached_transformers = record
+    elif "cached_transformers" in vars(config):
+        del config.cached_transformers
 
 
 def settle_nested_tensors(model: nn.Module) -> None:
@@ -365,6 +464,11 @@ def padding_of(mask: Tensor | None, tokens: int, why: str = PER_QUERY) -> Tensor
     """
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(
+            f"an attention mask of type {type(mask).__name__} (flex attention) does not tell the padding; call "
+            "model.set_attn_implementation('sdpa') or 'eager' first"
+        )
     if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == tokens:
         insist((mask == mask[:, :, :1]).all(), why)
         mask = mask[:, 0, 0]
