@@ -45,19 +45,23 @@ def short(host: Architecture, seed: int = 0) -> dict[str, Tensor]:
 @architectures(ALL)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_closed_gate_changes_nothing(host: Architecture, training: bool) -> None:
-    plain, model = host.build().train(training), host.with_memory().train(training)
+    plain, model = host.build().train(training), awaken(host.with_memory()).train(training)
+
+    def run(host_: Any, **given: Any) -> Any:
+        torch.manual_seed(2)  # Switch's router is noisy in training
+        return host_(**given)
+
     state: dict[str, Any] = {}
     for seed in range(2):  # the second time there is something to remember
         call = short(host, seed)
         if host in DECODERS:
             state = {"memory_state": model(**call, **state).memory_state}
         else:
-            model(**call)
-        open_ = model(**call, **state).logits
+            run(model, **call)
+        open_ = run(model, **call, **state).logits
         gates = {name: p.detach().clone() for name, p in model.named_parameters() if "gate_H" in name}
         close_gates(model)
-        expected = plain(**call)
-        found = model(**call, **state)
+        expected, found = run(plain, **call), run(model, **call, **state)
         assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
         assert (open_ - expected.logits).abs().max() > 1e-5
         model.load_state_dict(gates, strict=False)
@@ -67,7 +71,8 @@ def test_a_closed_gate_changes_nothing(host: Architecture, training: bool) -> No
 def test_training_lowers_the_loss_and_reaches_every_parameter_of_the_memory(host: Architecture) -> None:
     model = host.with_memory().train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    call, losses = call_of(host), []
+    # Decoders need three segments: what stands in a cache is asked for when it is updated a second time.
+    call, losses = call_of(host, tokens=3 * SEGMENT), []
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     for _ in range(4):
         optimizer.zero_grad()
@@ -92,9 +97,7 @@ def test_generate_is_the_same_with_and_without_a_cache(host: Architecture, optio
         torch.manual_seed(5)
         ids = words(2, 7)
         found.append(
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, use_cache=use_cache, **options
-            )
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, use_cache=use_cache, **options)
         )
     assert torch.equal(*found) and found[0].shape[1] > 5
 
@@ -107,7 +110,8 @@ def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architec
     plain = host.build()
     ids, decoder_ids = words(2, 6), words(2, 5, 1)
     hidden = torch.randn(2, 6, 16)
-    given = {"encoder_outputs": (hidden,), "decoder_input_ids": decoder_ids, "attention_mask": torch.ones_like(ids)}
+    encoded = library("transformers").modeling_outputs.MoEModelOutput(last_hidden_state=hidden)
+    given = {"encoder_outputs": encoded, "decoder_input_ids": decoder_ids, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(model(**given).logits, plain(**given).logits)
 
 
@@ -170,7 +174,7 @@ def test_a_plain_load_of_it_warns_of_the_weights_it_drops(
 
 def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
     GPT2.build().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="was saved without a memory.*from_pretrained.*add_memory"):
+    with pytest.raises(ValueError, match=r"was saved without a memory.*from_pretrained.*add_memory"):
         load_pretrained(str(tmp_path / "plain"))
     transformers = library("transformers")
     model = awaken(GPT2.with_memory())
@@ -179,7 +183,7 @@ def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
     body = load_pretrained(str(tmp_path / "with"), transformers.GPT2Model)  # the decoder alone, from its model's files
     ids = words(2, 7)
     torch.testing.assert_close(body(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
-    with pytest.warns(UserWarning, match="score.weight: not stored, and newly initialised"):
+    with pytest.warns(UserWarning, match=r"score.weight: not stored, and newly initialised"):
         classifier = load_pretrained(str(tmp_path / "with"), transformers.GPT2ForSequenceClassification)
     assert classifier(ids).memory_state is not None
 
@@ -213,7 +217,7 @@ def test_removing_restores_outputs_keys_code_and_config(host: Architecture, seco
     for a, b in zip(model.modules(), plain.modules(), strict=True):
         assert vars(a).keys() == vars(b).keys()
         assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks) and len(a._forward_hooks) == len(b._forward_hooks)
-    with pytest.raises(ValueError, match="no memory that could be removed"):
+    with pytest.raises(ValueError, match=r"no memory that could be removed"):
         remove_memory(model)
     add_memory(model, host.memory, **host.options)
 
@@ -242,7 +246,7 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
     assert torch.equal(model(**call).logits, wide.build()(**call).logits)
     with pytest.raises(ValueError, match=r"inputs of 16 channels and heads of 40 together.*takes more.*ratio=0.4"):
         wide.with_memory("grc", length=4)
-    with pytest.raises(ValueError, match="mix='outputs' .*needs as many of both"):
+    with pytest.raises(ValueError, match=r"mix='outputs' .*needs as many of both"):
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
 
 
@@ -252,20 +256,27 @@ REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     (SWITCH, "grc_stream", {}, r"'grc_stream' carries a state .* SwitchTransformersFor\w+ does not take or return"),
     (BERT, "rmt", {}, r"'rmt' carries a state .* shared memories work here: 'grc', 'attention_cache'"),
     (BART, "grc", {"length": 4, "segment_length": 8}, "segment_length=8 is for memories that carry a state"),
-    (GPT2, "grc", {"length": 4}, "GPT-2 is causal, .*see|GPT-2 is causal, .*'grc_stream', 'memorizing', 'rmt'"),
+    (GPT2, "grc", {"length": 4}, "GPT-2 is causal, .*'grc_stream', 'memorizing', 'rmt'"),
     (LLAMA, "attention_cache", {"length": 4}, "Llama is causal, .*'grc_stream', 'memorizing', 'rmt'"),
     (GPT2, "transformer_xl", {}, "'transformer_xl' does not work in models of others.*grc_stream, memorizing, rmt"),
     (GPT2, "memorizing", {"joint": True}, "one softmax with the layer .*leave joint=False"),
     (GPT2, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
     (GPT2, "rmt", {"cache": 4}, "'rmt' with cache=... needs keys and values"),
-    (GPT2, "rmt", {"length": 10, "segment_length": 50}, "segment_length=50 and 20 memory tokens are 70 places, .*for 64"),
+    (
+        GPT2,
+        "rmt",
+        {"length": 10, "segment_length": 50},
+        "segment_length=50 and 20 memory tokens are 70 places, .*for 64",
+    ),
     (GPT2, "grc_stream", {"segment_length": 0}, "segment_length=0 must be at least 1"),
     (LLAMA, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
     (LLAMA, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\) is for images"),
 ]
 
 
-@pytest.mark.parametrize("host, memory, options, message", REFUSALS, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSALS)])
+@pytest.mark.parametrize(
+    "host, memory, options, message", REFUSALS, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSALS)]
+)
 def test_refusals_say_why_and_leave_the_model_as_it_was(
     host: Architecture, memory: str, options: dict[str, Any], message: str
 ) -> None:
@@ -288,9 +299,9 @@ def test_a_second_memory_is_refused(host: Architecture) -> None:
 
 def test_decoders_of_other_kinds_are_refused() -> None:
     library("transformers")
-    with pytest.raises(ValueError, match="attends an encoder, too"):
+    with pytest.raises(ValueError, match=r"attends an encoder, too"):
         add_memory(GPT2.build(add_cross_attention=True), "grc_stream")
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not|no model of transformers.*the model of transformers"):
+    with pytest.raises(ValueError, match=r"no model of transformers, .*the model of transformers inside"):
         add_memory(torch.nn.Sequential(GPT2.build()), "grc_stream")
-    with pytest.raises(ValueError, match="BartForCausalLM: no attention layer"):
+    with pytest.raises(ValueError, match=r"BartForCausalLM: no attention layer"):
         add_memory(BART.build("BartForCausalLM", is_decoder=True, is_encoder_decoder=False), length=4)

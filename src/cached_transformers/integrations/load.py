@@ -33,10 +33,14 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         ValueError: no memory was saved with it, or the memory's weights are missing.
     """
     transformers = require("transformers", extra="language")
-    hub = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if key in options}
-    config = options.get("config") or (cls.config_class if cls is not None else transformers.AutoConfig).from_pretrained(
-        name, **hub
-    )
+    hub = {
+        key: options[key]
+        for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+        if key in options
+    }
+    config = options.get("config") or (
+        cls.config_class if cls is not None else transformers.AutoConfig
+    ).from_pretrained(name, **hub)
     record = getattr(config, "cached_transformers", None)
     if not record:
         raise ValueError(
@@ -80,9 +84,7 @@ def _spellings(model: Any, key: str) -> tuple[str, ...]:
     return (key, prefix + key, key.removeprefix(prefix))
 
 
-def _read(
-    transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]
-) -> dict[str, Tensor]:
+def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:
     """The wanted tensors, by the names that the model has for them."""
     safetensors = require("safetensors", extra="language")
     cached_file = transformers.utils.cached_file

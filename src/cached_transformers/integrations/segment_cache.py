@@ -56,7 +56,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
 
     @property
     def memory_state(self) -> State:
-        """State after all tokens that were read. In an open segment that grew token by token it costs a pass over it."""
+        """State after all tokens that were read. A segment that grew token by token is read once more for it."""
         if self.after is None:
             self.after = self.work_out(self)
         return self.after

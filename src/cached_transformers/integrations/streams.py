@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..checks import insist
 from ..memories import create_memory
 from ..memories.base import LayerMemory, Query, Reading, Trace
 from ..memories.recurrent_memory import RecurrentMemory
@@ -233,12 +234,12 @@ class SegmentReader:
                 f"(rows, tokens) = {(rows, total)}, those of past_key_values included"
             )
         padding_BN = mask == 0
-        if self.segment_length is not None and total > self.segment_length and not torch.compiler.is_compiling():
-            if bool((padding_BN[:, :-1] & ~padding_BN[:, 1:]).any()):
-                raise ValueError(
-                    f"padding in front of tokens would shift where a row's segments of {self.segment_length} tokens "
-                    "begin; pad on the right, or read texts of one length at a time (generate: prompts of one length)"
-                )
+        if self.segment_length is not None and total > self.segment_length:
+            why = (
+                f"padding in front of tokens would shift where a row's segments of {self.segment_length} tokens begin; "
+                "pad on the right, or read texts of one length at a time (generate: prompts of one length)"
+            )
+            insist(~(padding_BN[:, :-1] & ~padding_BN[:, 1:]).any(), why)
         return padding_BN[:, text.tokens - text.length :]
 
     def _piece(
@@ -285,7 +286,7 @@ class SegmentReader:
     def _segment(
         self, text: MemoryCache, keeps: bool, options: dict[str, Any]
     ) -> tuple[Any, MemoryState, DynamicCache | None]:
-        """A segment from its first token on: the host's output, the state after it, keys and values if they are kept."""
+        """A segment from its first token on: the host's output, the state after it, keys and values if kept."""
         inner = DynamicCache(config=self.decoder.config) if keeps else None
         state, padding_BN = text.state, text.padding_BN
         if self.around is not None:
@@ -296,9 +297,7 @@ class SegmentReader:
         out = self._host(text.open, mask, inner, passage, options)
         return out, seal(MemoryState((), tuple(passage.after))), inner
 
-    def _surrounded(
-        self, text: MemoryCache, inner: DynamicCache | None, options: dict[str, Any]
-    ) -> tuple[Any, State]:
+    def _surrounded(self, text: MemoryCache, inner: DynamicCache | None, options: dict[str, Any]) -> tuple[Any, State]:
         memory = self.around
         assert memory is not None
         new = self._embedded(text.open)
@@ -368,7 +367,9 @@ def _joined(outs: list[Any]) -> Any:
     if len(outs) > 1:
         out["last_hidden_state"] = torch.cat([part.last_hidden_state for part in outs], 1)
         if out.get("hidden_states") is not None:
-            out["hidden_states"] = tuple(torch.cat(parts, 1) for parts in zip(*(p.hidden_states for p in outs), strict=True))
+            out["hidden_states"] = tuple(
+                torch.cat(parts, 1) for parts in zip(*(p.hidden_states for p in outs), strict=True)
+            )
     return out
 
 
@@ -386,8 +387,8 @@ def add_stream_memory(
     """
     if name not in WORKS:
         raise ValueError(
-            f"memory {name!r} does not work in models of others, which offer it neither a place for keys and values nor "
-            f"a block of its own; memories with a state that do: {', '.join(WORKS)}"
+            f"memory {name!r} does not work in models of others, which offer it neither a place for keys and values "
+            f"nor a block of its own; memories with a state that do: {', '.join(WORKS)}"
         )
     decoder = getattr(model, "base_model", None)
     if decoder is None or not hasattr(decoder, "get_input_embeddings"):
@@ -432,7 +433,9 @@ def add_stream_memory(
 
 def _around(decoder: Any, host: Host, settings: dict[str, Any]) -> RecurrentMemory:
     like = next(decoder.parameters())
-    memory = create_memory({"name": "rmt", **settings}, decoder.config.hidden_size, host.heads, causal=True, norm="post")
+    memory = create_memory(
+        {"name": "rmt", **settings}, decoder.config.hidden_size, host.heads, causal=True, norm="post"
+    )
     assert isinstance(memory, RecurrentMemory)
     if memory.cache:
         raise ValueError("memory 'rmt' with cache=... needs keys and values of its own in every layer; leave it at 0")

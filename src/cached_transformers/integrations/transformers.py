@@ -58,7 +58,8 @@ def _bert_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_
 
 
 def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = False) -> Inner:
-    """The attention of a layer that looks its implementation up in transformers."""
+    """The attention of a layer that looks its implementation up in transformers. Its mask tells the padding, unless a
+    `bias` on the logits is part of it."""
     kind = config._attn_implementation
     refusal = None
     if kind != "sdpa":
@@ -66,7 +67,7 @@ def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = F
             f"with attn_implementation={kind!r} there is no scaled_dot_product_attention to exchange; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    return Inner(float(dropout), causal, bias, padding=True, refusal=refusal)
+    return Inner(float(dropout), causal, bias, padding=not bias, refusal=refusal)
 
 
 def _pair(value: Any) -> tuple[int, int]:
