@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..state import State, repeat
 
 if TYPE_CHECKING:
-    from .streams import SegmentReader
+    from .segment_reader import SegmentReader
 
 OUTPUT = "memory_state"
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..checks import insist
 from ..memories.base import Query
-from .adapters import MASKED, Host, Inner, Site, map_size, no_mask, padding_of, register_adapter
+from .hosts import Host, Inner, Site, register_adapter
+from .masks import MASKED, map_size, no_mask, padding_of
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")

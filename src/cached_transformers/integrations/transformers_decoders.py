@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from ..memories.base import Query
-from .adapters import Host, Site, Stream, register_adapter
+from .hosts import Host, Site, Stream, register_adapter
 from .transformers import softmax_of
 
 _CAUSAL = (

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..memories.base import Query
-from .adapters import Host, Site, padding_of, register_adapter
+from .hosts import Host, Site, register_adapter
+from .masks import padding_of
 from .transformers import softmax_of
 
 
