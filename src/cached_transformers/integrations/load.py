@@ -48,7 +48,10 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
             "add_memory"
         )
     if cls is None:
-        cls = getattr(transformers, config.architectures[0])
+        saved = (getattr(config, "architectures", None) or ["?"])[0]
+        cls = getattr(transformers, saved, None)
+        if cls is None:
+            raise ValueError(f"{name} was saved by a class {saved}, which transformers does not have; give cls=...")
     with _quiet(transformers):  # what it would report as unexpected is what we load
         model, found = cls.from_pretrained(name, output_loading_info=True, **options)
     plain = set(model.state_dict())

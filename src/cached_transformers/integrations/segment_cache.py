@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..state import State, map_state
+from ..state import State, map_state, named_tensors, signature
 
 
 class MemoryState(NamedTuple):
@@ -60,6 +60,13 @@ class MemoryCache(Cache):  # type: ignore[misc]
         if self.after is None:
             self.after = self.work_out(self)
         return self.after
+
+    def began_with(self, state: State) -> bool:
+        """Whether the text began with this state, or with a copy of it on another device."""
+        if state is self.given or self.given is None or signature(state) != signature(self.given):
+            return state is self.given
+        pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
+        return all(torch.equal(a.to(b.device), b) for (_, a), (_, b) in pairs)
 
     def take(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
         """The open segment grows by these columns; `padding_BN` is that of all of it."""

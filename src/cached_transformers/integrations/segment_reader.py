@@ -124,7 +124,7 @@ class SegmentReader:
 
     def _text(self, cache: Any, state: State | None, rows: int) -> MemoryCache:
         if isinstance(cache, MemoryCache) and cache.tokens:
-            if state is not None and state is not cache.given:
+            if state is not None and not cache.began_with(state):
                 raise ValueError(
                     "past_key_values hold a segment that was begun with another memory_state; give the state alone to "
                     "begin a new segment, or past_key_values alone to go on"
