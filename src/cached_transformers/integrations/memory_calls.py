@@ -109,7 +109,8 @@ class Generate:
         new_BT = tokens_BT[:, length:]
         ended_BT = torch.isin(new_BT, torch.tensor(ends, device=new_BT.device, dtype=new_BT.dtype))
         behind_BT = ended_BT.long().cumsum(1) - ended_BT.long() > 0
-        if pad is not None and pad not in ends:  # rows that a stopping criterion ended
+        stops = kwargs.get("stopping_criteria") or _setting(self.model, config, kwargs, "stop_strings")
+        if stops and pad is not None and pad not in ends:  # a row that these ended was fed padding since
             behind_BT = behind_BT | ((new_BT == pad).flip(1).long().cumprod(1).flip(1) > 0)
         written_B = length + (~behind_BT).sum(1)
         real_BT = torch.arange(total, device=tokens_BT.device) < written_B[:, None] - 1

@@ -233,7 +233,7 @@ class SegmentReader:
         places_BN = torch.arange(n, device=x_BND.device).expand(x_BND.shape[:2]) if given is None else given
         entry = memory.enter(text.state.model, x_BND, places_BN[..., None], text.padding_BN, None)
         call = {"inputs_embeds": entry.x_BND}
-        if given is not None:  # the memory tokens in front stand before the first place, which is the host's 0
+        if given is not None or text.padding_BN is not None:  # the tokens in front take the host's first places
             call["position_ids"] = (entry.positions_BNP[..., 0] + memory.length).clamp(min=0)
         mask = None if entry.padding_BN is None else (~entry.padding_BN).long()
         if entry.visible_NN is not None:

@@ -55,8 +55,8 @@ class StreamTap(Tap):
             )
         if self.passage.grad and not torch.is_grad_enabled():
             raise ValueError(
-                "reentrant activation checkpointing would cut the graph that leads through the memory; call "
-                "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+                "reentrant activation checkpointing would cut the graph that leads through the memory; leave "
+                "use_reentrant=False, transformers' default"
             )
         self.kept = []
         self.x_BND = args[0] if args else kwargs["hidden_states"]

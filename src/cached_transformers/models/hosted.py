@@ -111,11 +111,13 @@ class TransformersModel(nn.Module):
                 )
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
-        """transformers' own gradient checkpointing, of the kind that the state can pass."""
+        """transformers' own activation checkpointing, of the kind that the state can pass."""
+        old, new = ("gradient_checkpointing", "activation_checkpointing")  # in earlier and later versions
+        name = new if hasattr(self.model, f"{new}_enable") else old
         if enabled:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            getattr(self.model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
         else:
-            self.model.gradient_checkpointing_disable()
+            getattr(self.model, f"{name}_disable")()
 
     def init_state(self, batch_size: int) -> State:
         """State of rows that have seen nothing; an empty one without a memory."""
