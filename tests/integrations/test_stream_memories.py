@@ -283,6 +283,7 @@ def test_a_segment_loop_trains_it(memory: str) -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     model = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes)
+    model.set_activation_checkpointing(memory != "memorizing")
     loop = SegmentLoop(model, SEGMENT, bptt=2)
     optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
     ids, state, losses = words(3, 4 * SEGMENT + 1), None, []

@@ -23,7 +23,8 @@ class Carried:
     """A state on its way down from a model to its decoder, and the one that comes back."""
 
     def __init__(self, state: State | None) -> None:
-        self.state, self.after = state, None
+        self.state = state
+        self.after: State | None = None
 
 
 def signature_with_state(module: nn.Module) -> inspect.Signature:
