@@ -5,6 +5,7 @@ from __future__ import annotations
 from .data import create_dataset
 from .integrations.adapters import add_memory, register_adapter, remove_memory
 from .integrations.exchange import replace_attention, restore_attention
+from .integrations.load import load_pretrained
 from .layers.grc_attention import GRCAttention
 from .memories import LayerMemory, ModelMemory, create_memory
 from .memories.cached_attention import fold, unfold
@@ -46,6 +47,7 @@ __all__ = [
     "fold",
     "generate",
     "hold_caches",
+    "load_pretrained",
     "read_stream",
     "register_adapter",
     "remove_memory",

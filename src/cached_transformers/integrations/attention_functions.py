@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..attentions import create_attention
 from ..attentions.base import Attention
 from ..registry import ATTENTIONS
-from .adapters import padding_of
+from .masks import padding_of
 from .through_core import PER_QUERY, through_core
 
 _UNSERVED = (

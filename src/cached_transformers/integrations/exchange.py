@@ -34,7 +34,9 @@ from torch.overrides import TorchFunctionMode
 from ..attentions import create_attention
 from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
-from .adapters import Host, Site, padding_of, settle_nested_tensors, sites
+from .adapters import settle_nested_tensors
+from .hosts import Host, Site, sites
+from .masks import padding_of
 from .through_core import PER_QUERY, through_core
 
 

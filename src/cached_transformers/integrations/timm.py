@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..layers.reduction import PooledReduction, SpatialReduction
 from ..memories.base import Query
-from .adapters import Host, Inner, Site, map_size, no_mask, register_adapter
+from .hosts import Host, Inner, Site, register_adapter
+from .masks import map_size, no_mask
 
 
 @register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from ..attentions.base import Attention
 from ..attentions.softmax import SoftmaxAttention
 from ..memories.base import LayerMemory, Query
-from .adapters import Host, Inner, Site, no_mask, register_adapter
+from .hosts import Host, Inner, Site, register_adapter
+from .masks import no_mask
 from .through_core import through_core
 
 

@@ -1,4 +1,5 @@
-"""Adapters for transformers' attention layers: ViT and BERT. Imports nothing of transformers."""
+"""Adapters for transformers' attention layers: ViT and BERT; other families have files of their own. Imports nothing of
+transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ..checks import insist
 from ..memories.base import Query
-from .adapters import MASKED, Host, Inner, Site, map_size, no_mask, padding_of, register_adapter
+from .hosts import Host, Inner, Site, register_adapter
+from .masks import MASKED, map_size, no_mask, padding_of
 
 
 @register_adapter("transformers.models.vit.modeling_vit.ViTAttention")
@@ -20,7 +22,7 @@ def vit_attention(site: Site) -> Host:
     image, patch = _pair(config.image_size), _pair(config.patch_size)
     grid = (image[0] // patch[0], image[1] // patch[1])
     known = {"length": grid[0] * grid[1] + 1, "size": grid, "prefix": 1}
-    inner, query = _inner(config, layer.attention_dropout), partial(_vit_query, grid)
+    inner, query = softmax_of(config, layer.attention_dropout), partial(_vit_query, grid)
     return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, query, known, inner=inner)  # type: ignore[arg-type]
 
 
@@ -47,7 +49,7 @@ def bert_attention(site: Site) -> Host:
         _bert_query,
         # A decoder takes no memory, whatever its length.
         {"length": 0 if layer.is_decoder else site.length(config.max_position_embeddings)},
-        inner=_inner(config, layer.dropout.p, causal=layer.is_decoder),
+        inner=softmax_of(config, layer.dropout.p, causal=layer.is_decoder),
         refusal=refusal if layer.is_decoder else None,
     )
 
@@ -56,7 +58,9 @@ def _bert_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_
     return Query(hidden_states, padding_BN=padding_of(attention_mask, hidden_states.shape[1]))
 
 
-def _inner(config: Any, dropout: float, causal: bool = False) -> Inner:
+def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = False) -> Inner:
+    """The attention of a layer that looks its implementation up in transformers. Its mask tells the padding, unless a
+    `bias` on the logits is part of it."""
     kind = config._attn_implementation
     refusal = None
     if kind != "sdpa":
@@ -64,7 +68,7 @@ def _inner(config: Any, dropout: float, causal: bool = False) -> Inner:
             f"with attn_implementation={kind!r} there is no scaled_dot_product_attention to exchange; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    return Inner(float(dropout), causal, padding=True, refusal=refusal)
+    return Inner(float(dropout), causal, bias, padding=not bias, refusal=refusal)
 
 
 def _pair(value: Any) -> tuple[int, int]:

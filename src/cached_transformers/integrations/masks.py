@@ -1,0 +1,65 @@
+"""What masks and sizes of other people's models say about padding and maps.
+
+Legend: B rows, N tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import insist
+
+
+def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int] | None:
+    """(height, width) of the map behind `prefix` class tokens: `grid` when it fits, else a square, else None."""
+    cells = tokens - prefix
+    if cells == grid[0] * grid[1]:
+        return grid
+    side = round(cells**0.5)
+    return (side, side) if side * side == cells else None
+
+
+MASKED = (
+    "attention was called with a mask (or is_causal=True), which a shared cache would bypass; a causal mask would so "
+    "leak the future. Mark padding by a padding mask; causal models need the memory 'grc_stream'"
+)
+
+
+def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
+    """Refuse an attention mask: a shared cache shows every token the whole segment, past any mask.
+
+    Raises:
+        ValueError: there is a mask, or the causal flag is set.
+    """
+    if mask is not None or is_causal:
+        raise ValueError(MASKED)
+
+
+PER_QUERY = (
+    "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
+    "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
+)
+
+
+def padding_of(mask: Tensor | None, tokens: int, why: str = PER_QUERY) -> Tensor | None:
+    """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or
+    additive. `why` is said when the mask is none of padding.
+
+    Raises:
+        ValueError: the mask has another shape, or hides from one query what it shows another (a causal mask).
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(
+            f"an attention mask of type {type(mask).__name__} (flex attention) does not tell the padding; call "
+            "model.set_attn_implementation('sdpa') or 'eager' first"
+        )
+    if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == tokens:
+        insist((mask == mask[:, :, :1]).all(), why)
+        mask = mask[:, 0, 0]
+        return ~mask if mask.dtype == torch.bool else mask < 0
+    if mask.dim() == 2 and mask.shape[-1] == tokens:
+        return mask == 0
+    raise ValueError(f"cannot read padding from an attention mask of shape {tuple(mask.shape)} over {tokens} tokens")

@@ -1,0 +1,71 @@
+"""Another attention in transformers' BART, T5, SwitchTransformers, GPT-2 and Llama, with or without a memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from integrations.transformers_hosts import (
+    BART,
+    DECODERS,
+    GPT2,
+    LLAMA,
+    SEQ2SEQ,
+    SWITCH,
+    T5,
+    Architecture,
+    architectures,
+    awaken,
+    call_of,
+    words,
+)
+
+from cached_transformers import replace_attention, restore_attention
+
+ALL = [*SEQ2SEQ, *DECODERS]
+
+
+@architectures(ALL)
+@pytest.mark.parametrize("memory", [False, True])
+def test_exact_attention_changes_nothing(host: Architecture, memory: bool) -> None:
+    """Neither T5's bias and missing scale, nor Llama's shared keys and rotary positions, nor what a memory adds."""
+    plain, model = (awaken(host.with_memory()) if memory else host.build() for _ in range(2))
+    replace_attention(model, "softmax")
+    call = call_of(host)
+    torch.testing.assert_close(model(**call).logits, plain(**call).logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(restore_attention(model)(**call).logits, plain(**call).logits)
+
+
+@pytest.mark.usefixtures("cores")
+@architectures([BART, GPT2, LLAMA])
+def test_a_window_is_heard(host: Architecture) -> None:
+    """In an encoder-decoder the encoder alone has it; a decoder stays causal."""
+    plain, model = host.build(), replace_attention(host.build(), {"name": "test_window", "radius": 1})
+    ids = words(2, 8)
+    assert (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max() > 1e-5
+    assert len([m for m in model.modules() if "core" in m._modules]) == 2
+    if host in DECODERS:
+        changed = ids.clone()
+        changed[:, 5:] = 4
+        torch.testing.assert_close(model(changed).logits[:, :5], model(ids).logits[:, :5])
+
+
+@pytest.mark.parametrize(
+    "host, attention, message",
+    [
+        (T5, "performer", r"adds a bias to the logits, which attention \w+ cannot do \(supports_bias=False\)"),
+        (SWITCH, "linear", r"adds a bias to the logits, which attention \w+ cannot do \(supports_bias=False\)"),
+        (GPT2, "linformer", r"is causal, which attention \w+ cannot do \(supports_causal=False\)"),
+    ],
+    ids=str,
+)
+def test_what_a_core_cannot_do_is_refused(host: Architecture, attention: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace_attention(host.build(), attention)
+
+
+@architectures(ALL)
+def test_eager_attention_is_refused_with_the_way_out(host: Architecture) -> None:
+    model = host.build()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"attn_implementation='eager' .*call model.set_attn_implementation\('sdpa'\)"):
+        replace_attention(model, "softmax")

@@ -1,0 +1,572 @@
+"""Memories with a state in GPT-2 and Llama: against slow twins, and what segments, rows, padding and generation ask."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from integrations.transformers_hosts import (
+    DECODERS,
+    END,
+    GPT2,
+    LLAMA,
+    SEGMENT,
+    STREAMS,
+    VOCABULARY,
+    Architecture,
+    architectures,
+    awaken,
+    differences,
+    stream,
+    streams,
+    words,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers import SegmentLoop, add_memory, create_model
+from cached_transformers.integrations.segment_cache import MemoryCache
+from cached_transformers.memories.interpolation import interpolate
+from cached_transformers.models.generation import generate
+from cached_transformers.state import detach, map_state, named_tensors, reorder, reset
+
+
+def by_hand(model: Any, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    """Logits and state, one segment a call."""
+    parts = []
+    for piece in ids.split(SEGMENT, 1):
+        out = model(piece, memory_state=state)
+        state = out.memory_state
+        parts.append(out.logits)
+    return torch.cat(parts, 1), state
+
+
+# ---- slow twins
+
+
+def heads(t_BND: Tensor, count: int) -> Tensor:
+    return t_BND.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def one_layer(host: Architecture) -> Any:
+    layers = "n_layer" if host is GPT2 else "num_hidden_layers"
+    return host.build(**{layers: 1})
+
+
+class Layer:
+    """The only layer of a host, step by step, with a place where something can be mixed into its heads."""
+
+    def __init__(self, host: Architecture, model: Any) -> None:
+        self.gpt, self.model = host is GPT2, model
+        self.body = model.transformer if self.gpt else model.model
+        self.block = self.body.h[0] if self.gpt else self.body.layers[0]
+        self.attention = self.block.attn if self.gpt else self.block.self_attn
+        self.heads = 2 if self.gpt else 4
+
+    def inputs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual stream, and the attention's input."""
+        places = torch.arange(ids.shape[1])
+        h = self.body.wte(ids) + self.body.wpe(places) if self.gpt else self.body.embed_tokens(ids)
+        return h, (self.block.ln_1 if self.gpt else self.block.input_layernorm)(h)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Without positions, keys and values for every head."""
+        if self.gpt:
+            q, k, v = self.attention.c_attn(x).chunk(3, -1)
+            return heads(q, 2), heads(k, 2), heads(v, 2)
+        q = heads(self.attention.q_proj(x), 4)
+        k, v = (heads(p(x), 2).repeat_interleave(2, 1) for p in (self.attention.k_proj, self.attention.v_proj))
+        return q, k, v
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Causal attention (B, H, N, E), with rotary positions where the host has them."""
+        q, k, v = self.qkv(x)
+        if not self.gpt:
+            cos, sin = self.body.rotary_emb(x, torch.arange(x.shape[1])[None])
+
+            def turn(t: Tensor) -> Tensor:
+                a, b = t.chunk(2, -1)
+                return t * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
+
+            q, k = turn(q), turn(k)
+        logits = q @ k.mT / math.sqrt(q.shape[-1])
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+    def rest(self, h: Tensor, y: Tensor) -> Tensor:
+        """From the merged heads to the logits."""
+        merged = y.transpose(1, 2).flatten(2)
+        if self.gpt:
+            weight = self.attention.c_proj
+            h = h + merged @ weight.weight + weight.bias
+            h = h + self.block.mlp(self.block.ln_2(h))
+            return self.model.lm_head(self.body.ln_f(h))
+        h = h + merged @ self.attention.o_proj.weight.T
+        h = h + self.block.mlp(self.block.post_attention_layernorm(h))
+        return self.model.lm_head(self.body.norm(h))
+
+
+@architectures(DECODERS)
+def test_grc_stream_is_the_gated_update_by_hand(host: Architecture) -> None:
+    model = awaken(add_memory(one_layer(host), "grc_stream", length=4, segment_length=SEGMENT))
+    layer, slots = Layer(host, one_layer(host)), 4
+    memory = Layer(host, model).attention.memory
+    gates, branch = memory.gates, memory.branch
+    ids = words(2, 3 * SEGMENT)
+    found = model(ids).logits
+    cache, source, expected, c = None, None, [], 8
+    for piece in ids.split(SEGMENT, 1):
+        h, x = layer.inputs(piece)
+        y = layer.attend(x)
+        if source is not None:  # the update by the segment before is made now
+            old = torch.zeros(2, slots, c) if cache is None else cache
+            w_u, w_r, w_c = gates.from_tokens.weight.chunk(3)
+            b_u, b_r, b_c = gates.from_tokens.bias.chunk(3)
+            v_u, v_r, v_c = gates.from_cache.weight.chunk(3)
+            u = torch.sigmoid(source @ w_u.T + b_u + old @ v_u.T)
+            r = torch.sigmoid(source @ w_r.T + b_r + old @ v_r.T)
+            new = F.layer_norm(
+                F.gelu(source @ w_c.T + b_c + (r * old) @ v_c.T), (c,), gates.norm.weight, gates.norm.bias
+            )
+            cache = (1 - u) * old + u * new
+            q = heads(branch.query(x[..., :c]), layer.heads)
+            k, v = (heads(t, layer.heads) for t in branch.key_value(cache).chunk(2, -1))
+            o = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+            share = torch.sigmoid(branch.gate_H)[:, None, None]
+            y = share * F.pad(o, (0, y.shape[-1] - o.shape[-1])) + (1 - share) * y
+        source = interpolate(x[..., :c], slots, "nearest", None)
+        expected.append(layer.rest(h, y))
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+
+
+@architectures(DECODERS)
+def test_memorizing_is_a_softmax_over_all_earlier_keys(host: Architecture) -> None:
+    model = awaken(add_memory(one_layer(host), "memorizing", length=20, k=20, segment_length=SEGMENT))
+    layer = Layer(host, one_layer(host))
+    memory = Layer(host, model).attention.memory
+    ids = words(2, 3 * SEGMENT)
+    found, expected = model(ids).logits, []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for piece in ids.split(SEGMENT, 1):
+        h, x = layer.inputs(piece)
+        y = layer.attend(x)
+        q, k, v = layer.qkv(x)
+        if keys:
+            logits = F.normalize(q, dim=-1) @ torch.cat(keys, 2).mT * memory.scale_H.abs()[:, None, None]
+            gate = torch.sigmoid(memory.gate_H)[:, None, None]
+            y = gate * (logits.softmax(-1) @ torch.cat(values, 2)) + (1 - gate) * y
+        keys.append(F.normalize(k, dim=-1))
+        values.append(v)
+        expected.append(layer.rest(h, y))
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_rmt_is_the_host_between_memory_tokens(host: Architecture, mask: str, implementation: str) -> None:
+    plain = host.build()
+    plain.set_attn_implementation(implementation)
+    model = host.build()
+    model.set_attn_implementation(implementation)
+    awaken(add_memory(model, "rmt", length=3, mask=mask, segment_length=SEGMENT))
+    ids = words(2, 2 * SEGMENT + 2)
+    found = model(ids)
+    m, expected, hidden = 3, [], []
+    carried = model.base_model.memory.initial_MD.expand(2, -1, -1)
+    for piece in ids.split(SEGMENT, 1):
+        x = torch.cat([carried, plain.get_input_embeddings()(piece), carried], 1)
+        total = x.shape[1]
+        sees = torch.ones(total, total, dtype=torch.bool).tril()
+        if mask == "full":
+            sees[:m, :m] = sees[-m:] = True
+        added = torch.zeros(2, 1, total, total).masked_fill(~sees, torch.finfo(torch.float32).min)
+        out = plain.base_model(inputs_embeds=x, attention_mask=added, output_hidden_states=True)
+        carried = out.last_hidden_state[:, -m:]
+        expected.append(plain.lm_head(out.last_hidden_state[:, m:-m]))
+        hidden.append(out.hidden_states[1][:, m:-m])
+    torch.testing.assert_close(found.logits, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.memory_state.model.tokens_BMD, carried, rtol=1e-4, atol=1e-5)
+    found_hidden = model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found_hidden[1], torch.cat(hidden, 1), rtol=1e-4, atol=1e-5)
+
+
+# ---- segments
+
+
+@architectures(DECODERS)
+@streams
+def test_a_long_call_is_its_segments_one_after_the_other(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)), words(2, 3 * SEGMENT + 2)
+    whole = model(ids, labels=ids)
+    logits, state = by_hand(model, ids)
+    torch.testing.assert_close(whole.logits, logits)
+    assert differences(whole.memory_state, state) < 1e-5
+    torch.testing.assert_close(whole.loss, F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+    alone = model(ids[:, SEGMENT:]).logits
+    assert (alone[:, :SEGMENT] - logits[:, SEGMENT : 2 * SEGMENT]).abs().max() > 1e-3  # it does remember
+    assert isinstance(model(ids, return_dict=False), tuple)
+
+
+@architectures(DECODERS)
+@streams
+def test_no_output_depends_on_a_later_token(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)), words(1, 3 * SEGMENT)
+    before = model(ids).logits
+    for place in (2, SEGMENT, 2 * SEGMENT - 1, 2 * SEGMENT + 1):
+        changed = ids.clone()
+        changed[:, place] = 3 + (changed[:, place] - 2) % 27
+        after = model(changed).logits
+        torch.testing.assert_close(after[:, :place], before[:, :place])
+        heard_N = (after - before).abs().amax((0, 2)) > 1e-6
+        assert heard_N[place]
+        if place == 2 and memory != "memorizing":  # which looks only for what is near
+            assert heard_N[place:].all()
+
+
+@architectures(DECODERS)
+@streams
+def test_the_gradient_crosses_the_segments(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)).train(), words(2, 3 * SEGMENT)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embeds).logits[:, 2 * SEGMENT :].square().mean().backward()
+    assert embeds.grad is not None
+    crossed = embeds.grad[:, :SEGMENT].abs().max() > 1e-9
+    assert crossed == (memory != "memorizing")  # whose store stops it
+    grads = []
+    for cut in (False, True):
+        model.zero_grad()
+        state, loss = None, torch.zeros(())
+        for piece in ids.split(SEGMENT, 1):
+            out = model(piece, labels=piece, memory_state=state)
+            state = detach(out.memory_state) if cut else out.memory_state
+            loss = loss + out.loss
+        loss.backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    if memory == "grc_stream":  # the gates learn from the next segment even so: the update is made there
+        assert all(grads[1][n].abs().max() > 0 for n in grads[1] if "memory.gates" in n)
+    assert (memory == "memorizing") == all(torch.allclose(g, grads[1][n], atol=1e-8) for n, g in grads[0].items())
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+def test_activation_checkpointing_changes_no_gradient(host: Architecture, memory: str) -> None:
+    ids, grads = words(2, 3 * SEGMENT), []
+    for checkpointing in (False, True):
+        model = awaken(stream(host, memory)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model(ids, labels=ids).loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+@architectures(DECODERS)
+def test_reentrant_checkpointing_is_refused(host: Architecture) -> None:
+    model = stream(host, "grc_stream").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(
+        ValueError, match=r"reentrant activation checkpointing would cut the graph .*use_reentrant=False"
+    ):
+        model(words(2, SEGMENT))
+
+
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+def test_a_segment_loop_trains_it(memory: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    model = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes)
+    model.set_activation_checkpointing(memory != "memorizing")
+    loop = SegmentLoop(model, SEGMENT, bptt=2)
+    optimizer = torch.optim.AdamW(loop.parameters(), 3e-3)
+    ids, state, losses = words(3, 4 * SEGMENT + 1), None, []
+    padding = torch.zeros(3, 4 * SEGMENT, dtype=torch.bool)
+    padding[2, -3:] = True
+    for step in range(4):
+        rows = torch.tensor([True, False, step == 2])
+        loss, state = loop(ids[:, :-1], ids[:, 1:], state, rows if step else None, padding)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert differences(map_state(lambda t: t[:1], state), map_state(lambda t: t[1:2], state)) > 1e-3
+
+
+# ---- rows
+
+
+@architectures(DECODERS)
+@streams
+def test_rows_are_forgotten_and_moved_each_for_itself(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)), words(3, SEGMENT, 1)
+    state = model(words(3, 2 * SEGMENT)).memory_state
+    expected, fresh = model(ids, memory_state=state).logits, model(ids).logits
+    forgotten = reset(state, model.init_memory_state(3), torch.tensor([False, True, False]))
+    found = model(ids, memory_state=forgotten).logits
+    torch.testing.assert_close(found, torch.stack([expected[0], fresh[1], expected[2]]))
+    order = torch.tensor([2, 0, 0])
+    found = model(ids[order], memory_state=reorder(state, order)).logits
+    torch.testing.assert_close(found, expected[order])
+
+
+@architectures(DECODERS)
+@streams
+def test_a_row_padded_on_the_right_is_the_row_alone(host: Architecture, memory: str) -> None:
+    model = awaken(stream(host, memory)).train()
+    ids, lengths = words(3, 3 * SEGMENT), [3 * SEGMENT, SEGMENT + 2, 1]
+    mask = (torch.arange(3 * SEGMENT) < torch.tensor(lengths)[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    whole = model(ids, attention_mask=mask, labels=labels)
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length])
+        torch.testing.assert_close(whole.logits[row : row + 1, :length], alone.logits, rtol=1e-4, atol=1e-5)
+        mine = map_state(lambda t, row=row: t[row : row + 1], whole.memory_state)
+        assert differences(mine, alone.memory_state) < 1e-5
+    whole.loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@architectures(DECODERS)
+@streams
+def test_padding_on_the_left_is_right_within_a_segment_and_refused_beyond(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)), words(2, SEGMENT)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = model(ids, attention_mask=mask, position_ids=places)
+    alone = model(ids[1:, 2:])
+    torch.testing.assert_close(whole.logits[1:, 2:], alone.logits, rtol=1e-4, atol=1e-5)
+    assert differences(map_state(lambda t: t[1:], whole.memory_state), alone.memory_state) < 1e-5
+    longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    with pytest.raises(ValueError, match=r"padding in front of tokens would shift where a row's segments of 5 tokens"):
+        model(words(2, SEGMENT + 1), attention_mask=longer)
+    with pytest.raises(ValueError, match=r"padding in front of tokens"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3)
+
+
+# ---- generation
+
+
+@architectures(DECODERS)
+@streams
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampled", "beams"])
+def test_generating_from_a_memory_with_and_without_a_cache(
+    host: Architecture, memory: str, options: dict[str, Any]
+) -> None:
+    model = awaken(stream(host, memory))
+    state, ids = model(words(2, 2 * SEGMENT)).memory_state, words(2, 3, 7)
+    call = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 2 * SEGMENT,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        **options,
+    }
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        found.append(model.generate(ids, memory_state=state, use_cache=use_cache, **call))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    for a, b in zip(found[0].scores, found[1].scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert differences(found[0].memory_state, found[1].memory_state) < 1e-5
+    torch.manual_seed(5)
+    forgetful = model.generate(ids, **call)
+    first = (forgetful.scores[0] - found[0].scores[0]).nan_to_num(0, 0, 0).abs().max()
+    assert first > 1e-4  # the memory is heard from the first token on
+    # What comes back has read all but the last token of each row, in the segments of the text.
+    for row, tokens in enumerate(found[0].sequences):
+        new = tokens[3:]
+        ended = (new == END).nonzero()
+        length = 3 + (int(ended[0]) + 1 if len(ended) else len(new))
+        own = map_state(lambda t, row=row: t[row : row + 1], state)
+        after = own if length == 1 else by_hand(model, tokens[None, : length - 1], own)[1]
+        assert differences(map_state(lambda t, row=row: t[row : row + 1], found[0].memory_state), after) < 1e-4
+
+
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_generate_rolls_over_segments_as_our_generator_does(memory: str, cached: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "eos_token_id": None}
+    ours = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes).eval()
+    theirs = copy.deepcopy(ours.model)
+    theirs.transformer.forward.segment_length = SEGMENT
+    awaken(ours), awaken(theirs)
+    ids = words(2, 7)
+    with torch.no_grad():
+        state = ours(words(2, SEGMENT, 3)).state
+    expected = generate(ours, ids, state, tokens=12, temperature=0, segment_length=SEGMENT)
+    found = theirs.generate(
+        ids,
+        memory_state=state,
+        max_new_tokens=12,
+        do_sample=False,
+        use_cache=cached,
+        return_dict_in_generate=True,
+        attention_mask=torch.ones_like(ids),
+        pad_token_id=0,
+    )
+    assert torch.equal(found.sequences[:, 7:], expected.tokens)
+    assert differences(found.memory_state, expected.state) < 1e-4
+
+
+@architectures(DECODERS)
+@streams
+def test_several_answers_for_each_prompt_have_a_state_each(host: Architecture, memory: str) -> None:
+    model, ids = awaken(stream(host, memory)), words(2, 4)
+    state = model(words(2, SEGMENT)).memory_state
+    out = model.generate(
+        ids,
+        memory_state=state,
+        do_sample=True,
+        num_return_sequences=2,
+        max_new_tokens=4,
+        min_new_tokens=4,
+        return_dict_in_generate=True,
+        attention_mask=torch.ones_like(ids),
+    )
+    rows = {t.shape[0] for _, t in named_tensors(out.memory_state)}
+    assert out.sequences.shape == (4, 8) and rows == {4}
+    for row in range(4):
+        own = map_state(lambda t, row=row: t[row // 2 : row // 2 + 1], state)
+        after = by_hand(model, out.sequences[row : row + 1, :-1], own)[1]
+        assert differences(map_state(lambda t, row=row: t[row : row + 1], out.memory_state), after) < 1e-4
+
+
+@architectures(DECODERS)
+@streams
+@torch.no_grad()
+def test_a_text_in_pieces_of_any_size_is_the_text(host: Architecture, memory: str) -> None:
+    """past_key_values go on in the open segment; what they have read can be asked for at any time."""
+    model, ids = awaken(stream(host, memory)), words(2, 3 * SEGMENT + 2)
+    expected = model(ids).logits
+    cache, parts, done = None, [], 0
+    for size in (2, 1, 4, 1, 1, 7, 1):
+        out = model(ids[:, done : done + size], past_key_values=cache, use_cache=True)
+        parts.append(out.logits)
+        done += size
+        cache = out.past_key_values
+        assert isinstance(cache, MemoryCache) and cache.get_seq_length() == done
+        twin = copy.deepcopy(cache)
+        assert twin.work_out.__self__ is cache.work_out.__self__
+        state = model(ids[:, :done]).memory_state
+        assert differences(twin.memory_state, state) < 1e-5
+        assert out.get("memory_state") is None or differences(out.memory_state, state) < 1e-5
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
+    order = torch.tensor([1, 0])
+    cache.reorder_cache(order)
+    more = words(2, 1, 9)
+    found = model(more, past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found, model(torch.cat([ids[order], more], 1)).logits[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_without_segment_length_a_call_is_one_segment() -> None:
+    model = awaken(stream(GPT2, "grc_stream", None))
+    ids = words(2, 17)
+    torch.testing.assert_close(model(ids).logits, GPT2.build()(ids).logits)  # nothing is remembered yet
+    state = model(ids).memory_state
+    out = model.generate(
+        ids[:, :2], memory_state=state, max_new_tokens=20, min_new_tokens=20, attention_mask=torch.ones(2, 2)
+    )
+    assert out.shape == (2, 22)
+
+
+CALLS: list[tuple[str, Any, str]] = [
+    ("rows", lambda m, i, s: m(i[:1], memory_state=s), "the state has 2 rows .*the segment 1"),
+    ("other", lambda m, i, s: m(i, memory_state=(s.model,)), "the state is that of another model"),
+    ("kind", lambda m, i, s: m(i, memory_state="state"), "state of type str must be"),
+    ("attentions", lambda m, i, s: m(i, output_attentions=True), "output_attentions=True: .*remove_memory"),
+    ("mask", lambda m, i, s: m(i, attention_mask=torch.ones(2, 1, 4, 4)), r"shape \(2, 1, 4, 4\): .*\(2, 4\)"),
+    (
+        "mask of all",
+        lambda m, i, s: m(i, attention_mask=torch.ones(2, 9)),
+        r"shape \(2, 9\): .*\(rows, tokens\) = \(2, 4\)",
+    ),
+    ("nothing", lambda m, i, s: m(), "give either input_ids or inputs_embeds"),
+    ("assisted", lambda m, i, s: m.generate(i, prompt_lookup_num_tokens=2, max_new_tokens=4), "cannot be taken back"),
+    ("embeds", lambda m, i, s: m.generate(inputs_embeds=torch.zeros(2, 3, 16), max_new_tokens=2), "with inputs_embeds"),
+    (
+        "static",
+        lambda m, i, s: m.generate(i, cache_implementation="static", max_new_tokens=2),
+        "kept in a DynamicCache",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, call, message", CALLS, ids=[c[0] for c in CALLS])
+def test_calls_that_a_memory_cannot_follow_are_refused(name: str, call: Any, message: str) -> None:
+    model, ids = stream(GPT2, "grc_stream"), words(2, 4)
+    state = model(ids).memory_state
+    with pytest.raises(ValueError, match=message):
+        call(model, ids, state)
+    assert model(ids).logits.isfinite().all()  # and goes on
+
+
+def test_caches_of_others_are_refused() -> None:
+    plain, model, ids = GPT2.build(), stream(GPT2, "grc_stream"), words(2, 4)
+    with pytest.raises(ValueError, match=r"were not made by this model with its memory"):
+        model(ids, past_key_values=plain(ids, use_cache=True).past_key_values)
+    out = model(ids, use_cache=True)
+    with pytest.raises(ValueError, match=r"begun with another memory_state"):
+        model(ids[:, :1], past_key_values=out.past_key_values, memory_state=out.memory_state)
+    with pytest.raises(ValueError, match=r"past_key_values hold 2 rows, the call 1"):
+        model(ids[:1, :1], past_key_values=out.past_key_values)
+    with pytest.raises(ValueError, match=r"called without its state"):
+        model.transformer.h[0].attn(torch.zeros(1, 3, 16))
+    with pytest.raises(ValueError, match=r"mask='full' hands attn_implementation='flex"):
+        other = LLAMA.build()
+        other.config._attn_implementation = "flex_attention"
+        add_memory(other, "rmt")
+    with pytest.raises(ValueError, match=r"have no type"):
+        stream(GPT2, "rmt")(ids, token_type_ids=torch.zeros_like(ids))
+
+
+def test_compiled_it_computes_the_same() -> None:
+    model, ids = awaken(stream(GPT2, "grc_stream", None)), words(2, SEGMENT)
+    state = model(words(2, SEGMENT, 4)).memory_state
+    expected = model(ids, memory_state=state, use_cache=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = compiled(ids, memory_state=state, use_cache=False)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert differences(found.memory_state, expected.memory_state) < 1e-5
+
+
+# ---- what it is for
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt", None])
+def test_a_cue_of_the_last_segment_is_recalled(memory: str | None) -> None:
+    """The first token of a text is asked for a segment later; without a memory the answer is a guess among eight."""
+    torch.manual_seed(0)
+    host = Architecture("gpt2", GPT2.cls, GPT2.config, {**GPT2.sizes, "n_embd": 32, "n_layer": 2, "n_positions": 16})
+    model = host.build().train()
+    if memory is not None:
+        options: dict[str, Any] = {"length": 4} if memory != "memorizing" else {"length": 8, "k": 8, "layer": 1}
+        add_memory(model, memory, segment_length=4, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    right = 0.0
+    for step in range(400):
+        cue = torch.randint(3, 11, (64, 1))
+        noise = torch.randint(12, VOCABULARY, (64, 5))
+        ids = torch.cat([cue, noise, torch.full((64, 1), 11), cue], 1)  # the question is the last but one
+        if memory is None:
+            logits = torch.cat([model(part).logits for part in ids.split(4, 1)], 1)[:, 6]
+        else:
+            logits = model(ids).logits[:, 6]
+        loss = F.cross_entropy(logits, cue[:, 0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step >= 380:
+            right += (logits.argmax(-1) == cue[:, 0]).double().mean().item() / 20
+    assert right < 0.3 if memory is None else right > 0.9

@@ -1,0 +1,307 @@
+"""Six architectures of transformers take a memory, train, generate, are saved and loaded, and give it back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import close_gates, library
+from integrations.transformers_hosts import (
+    BART,
+    BERT,
+    DECODERS,
+    ENCODERS,
+    GPT2,
+    LLAMA,
+    SEGMENT,
+    SEQ2SEQ,
+    STREAMS,
+    SWITCH,
+    T5,
+    Architecture,
+    architectures,
+    awaken,
+    call_of,
+    words,
+)
+from torch import Tensor
+
+from cached_transformers import add_memory, load_pretrained, remove_memory
+from cached_transformers.memories.shared_cache import caches
+
+ALL = [*ENCODERS, *DECODERS]
+
+
+def short(host: Architecture, seed: int = 0) -> dict[str, Tensor]:
+    """A batch of one segment, where the host has segments: beyond them it attends less far than alone."""
+    return call_of(host, tokens=SEGMENT if host in DECODERS else 8, seed=seed)
+
+
+@architectures(ALL)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_closed_gate_changes_nothing(host: Architecture, training: bool) -> None:
+    plain, model = host.build().train(training), awaken(host.with_memory()).train(training)
+
+    def run(host_: Any, **given: Any) -> Any:
+        torch.manual_seed(2)  # Switch's router is noisy in training
+        return host_(**given)
+
+    state: dict[str, Any] = {}
+    for seed in range(2):  # the second time there is something to remember
+        call = short(host, seed)
+        if host in DECODERS:
+            state = {"memory_state": model(**call, **state).memory_state}
+        else:
+            run(model, **call)
+        open_ = run(model, **call, **state).logits
+        gates = {name: p.detach().clone() for name, p in model.named_parameters() if "gate_H" in name}
+        close_gates(model)
+        expected, found = run(plain, **call), run(model, **call, **state)
+        assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+        assert (open_ - expected.logits).abs().max() > 1e-5
+        model.load_state_dict(gates, strict=False)
+
+
+@architectures(ALL)
+def test_training_lowers_the_loss_and_reaches_every_parameter_of_the_memory(host: Architecture) -> None:
+    model = host.with_memory().train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    # Decoders need three segments: what stands in a cache is asked for when it is updated a second time.
+    call, losses = call_of(host, tokens=3 * SEGMENT), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(**call).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    # The first update finds an empty cache, of which nothing can be learned; the later ones reach all.
+    assert not [n for n, p in model.named_parameters() if "memory." in n and torch.equal(p, before[n])]
+
+
+@architectures([*SEQ2SEQ, *DECODERS])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampled", "beams"])
+def test_generate_is_the_same_with_and_without_a_cache(host: Architecture, options: dict[str, Any]) -> None:
+    model = awaken(host.with_memory())
+    if host in SEQ2SEQ:  # a trained encoder has something in its cache
+        model.train()(**call_of(host))
+        model.eval()
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(5)
+        ids = words(2, 7)
+        found.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, use_cache=use_cache, **options)
+        )
+    assert torch.equal(*found) and found[0].shape[1] > 5
+
+
+@architectures(SEQ2SEQ)
+def test_the_memory_of_an_encoder_decoder_is_in_the_encoder_alone(host: Architecture) -> None:
+    model = host.with_memory()
+    where = [name for name, module in model.named_modules() if name.endswith(".memory")]
+    assert len(where) == 2 and all("encoder" in name and "decoder" not in name for name in where)
+    plain = host.build()
+    ids, decoder_ids = words(2, 6), words(2, 5, 1)
+    hidden = torch.randn(2, 6, 16)
+    encoded = library("transformers").modeling_outputs.MoEModelOutput(last_hidden_state=hidden)
+    given = {"encoder_outputs": encoded, "decoder_input_ids": decoder_ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model(**given).logits, plain(**given).logits)
+
+
+@architectures(ENCODERS)
+def test_padding_is_neither_remembered_nor_read(host: Architecture) -> None:
+    """A row's valid tokens alone are spread over the slots, whatever stands behind them."""
+    call = call_of(host)
+    contents = []
+    for filler in (4, 17):
+        model = awaken(host.with_memory()).train()
+        ids = call["input_ids"].masked_fill(call["attention_mask"] == 0, filler)
+        model(**{**call, "input_ids": ids})
+        model.eval()
+        contents.append([cache.cache_MC.clone() for cache in caches(model)])
+    assert all(torch.allclose(a, b, atol=1e-6) and a.abs().max() > 0.01 for a, b in zip(*contents, strict=True))
+
+
+@architectures(ALL)
+def test_saved_and_loaded_it_computes_the_same(host: Architecture, tmp_path: Path) -> None:
+    model = awaken(host.with_memory()).train()
+    model(**call_of(host)).loss.backward()
+    model.eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(str(tmp_path))
+    assert type(loaded) is type(model) and not loaded.training
+    assert loaded.config.cached_transformers == model.config.cached_transformers
+    call = call_of(host, seed=4)
+    assert torch.equal(loaded(**call).logits, model(**call).logits)
+    after = loaded.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
+    half = load_pretrained(str(tmp_path), dtype=torch.bfloat16)
+    assert half(**call).logits.dtype == torch.bfloat16
+
+
+@architectures([BART, GPT2])
+def test_a_plain_load_of_it_warns_of_the_weights_it_drops(
+    host: Architecture, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = library("transformers")
+    model = host.with_memory()
+    model.save_pretrained(tmp_path)
+    said = logging.getLogger("transformers")
+    said.addHandler(caplog.handler)
+    try:
+        plain = type(model).from_pretrained(tmp_path)
+        report = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert any("UNEXPECTED" in line and "memory.branch.gate_H" in line for line in report)
+        caplog.clear()
+        load_pretrained(str(tmp_path))
+        assert not [r for r in caplog.records if "UNEXPECTED" in r.getMessage()]
+    finally:
+        said.removeHandler(caplog.handler)
+    assert transformers.logging.get_verbosity() == logging.WARNING
+    # Saved again without its memory, the folder is no longer what its config says.
+    plain.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match=r"holds no .*memory.* \(\d+ tensors are missing\).*add_memory"):
+        load_pretrained(str(tmp_path / "again"))
+    add_memory(plain, host.memory, **host.options)
+
+
+def test_loading_says_what_is_not_there_and_what_is_new(tmp_path: Path) -> None:
+    GPT2.build().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"was saved without a memory.*from_pretrained.*add_memory"):
+        load_pretrained(str(tmp_path / "plain"))
+    transformers = library("transformers")
+    model = awaken(GPT2.with_memory())
+    model.save_pretrained(tmp_path / "with", max_shard_size="10KB")
+    assert len(list((tmp_path / "with").glob("*.safetensors"))) > 1
+    body = load_pretrained(str(tmp_path / "with"), transformers.GPT2Model)  # the decoder alone, from its model's files
+    ids = words(2, 7)
+    torch.testing.assert_close(body(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
+    with pytest.warns(UserWarning, match=r"score.weight: not stored, and newly initialised"):
+        classifier = load_pretrained(str(tmp_path / "with"), transformers.GPT2ForSequenceClassification)
+    assert classifier(ids).memory_state is not None
+
+
+@architectures([*ENCODERS, LLAMA])
+def test_copies_and_pickles_are_models_of_their_own(host: Architecture) -> None:
+    model = awaken(host.with_memory())
+    call = call_of(host)
+    expected = model(**call).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**call).logits, expected)
+        awaken(twin, seed=8)
+        assert torch.equal(model(**call).logits, expected) and not torch.equal(twin(**call).logits, expected)
+        assert torch.equal(remove_memory(twin)(**call).logits, host.build()(**call).logits)
+
+
+@architectures(ALL)
+@pytest.mark.parametrize("second", ["same", "rmt"])
+def test_removing_restores_outputs_keys_code_and_config(host: Architecture, second: str) -> None:
+    if second == "rmt" and host not in DECODERS:
+        pytest.skip("a memory of decoders")
+    plain = host.build()
+    model = host.with_memory() if second == "same" else host.with_memory(STREAMS["rmt"], segment_length=SEGMENT)
+    call = call_of(host)
+    model.train()(**call).loss.backward()
+    model.eval()
+    assert remove_memory(model) is model
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(model(**call).logits, plain(**call).logits)
+    assert model.config.to_dict() == plain.config.to_dict()
+    for a, b in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(a).keys() == vars(b).keys()
+        assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks) and len(a._forward_hooks) == len(b._forward_hooks)
+    with pytest.raises(ValueError, match=r"no memory that could be removed"):
+        remove_memory(model)
+    add_memory(model, host.memory, **host.options)
+
+
+@pytest.mark.parametrize("memory", ["grc", "attention_cache"])
+@architectures([BART, T5])
+def test_shared_memories_train_under_activation_checkpointing(host: Architecture, memory: str) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = host.with_memory(memory, length=4).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for _ in range(2):
+            model.zero_grad()
+            model(**call_of(host)).loss.backward()
+        grads.append([p.grad for _, p in model.named_parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
+    wide = Architecture("wide", T5.cls, T5.config, {**T5.sizes, "d_kv": 20})
+    model = wide.with_memory("grc", length=4, ratio=0.25)
+    close_gates(model)
+    call = call_of(wide)
+    assert torch.equal(model(**call).logits, wide.build()(**call).logits)
+    with pytest.raises(ValueError, match=r"inputs of 16 channels and heads of 40 together.*takes more.*ratio=0.4"):
+        wide.with_memory("grc", length=4)
+    with pytest.raises(ValueError, match=r"mix='outputs' .*needs as many of both"):
+        wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
+
+
+REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
+    (BART, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
+    (T5, "grc", {}, r"T5Attention does not tell how many tokens"),
+    (SWITCH, "grc_stream", {}, r"'grc_stream' carries a state .* SwitchTransformersFor\w+ does not take or return"),
+    (BERT, "rmt", {}, r"'rmt' carries a state .* shared memories work here: 'grc', 'attention_cache'"),
+    (BART, "grc", {"length": 4, "segment_length": 8}, "segment_length=8 is for memories that carry a state"),
+    (GPT2, "grc", {"length": 4}, "GPT-2 is causal, .*'grc_stream', 'memorizing', 'rmt'"),
+    (LLAMA, "attention_cache", {"length": 4}, "Llama is causal, .*'grc_stream', 'memorizing', 'rmt'"),
+    (GPT2, "transformer_xl", {}, "'transformer_xl' does not work in models of others.*grc_stream, memorizing, rmt"),
+    (GPT2, "memorizing", {"joint": True}, "one softmax with the layer .*leave joint=False"),
+    (GPT2, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
+    (GPT2, "rmt", {"cache": 4}, "'rmt' with cache=... needs keys and values"),
+    (
+        GPT2,
+        "rmt",
+        {"length": 10, "segment_length": 50},
+        "segment_length=50 and 20 memory tokens are 70 places, .*for 64",
+    ),
+    (GPT2, "grc_stream", {"segment_length": 0}, "segment_length=0 must be at least 1"),
+    (LLAMA, "grc_stream", {"ratio": 2}, r"ratio=2 must lie in \(0, 1\]"),
+    (LLAMA, "grc_stream", {"input_size": (4, 4)}, r"input_size=\(4, 4\) is for images"),
+]
+
+
+@pytest.mark.parametrize(
+    "host, memory, options, message", REFUSALS, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSALS)]
+)
+def test_refusals_say_why_and_leave_the_model_as_it_was(
+    host: Architecture, memory: str, options: dict[str, Any], message: str
+) -> None:
+    model = host.build()
+    before = [(name, sorted(vars(module)), len(module._forward_pre_hooks)) for name, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        add_memory(model, memory, **options)
+    assert [(n, sorted(vars(m)), len(m._forward_pre_hooks)) for n, m in model.named_modules()] == before
+    assert not hasattr(model.config, "cached_transformers")
+
+
+@architectures(DECODERS)
+def test_a_second_memory_is_refused(host: Architecture) -> None:
+    for memory in ("grc_stream", "rmt"):
+        model = host.with_memory(memory)
+        for other in ("grc_stream", "rmt"):
+            with pytest.raises(ValueError, match=r"has a memory already; call remove_memory\(model\) first"):
+                add_memory(model, other)
+
+
+def test_decoders_of_other_kinds_are_refused() -> None:
+    library("transformers")
+    with pytest.raises(ValueError, match=r"attends an encoder, too"):
+        add_memory(GPT2.build(add_cross_attention=True), "grc_stream")
+    with pytest.raises(ValueError, match=r"no model of transformers, .*the model of transformers inside"):
+        add_memory(torch.nn.Sequential(GPT2.build()), "grc_stream")
+    with pytest.raises(ValueError, match=r"BartForCausalLM: no attention layer"):
+        add_memory(BART.build("BartForCausalLM", is_decoder=True, is_encoder_decoder=False), length=4)

@@ -1,0 +1,201 @@
+"""Small random models of transformers that take a memory: six architectures, with inputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import library
+from torch import Tensor
+
+from cached_transformers import add_memory
+from cached_transformers.state import State, named_tensors
+
+VOCABULARY, END, PAD = 30, 1, 2
+SEGMENT = 5
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """One class of transformers, its config, and the memory that it is tested with."""
+
+    name: str
+    cls: str
+    config: str
+    sizes: dict[str, Any]
+    memory: str = "grc"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, cls: str | None = None, **more: Any) -> Any:
+        """In evaluation mode; the same weights each time."""
+        transformers = library("transformers")
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(vocab_size=VOCABULARY, **{**self.sizes, **more})
+        return getattr(transformers, cls or self.cls)(config).eval()
+
+    def with_memory(self, memory: Any = None, seed: int = 1, **options: Any) -> Any:
+        model = self.build()
+        torch.manual_seed(seed)
+        if memory is None:
+            return add_memory(model, self.memory, **{**self.options, **options})
+        return add_memory(model, memory, **options)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "decoder_start_token_id": 0,
+    "eos_token_id": END,
+    "pad_token_id": PAD,
+}
+BART = Architecture(
+    "bart",
+    "BartForConditionalGeneration",
+    "BartConfig",
+    {
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "max_position_embeddings": 32,
+        "dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+        "decoder_start_token_id": 0,
+        "forced_eos_token_id": None,
+    },
+    options={"length": 4},
+)
+T5 = Architecture("t5", "T5ForConditionalGeneration", "T5Config", _T5, options={"length": 4})
+SWITCH = Architecture(
+    "switch",
+    "SwitchTransformersForConditionalGeneration",
+    "SwitchTransformersConfig",
+    {**_T5, "num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    options={"length": 4},
+)
+BERT = Architecture(
+    "bert",
+    "BertForMaskedLM",
+    "BertConfig",
+    {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    options={"length": 4},
+)
+GPT2 = Architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "GPT2Config",
+    {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+    },
+    memory="grc_stream",
+    options={"length": 4, "segment_length": SEGMENT},
+)
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+    },
+    memory="grc_stream",
+    options={"length": 4, "segment_length": SEGMENT},
+)
+ENCODERS = [BART, T5, SWITCH, BERT]
+SEQ2SEQ = [BART, T5, SWITCH]
+DECODERS = [GPT2, LLAMA]
+STREAMS: dict[str, dict[str, Any]] = {
+    "grc_stream": {"name": "grc_stream", "length": 4},
+    "memorizing": {"name": "memorizing", "length": 16, "k": 4},
+    "rmt": {"name": "rmt", "length": 3},
+    "rmt_causal": {"name": "rmt", "length": 3, "mask": "causal"},
+}
+
+
+def architectures(chosen: Iterable[Architecture]) -> pytest.MarkDecorator:
+    """Parametrise a test by `host`."""
+    return pytest.mark.parametrize("host", list(chosen), ids=str)
+
+
+streams = pytest.mark.parametrize("memory", list(STREAMS))
+"""Parametrise a test by `memory`, a name in STREAMS."""
+
+
+def stream(host: Architecture, memory: str, segment_length: int | None = SEGMENT) -> Any:
+    return host.with_memory(STREAMS[memory], segment_length=segment_length)
+
+
+def words(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    """Token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
+
+
+def call_of(host: Architecture, rows: int = 3, tokens: int = 8, seed: int = 0) -> dict[str, Tensor]:
+    """A batch for training; the second row is shorter."""
+    ids = words(rows, tokens, seed)
+    mask = torch.ones_like(ids)
+    mask[1, tokens - 3 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def differences(a: State, b: State) -> float:
+    """The largest difference between two states of one structure."""
+    pairs = list(zip(named_tensors(a), named_tensors(b), strict=True))
+    assert pairs and all(x[0] == y[0] and x[1].shape == y[1].shape for x, y in pairs)
+    return max((x[1].double() - y[1].double()).abs().max().item() for x, y in pairs)
+
+
+def awaken(model: Any, seed: int = 3) -> Any:
+    """Larger random weights of the memory, so that what is read shows in the output."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "memory." in name:
+                parameter.normal_(0, 0.5)
+    return model
+
+
+Make = Callable[..., Any]
