@@ -18,7 +18,8 @@ from cached_transformers.registry import ATTENTIONS, MEMORIES
 
 ROWS = 3
 PADDING = torch.arange(SEGMENT) >= torch.tensor([SEGMENT, 2, SEGMENT - 1])[:, None]
-LABELS = [*CONTRACTS, *(name for name in MEMORIES.names() if name not in CONTRACTS)]
+LABELS = [label for label, contract in CONTRACTS.items() if contract.models != ("vision_transformer",)]
+LABELS += [name for name in MEMORIES.names() if name not in CONTRACTS]
 
 
 def build(memory: Any, attention: Any = "softmax") -> EncoderDecoder:

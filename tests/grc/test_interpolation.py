@@ -5,6 +5,7 @@ Legend: B rows, N tokens, M slots, C channels.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import GatedRecurrentCache
-from cached_transformers.memories.interpolation import Interpolation, interpolate
+from cached_transformers.memories import gate_update
+from cached_transformers.memories.interpolation import Interpolation, interpolate, nearest_map
+from cached_transformers.memories.shared_cache import SharedCache
 
 MODES: tuple[Interpolation, ...] = ("nearest", "linear", "area")
 modes = pytest.mark.parametrize("mode", MODES)
@@ -184,3 +187,32 @@ def test_a_map_with_padding_is_refused_with_the_way_out() -> None:
 def test_prefix_and_slots_must_fit_the_map() -> None:
     with pytest.raises(ValueError, match="length=5 must equal size 2 x 2"):
         GatedRecurrentCache(4, 5, size=(2, 2))
+
+
+FEW = torch.arange(5) >= torch.tensor([5, 2, 0, 4])[:, None]
+
+
+@pytest.mark.parametrize("padding", [None, FEW, FEW.flip(1)], ids=["all", "behind", "front"])
+@pytest.mark.parametrize("block", [1 << 17, 48])
+def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
+    padding: Tensor | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of spreading first, at once and by blocks, whatever stands in the padding."""
+    monkeypatch.setattr(gate_update, "_BLOCK", block)
+    monkeypatch.setattr(gate_update, "_LARGE", 1 << 19 if block > 48 else 10)
+    cache = GatedRecurrentCache(6, 16).double()
+    x_BNC = torch.randn(4, 5, 6, dtype=torch.float64)
+    dirty_BNC = x_BNC if padding is None else x_BNC.masked_fill(padding[..., None], torch.nan)
+    dirty_BNC.requires_grad_()
+    weight_MC = torch.randn(16, 6, dtype=torch.float64)
+    cache.cache_MC.normal_()
+    found = []
+    for update in (cache.mean_update_by, functools.partial(SharedCache.mean_update_by, cache)):
+        new_MC = update(dirty_BNC, padding, None, cache.cache_MC)
+        leaves = (dirty_BNC, *cache.parameters())
+        found.append((new_MC, *torch.autograd.grad((new_MC * weight_MC).sum(), leaves)))
+    for a, b in zip(*found, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    spread_BMN = nearest_map(x_BNC, 16, padding)
+    torch.testing.assert_close(spread_BMN @ x_BNC, interpolate(x_BNC, 16, "nearest", padding), rtol=0, atol=0)

@@ -406,3 +406,17 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
         build()(given.pop("inputs"), given.pop("targets_in"), **given)
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         build().init_state(0)
+
+
+def test_training_is_one_graph() -> None:
+    model, reference = (build(depth=1).train() for _ in range(2))
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    given: dict[str, Any] = {"padding": PADDING, "targets": said(1), "label_smoothing": 0.1}
+    for step in range(2):
+        out, want = run(sources(step), said(step), **given), reference(sources(step), said(step), **given)
+        torch.testing.assert_close(out.outputs, want.outputs)
+    out.outputs.sum().backward()
+    want.outputs.sum().backward()
+    torch.testing.assert_close(model.embedding.weight.grad, reference.embedding.weight.grad)
+    torch._dynamo.reset()

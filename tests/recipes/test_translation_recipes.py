@@ -24,7 +24,13 @@ TRACKS = {f"iwslt14_{pair}" for pair in ("de_en", "es_en", "en_fr")} | {
     f"iwslt15_{pair}" for pair in ("de_en", "en_vi", "cs_en")
 }
 QUICK = ["training.steps=2", "training.evaluate_every=1", "training.log_every=1", "training.tensorboard=false"]
-FEW = ["training.batch_tokens=300", "training.keep=2", "training.average_last=2", "training.device=cpu"]
+FEW = [
+    "schedule.warmup_steps=1",
+    "training.batch_tokens=300",
+    "training.keep=2",
+    "training.average_last=2",
+    "training.device=cpu",
+]
 SMALL = ["data.vocabulary_size=280", "data.max_length=64", "model.depth=1", "model.width=32", "evaluation.tokens=4"]
 
 

@@ -26,7 +26,7 @@ TRAINED = {(kind, form): train_subwords(kind, TEXTS, 300, form) for kind, form i
 
 
 @pytest.mark.parametrize("key", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(key: tuple[str, str], text: str) -> None:
     ids = TRAINED[key].encode([text])[0]

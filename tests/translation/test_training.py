@@ -73,7 +73,7 @@ def by_hand(config: RunConfig, data: Any, smoothing: float = 0.0, step: int = 0)
         losses = losses + F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
         tokens += len(said)
     (losses / tokens).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(losses / tokens)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(losses.detach() / tokens)
 
 
 def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -97,7 +97,8 @@ def test_a_step_is_the_mean_over_its_target_tokens(corpus: Path, accumulate: int
 
 
 def test_pieces_without_rows_and_processes_change_nothing(corpus: Path) -> None:
-    config, data = prepared(corpus, batch_tokens=30)
+    config, data = prepared(corpus)
+    config = replace(config, training=replace(config.training, batch_tokens=int(data.lengths.max())))
     world = World(torch.device("cpu"))
     order = Translation(config, build_model(config), data, data, world).order
     step = next(s for s in range(99) if len(order.rows(s)) == 2)
@@ -199,7 +200,7 @@ def test_the_average_is_the_mean_of_the_weights_and_keeps_the_newest_cache(train
 def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = json.loads((trained / "summary.json").read_text(encoding="utf-8"))
     test = summary["test"]
-    assert 20 < test["bleu"] <= 100 and test["sentences"] == 30
+    assert 1 < test["bleu"] <= 100 and test["sentences"] == 30
     assert 0.7 < summary["packing_efficiency"] <= 1 and summary["flops"] > 0
     low, high = test["bleu_interval"]
     assert low < test["bleu"] < high or test["bleu"] == pytest.approx(high)
@@ -223,7 +224,7 @@ def test_the_summary_says_what_evaluate_says(trained: Path, capsys: pytest.Captu
 def test_translations_stand_beside_their_references(trained: Path, corpus: Path) -> None:
     blocks = (trained / "translations.txt").read_text(encoding="utf-8").split("\n\n")
     assert len(blocks) == 30
-    rows = [dict(line.split("\t", 1) for line in block.strip().split("\n")) for block in blocks]
+    rows = [dict(line.split("\t", 1) for line in block.strip("\n").split("\n")) for block in blocks]
     for name, language in (("source", "de"), ("reference", "en")):
         assert [row[name] for row in rows] == (corpus / f"test.{language}").read_text(encoding="utf-8").splitlines()
     scores = corpus_scores([row["hypothesis"] for row in rows], [row["reference"] for row in rows], "en", "raw")
@@ -241,12 +242,16 @@ def test_scores_are_those_of_sacrebleu() -> None:
     expected = sacrebleu.corpus_bleu(tokens[0], [tokens[1]], tokenize="none", force=True).score
     assert found["tokenised_bleu"] == expected
     # Moses tokens are put together for sacreBLEU, and taken as they are for the other.
-    moses = corpus_scores(["we &apos;re here ."] * 2, ["we &apos;re here ."] * 2, "en", "moses")
+    moses = corpus_scores(["now we &apos;re here ."] * 2, ["now we &apos;re here ."] * 2, "en", "moses")
     assert moses["bleu"] == moses["tokenised_bleu"] == pytest.approx(100)
     said, wanted = ["we &apos;re not here ."], ["we &apos;re here , now ."]
     found = corpus_scores(said, wanted, "en", "moses")
     assert found["bleu"] == sacrebleu.corpus_bleu(["we're not here."], [["we're here, now."]]).score
     assert found["tokenised_bleu"] == sacrebleu.corpus_bleu(said, [wanted], tokenize="none", force=True).score
+    # Resamples without any hit, and some with: none stops the scores.
+    said, wanted = ["", "zzz", "a cat sees the dog"], ["qqq", "b", "a cat sees the dog"]
+    mixed = corpus_scores(said, wanted, "en", "raw", resamples=100)
+    assert 0 <= mixed["bleu_interval"][0] < mixed["bleu"] and "chrf_interval" not in mixed and "chrf_signature" in mixed
     with pytest.raises(ValueError, match="1 translations for 2 references"):
         corpus_scores(["a"], ["a", "b"], "en", "raw")
 
@@ -263,6 +268,13 @@ def test_validation_translates_as_many_sentences_as_asked(corpus: Path, tmp_path
     stored = read_checkpoint(Checkpoints(tmp_path / "run" / "checkpoints").named("last"))
     assert not torch.equal(model.embedding.weight, stored.training["live_weights"]["embedding.weight"])
     assert config.training.ema_decay == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "grc"])
+def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str | None) -> None:
+    summary = run_training(config_from_dict(recipe(corpus, memory, steps=700, evaluate_every=700)), tmp_path / "run")
+    assert summary["test"]["bleu"] > 50
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

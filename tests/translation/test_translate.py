@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -126,6 +125,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--resume"], "--resume goes on with a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),
+        (["--average", "2", "--checkpoint", "best"], "name different weights; give one of them"),
     ],
 )
 def test_bad_options(said, options: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
@@ -138,12 +138,13 @@ def test_runs_of_other_models_are_refused(said, tmp_path: Path) -> None:  # type
     assert status == 2 and "is not a run folder" in error
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(trained: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    module = [sys.executable, "-m", "cached_transformers.cli.main", "translate", str(trained), "--batch", "1"]
+def test_a_reader_that_goes_away_ends_it_quietly(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     read, write = os.pipe()
-    process = subprocess.Popen(module, stdin=subprocess.PIPE, stdout=write, stderr=subprocess.PIPE, env=environment)
-    os.close(write)
     os.close(read)
-    _, error = process.communicate(b"der hund\n" * 5)
-    assert process.returncode == 141 and error == b""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"der hund\n" * 5)))
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["translate", str(trained), "--device", "cpu", "--batch", "1"]) == 141
+    assert capsys.readouterr().err == ""

@@ -60,6 +60,8 @@ def _circumstances(data: Mapping[str, Any]) -> str:
     }
     text = "; ".join(f"{key} {value}" for key, value in known.items() if value)
     rows = f" By rows: Wilson's 95 % interval for {data['rows']:,} rows." if data.get("rows") else ""
+    if not rows and any(variant.get("rows_interval") for variant in data.get("variants", [])):
+        rows = " By rows: the mean of the runs' 95 % bootstrap intervals."
     return f"{text}. In brackets: 95 % t interval over seeds.{rows}"
 
 

@@ -204,9 +204,11 @@ def _table_caption(comparison: Comparison, by_rows: bool) -> str:
     if any(variant.get("last_values") for variant in comparison.variants):
         text += " Last step: the mean without choosing a checkpoint on the validation split."
     if by_rows:
+        rows = comparison.data.get("rows")
+        how = f"Wilson's, of that mean on {rows:,} rows" if rows else "the mean of the runs' bootstrap intervals"
         text += (
-            f" The interval by rows is Wilson's, of that mean on {comparison.data.get('rows'):,} rows: the chance in "
-            "drawing the rows, which all seeds share and the t interval does not hold."
+            f" The interval by rows is {how}: the chance in drawing the rows, which all seeds share and the t interval "
+            "does not hold."
         )
     text += " Operations are of one forward pass at the batch of the comparison, a multiply-add as two"
     if any(variant.get("training_flops") for variant in comparison.variants):

@@ -135,7 +135,8 @@ def run_summary(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
         )
     if test and metric.name in test:
         interval = metric.interval(*(test.get(f"{metric.name}_interval") or (None, None)))
-        chance = f" (95 % interval {interval} for the chance in drawing its {test['rows']:,} rows)" if interval else ""
+        drawn = f"{test['rows']:,} rows" if "rows" in test else f"{test.get('sentences', 0):,} sentences"
+        chance = f" (95 % interval {interval} for the chance in drawing its {drawn})" if interval else ""
         sentences.append(f"On the test split it reaches {metric.value(test[metric.name])}{chance}.")
         if baselines:
             sentences.append(_best_baseline(metric, baselines)[1])

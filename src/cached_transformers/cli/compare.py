@@ -271,7 +271,7 @@ class Comparison:
         with a bootstrap interval of its own in each summary the mean of these."""
         own = [(summary["test"] or {}).get(f"{self.metric}_interval") for summary in summaries]
         if self.split == "test" and self.metric != "accuracy" and own and all(own):
-            low, high = (sum(interval[end] for interval in own) / len(own) for end in (0, 1))
+            low, high = (sum(interval[end] for interval in own if interval) / len(own) for end in (0, 1))
             return low, high
         if self.rows is None:
             return None

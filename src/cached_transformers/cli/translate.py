@@ -7,6 +7,7 @@ behind; with --output FILE --resume the same command goes on behind them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -100,22 +101,21 @@ def run(arguments: argparse.Namespace) -> int:
     model.to(pick_device(arguments.device)).eval()
     _check(model, **options)
     done = 0 if not arguments.resume else _whole_lines(arguments.output)
-    source: IO[bytes] = sys.stdin.buffer if arguments.input is None else arguments.input.open("rb")
     name = "standard input" if arguments.input is None else str(arguments.input)
-    if batch is None:
-        batch = 1 if source.isatty() else 32
-    target: IO[bytes] = sys.stdout.buffer
-    if arguments.output is not None:
-        target = arguments.output.open("ab" if arguments.resume else "wb")
     if done:
         print(f"going on behind line {done:,} of {arguments.output}", file=sys.stderr)
-    try:
+    with contextlib.ExitStack() as opened:
+        source: IO[bytes] = sys.stdin.buffer
+        if arguments.input is not None:
+            source = opened.enter_context(arguments.input.open("rb"))
+        target: IO[bytes] = sys.stdout.buffer
+        if arguments.output is not None:
+            target = opened.enter_context(arguments.output.open("ab" if arguments.resume else "wb"))
+        if batch is None:
+            batch = 1 if source.isatty() else 32
         for texts in translated(model, tokenizer, lines(source, name, done), batch, options, arguments.scores):
             target.write("".join(f"{text}\n" for text in texts).encode())
             target.flush()
-    finally:
-        if target is not sys.stdout.buffer:
-            target.close()
     return 0
 
 
@@ -140,10 +140,13 @@ def lines(file: IO[bytes], name: str, skip: int = 0) -> Iterator[Line]:
     number = 0
     while content := file.readline(LONGEST):
         number += 1
-        whole = content.endswith(b"\n") or len(content) < LONGEST
-        if not whole:
-            while (rest := file.readline(LONGEST)) and not rest.endswith(b"\n"):
-                pass
+        left_out = False
+        if len(content) == LONGEST and not content.endswith(b"\n"):
+            while rest := file.readline(LONGEST):
+                left_out = left_out or rest != b"\n"
+                if rest.endswith(b"\n"):
+                    break
+        if left_out:
             # The cut may stand in the middle of a character.
             content = content.decode("utf-8", "ignore").encode()
             _warn(f"{name}, line {number} has more than {LONGEST:,} bytes; the rest is left out")
@@ -190,7 +193,7 @@ def _translate(
     for place, ids in zip(places, encoded, strict=True):
         if len(ids) > longest:
             _warn(f"line {batch[place].number} has {len(ids):,} tokens; the first {longest - 1:,} are translated")
-        if all(token in (tokenizer.unknown, tokenizer.end) for token in ids):
+        if tokenizer.unknown in ids and not tokenizer.knows(ids):
             _warn(f"line {batch[place].number} holds nothing that the tokenizer knows")
     sources = [torch.tensor(truncated(ids, longest)) for ids in encoded]
     nothing = torch.tensor([tokenizer.begin])

@@ -152,7 +152,7 @@ def read_hub(rows: Any, columns: list[str], name: str) -> Parallel:
     *nested, source, target = columns
     found = [row["translation"] for row in rows] if nested else rows
     sides = [[" ".join(str(row[side]).splitlines()) for row in found] for side in (source, target)]
-    return Parallel(*sides, name)
+    return Parallel(sides[0], sides[1], name)
 
 
 def _given(path: Mapping[str, Any], split: str) -> PairFiles:

@@ -121,7 +121,8 @@ class PairTokenizer:
         lowercase: whether texts are put into lower case first.
 
     Attributes:
-        vocabulary, target_vocabulary: numbers of ids. pad, begin, end, unknown: special ids, the same on both sides.
+        vocabulary, target_vocabulary: numbers of ids. lossless: whether `decode` gives back the very text.
+        pad, begin, end, unknown: special ids, the same on both sides.
     """
 
     pad, begin, end, unknown = PAD, BEGIN, END, UNKNOWN
@@ -136,11 +137,7 @@ class PairTokenizer:
         self.source, self.target, self.joint = source, source if target is None else target, target is None
         self.text_format, self.lowercase = text_format, lowercase
         self.vocabulary, self.target_vocabulary = self.source.vocabulary, self.target.vocabulary
-
-    @property
-    def lossless(self) -> bool:
-        """Whether `decode` gives back the very text."""
-        return self.source.lossless and self.target.lossless and not self.lowercase
+        self.lossless = self.source.lossless and self.target.lossless and not lowercase
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a source text, with the end."""
@@ -150,6 +147,10 @@ class PairTokenizer:
         """Ids of several texts of one side, each with the end."""
         side = self.target if target else self.source
         return [[*ids, END] for ids in side.encode([self.prepared(text) for text in texts])]
+
+    def knows(self, ids: Iterable[int]) -> bool:
+        """Whether anything but blanks is left of source ids without the unknown ones."""
+        return bool(self.decode([token for token in ids if token != UNKNOWN], source=True).strip())
 
     def prepared(self, text: str) -> str:
         """The text as the model is to see it."""

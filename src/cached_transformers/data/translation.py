@@ -1,9 +1,8 @@
 """Pairs of texts for translation ("translation", "multi30k", "iwslt14"): any two text files, TSV, or data of the hub.
 
 The subwords are those of the training side alone. Multi30k: Elliott et al. (arXiv:1605.00459); IWSLT: Cettolo et al.,
-"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported; "
-"validation
-and test keep every line, so that scores are of the whole split.
+"Report on the 11th IWSLT evaluation campaign" (2014). Lines that training leaves out are counted and reported;
+validation and test keep every line, so that scores are of the whole split.
 """
 
 from __future__ import annotations
@@ -179,7 +178,8 @@ class Translation:
                 raise ValueError(f"{lines.name}: no training line holds text")
             texts = [[*sides[0], *sides[1]]] if self._joint else sides
             trained = [train_subwords(kind, part, size, self.text_format) for part in texts]
-            dumped = PairTokenizer(*trained, text_format=self.text_format, lowercase=self.lowercase).dump()  # type: ignore[misc]
+            target = None if self._joint else trained[1]
+            dumped = PairTokenizer(trained[0], target, self.text_format, self.lowercase).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
         stored = load_or_build("subwords", self._tokenizer_key, train)
@@ -220,8 +220,8 @@ class Translation:
         """Warn of what was left out or cannot be read."""
         for why, count in self.dropped.items():
             warnings.warn(f"{self.name}, {self.split}: {count} pairs are {why}; they are left out", stacklevel=3)
-        cut = np.flatnonzero(self._whole > self.max_length) if self.split != "train" else []
-        if len(cut):
+        cut = np.flatnonzero(self._whole > self.max_length)
+        if len(cut) and self.split != "train":
             named = ", ".join(str(line + 1) for line in cut[:5])
             warnings.warn(
                 f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} "
@@ -229,13 +229,18 @@ class Translation:
                 f"and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
                 stacklevel=3,
             )
-        tokens = self._tokens[0]
-        unknown = int((tokens == UNKNOWN).sum())
-        if unknown == len(tokens) - len(self):
+        starts, ends = self._ends[0][:-1], self._ends[0][1:]
+        unknown = torch.nonzero(self._tokens[0] == UNKNOWN).flatten().numpy()
+        rows = np.unique(np.searchsorted(ends, unknown, side="right"))
+        strange = [row for row in rows if not self.tokenizer.knows(self._tokens[0][starts[row] : ends[row]].tolist())]
+        if strange and len(strange) == len(self):
             raise ValueError(
-                f"{self.name}, {self.split}: every source token is unknown to the tokenizer; data.tokenizer is of "
-                f"other "
-                "languages"
+                f"{self.name}, {self.split}: no source holds anything that the tokenizer knows; data.tokenizer is of "
+                "other languages"
+            )
+        if strange:
+            warnings.warn(
+                f"{self.name}, {self.split}: {len(strange)} sources hold nothing that the tokenizer knows", stacklevel=3
             )
 
     # ---------------------------------------------------------------------------------------------------- items

@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from .gate_update import Candidate, GateWeights, gate_update, mean_gate_update
+from .interpolation import nearest_map
 from .shared_cache import CacheSlots, SharedCache, one_of
 
 
@@ -90,3 +92,16 @@ class GatedRecurrentCache(CacheGates, SharedCache):
 
     def mean_update(self, s_BMC: Tensor, cache_MC: Tensor, weight_B: Tensor | None) -> Tensor:
         return mean_gate_update(s_BMC, cache_MC, self.weights, self.candidate, weight_B)
+
+    def mean_update_by(
+        self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
+    ) -> Tensor:
+        few = 4 * x_BNC.shape[1] <= 3 * self.length  # nearly as many: spreading maps costs more than it saves
+        if not few or self.interpolation != "nearest" or self.size is not None or torch.compiler.is_compiling():
+            return super().mean_update_by(x_BNC, padding_BN, size, cache_MC)
+        spread_BMN = nearest_map(x_BNC, self.length, padding_BN)
+        weight_B = None
+        if padding_BN is not None:
+            weight_B = (~padding_BN).any(1)
+            x_BNC = x_BNC.masked_fill(padding_BN[..., None], 0)  # a NaN would survive a factor of 0
+        return mean_gate_update(x_BNC, cache_MC, self.weights, self.candidate, weight_B, spread_BMN)

@@ -62,6 +62,20 @@ def interpolate(
     return F.adaptive_avg_pool1d(x_BCN, length).transpose(1, 2)
 
 
+def nearest_map(x_BNC: Tensor, length: int, padding_BN: Tensor | None = None) -> Tensor:
+    """(B, length, N): the matrix by which `interpolate` with "nearest" makes slots of tokens, one 1 a slot."""
+    rows, n = x_BNC.shape[:2]
+    place_N, slot_M = (torch.arange(size, device=x_BNC.device) for size in (n, length))
+    if padding_BN is None:
+        token_BM, some_B = (slot_M * n // length).expand(rows, -1), None
+    else:
+        order_BN = torch.argsort(padding_BN.to(torch.uint8), dim=1, stable=True)
+        count_B1 = (~padding_BN).sum(1, keepdim=True)
+        token_BM, some_B = order_BN.gather(1, slot_M * count_B1 // length), count_B1[..., None] > 0
+    one_BMN = token_BM[..., None] == place_N
+    return (one_BMN if some_B is None else one_BMN & some_B).to(x_BNC.dtype)
+
+
 def _resize_2d(image_BCHW: Tensor, size: tuple[int, int], mode: Interpolation) -> Tensor:
     if mode == "linear":
         return F.interpolate(image_BCHW, size=size, mode="bilinear", align_corners=False)

@@ -140,6 +140,13 @@ class SharedCache(CacheSlots):
         """(M, C): mean of `update` over the rows marked in `weight_B`, all when None; the cache when there is none."""
         return cache_MC + row_mean(self.update(s_BMC, cache_MC) - cache_MC, weight_B)
 
+    def mean_update_by(
+        self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
+    ) -> Tensor:
+        """`mean_update` by tokens that are not spread over the slots yet; rows without any have no part in it."""
+        weight_B = None if padding_BN is None else (~padding_BN).any(1)
+        return self.mean_update(self.slots(x_BNC, padding_BN, size), cache_MC, weight_B)
+
     @property
     def constant_in_evaluation(self) -> bool:
         """Whether evaluation reads the stored cache as it is, so that keys and values of it may be folded."""
@@ -158,13 +165,12 @@ class SharedCache(CacheSlots):
         # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
         # that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
-        s_BMC = self.slots(x_BNC, padding_BN, size)
-        weight_B = None if padding_BN is None else (~padding_BN).any(1)
         if self.attend == "sample":
-            attended = self.update(s_BMC, cache_MC)
+            weight_B = None if padding_BN is None else (~padding_BN).any(1)
+            attended = self.update(self.slots(x_BNC, padding_BN, size), cache_MC)
             new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
         else:
-            new_MC = self.mean_update(s_BMC, cache_MC, weight_B)
+            new_MC = self.mean_update_by(x_BNC, padding_BN, size, cache_MC)
             attended = new_MC if self.attend == "mean" else cache_MC
         if self.training and not self.held:
             propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)

@@ -101,17 +101,17 @@ def load_run(folder: Path, checkpoint: str = "best", average: int | None = None)
 
     Args:
         folder: a run folder.
-        checkpoint: "best", "last", "tested" (the average of checkpoints where the run tested one, else the best), or
-        the
-            path of a step folder.
-        average: so many newest checkpoints are averaged, in place of `checkpoint`; caches as `training.average_caches`.
+        checkpoint: "best", "last", "tested" (what the summary's test scores are of), or the path of a step folder.
+        average: with "tested", so many newest checkpoints are averaged instead; caches as `training.average_caches`.
 
     Raises:
         ValueError: not a run folder, or the checkpoint is missing or damaged.
     """
     config = read_run_config(folder)
+    if average is not None and checkpoint != "tested":
+        raise ValueError(f"--checkpoint {checkpoint} and --average {average} name different weights; give one of them")
     if checkpoint == "tested":
-        checkpoint = "best"
+        checkpoint = "last" if config.training.test == "last" else "best"
         average = config.training.average_last if average is None and config.training.average_last > 1 else average
     if average is not None:
         model = build_model(without_checkpoint(config))

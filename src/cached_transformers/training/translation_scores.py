@@ -19,7 +19,8 @@ RESAMPLES = 1000
 def corpus_scores(
     hypotheses: Sequence[str], references: Sequence[str], language: str, text_format: str, resamples: int = 0
 ) -> dict[str, Any]:
-    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also intervals (95 %, over sentences) and signatures.
+    """{bleu, chrf, tokenised_bleu}, in 0..100; with `resamples` also signatures, and intervals of BLEU (95 %, over
+    sentences).
 
     Args:
         language: of both, for the rules of Moses. text_format: "raw" or "moses".
@@ -49,12 +50,13 @@ def corpus_scores(
         ("tokenised_bleu", metrics.BLEU(lowercase=True, tokenize="none", force=True), tokens),
     )
     for name, metric, (said, wanted) in kinds:
-        if resamples:
-            score = metric.corpus_score(said, [wanted], n_bootstrap=resamples)
+        # Resamples of chrF are of two types of number, of which sacrebleu 2.6 cannot take the mean.
+        drawn = resamples if name != "chrf" else 0
+        score = metric.corpus_score(said, [wanted], n_bootstrap=max(1, drawn))
+        if drawn:
             found[f"{name}_interval"] = [float(score._mean - score._ci), float(score._mean + score._ci)]
+        if resamples:
             found[f"{name}_signature"] = str(metric.get_signature())
-        else:
-            score = metric.corpus_score(said, [wanted])
         found[name] = float(score.score)
     order = ("bleu", "chrf", "tokenised_bleu")
     return {key: found[key] for key in (*order, *(k for k in found if k not in order))}
