@@ -553,14 +553,16 @@ def test_compiled_it_computes_the_same() -> None:
 def test_a_cue_of_the_last_segment_is_recalled(memory: str | None) -> None:
     """The first token of a text is asked for a segment later; without a memory the answer is a guess among eight."""
     torch.manual_seed(0)
-    host = Architecture("gpt2", GPT2.cls, GPT2.config, {**GPT2.sizes, "n_embd": 32, "n_layer": 2, "n_positions": 16})
+    host = Architecture(
+        "gpt2", GPT2.cls, GPT2.config, {**GPT2.sizes, "n_embd": 32, "n_positions": 16, "initializer_range": 0.1}
+    )
     model = host.build().train()
     if memory is not None:
         options: dict[str, Any] = {"length": 4} if memory != "memorizing" else {"length": 8, "k": 8, "layer": 1}
         add_memory(model, memory, segment_length=4, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     right = 0.0
-    for step in range(400):
+    for step in range(200):
         cue = torch.randint(3, 11, (64, 1))
         noise = torch.randint(12, VOCABULARY, (64, 5))
         ids = torch.cat([cue, noise, torch.full((64, 1), 11), cue], 1)  # the question is the last but one
@@ -572,6 +574,6 @@ def test_a_cue_of_the_last_segment_is_recalled(memory: str | None) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step >= 380:
+        if step >= 180:
             right += (logits.argmax(-1) == cue[:, 0]).double().mean().item() / 20
     assert right < 0.3 if memory is None else right > 0.9
