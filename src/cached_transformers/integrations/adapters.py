@@ -117,7 +117,7 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     if spec is None:
         raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
     name, settings = spec
-    more = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
+    more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
     more = {key: value for key, value in more.items() if value is not None}
     MEMORIES.check(name, options)
     settings |= options
@@ -237,7 +237,7 @@ def remove_memory(model: nn.Module) -> nn.Module:
 
 def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
     """Write into the config of a model of transformers what `add_memory` was told; None takes it out again."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return
     if record is not None:

@@ -33,7 +33,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         ValueError: no memory was saved with it, or the memory's weights are missing.
     """
     transformers = require("transformers", extra="language")
-    hub = {
+    hub: dict[str, Any] = {
         key: options[key]
         for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
         if key in options

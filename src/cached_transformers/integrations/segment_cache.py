@@ -51,7 +51,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
         memo[id(self.work_out)] = self.work_out  # of the model, which is not to be copied along
         memo[id(self)] = new = type(self).__new__(type(self))
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        new.__dict__ = copy.deepcopy(dict(vars(self)), memo)
         return new
 
     @property
