@@ -199,3 +199,13 @@ def awaken(model: Any, seed: int = 3) -> Any:
 
 
 Make = Callable[..., Any]
+
+
+def by_hand(model: Any, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    """Logits and state, one segment a call."""
+    parts = []
+    for piece in ids.split(SEGMENT, 1):
+        out = model(piece, memory_state=state)
+        state = out.memory_state
+        parts.append(out.logits)
+    return torch.cat(parts, 1), state

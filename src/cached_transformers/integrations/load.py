@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..extras import require
@@ -89,7 +90,6 @@ def _spellings(model: Any, key: str) -> tuple[str, ...]:
 
 def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:
     """The wanted tensors, by the names that the model has for them."""
-    safetensors = require("safetensors", extra="language")
     cached_file = transformers.utils.cached_file
     quiet = {"_raise_exceptions_for_missing_entries": False, **hub}
     index = cached_file(name, "model.safetensors.index.json", **quiet)
@@ -103,7 +103,7 @@ def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub:
         path = cached_file(name, part, **quiet)
         if path is None:
             raise ValueError(f"{name} holds no {part}; memories are saved as safetensors, by save_pretrained(folder)")
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             there = set(file.keys())
             for key in wanted - stored.keys():
                 spelling = next((s for s in _spellings(model, key) if s in there), None)

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
 
 from ..state import State, map_state, named_tensors, signature
+
+try:
+    from transformers.cache_utils import Cache, DynamicCache
+except ImportError:  # this module is of use to those alone who hold a model of transformers, but imports without it
+    Cache = DynamicCache = object
 
 
 class MemoryState(NamedTuple):

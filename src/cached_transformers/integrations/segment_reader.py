@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from ..checks import insist
 from ..memories.base import Query, Reading, Trace
@@ -22,7 +21,7 @@ from ..memories.recurrent_memory import RecurrentMemory
 from ..state import State, seal
 from ..state import check as check_state
 from .memory_calls import Carried, signature_with_state
-from .segment_cache import MemoryCache, MemoryState
+from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap
 
 
