@@ -83,11 +83,11 @@ class TextDataset:
 
     def _key(self, split: str) -> object:
         """What decides the documents of a split, as JSON."""
-        raise NotImplementedError
+        raise NotImplementedError("abstract: a text data set says what its documents depend on")
 
     def _documents(self, split: str) -> Iterator[str]:
         """The documents of a split, in order; none is empty."""
-        raise NotImplementedError
+        raise NotImplementedError("abstract: a text data set reads its documents")
 
     @property
     def exact(self) -> bool:

@@ -9,7 +9,7 @@ Legend: B rows, T target tokens, N source tokens, S keys, H heads, E head width,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,35 @@ class GrowingKeys(Protocol):
 
 
 class _Attention(nn.Module):
-    """What both attentions of a decoder block have in common."""
+    """What both attentions of a decoder block have in common; subclasses name their projections.
+
+    Args:
+        width: D. inner: H E. heads: H. norm: applied to the input; identity when None. bias: of the projections.
+        scale: factor of the logits; 1 / sqrt(E) when None. dropout: on the result. attention_dropout: on the weights.
+    """
+
+    projections: ClassVar[dict[str, int]]
+    """Projections of the input by name, each as wide as so many of queries, keys and values together."""
 
     def __init__(
-        self, heads: int, *, norm: nn.Module | None, scale: float | None, dropout: float, attention_dropout: float
+        self,
+        width: int,
+        inner: int,
+        heads: int,
+        *,
+        norm: nn.Module | None = None,
+        bias: bool = True,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.heads, self.scale, self.attention_dropout = heads, scale, attention_dropout
         self.norm = norm if norm is not None else nn.Identity()
         self.dropout = nn.Dropout(dropout)
+        for name, parts in self.projections.items():
+            self.add_module(name, nn.Linear(width, parts * inner, bias=bias))
+        self.output = nn.Linear(inner, width, bias=bias)
 
     def _split(self, t_BTK: Tensor, parts: int) -> tuple[Tensor, ...]:
         return t_BTK.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -60,27 +80,10 @@ class _Attention(nn.Module):
 
 
 class CausalAttention(_Attention):
-    """Self-attention over the target so far.
+    """Self-attention over the target so far; arguments as of the base class."""
 
-    Args:
-        width: D. inner: H E. heads: H. norm: applied to the input; identity when None. bias: of the projections.
-        scale: factor of the logits; 1 / sqrt(E) when None. dropout: on the result. attention_dropout: on the weights.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        inner: int,
-        heads: int,
-        *,
-        norm: nn.Module | None = None,
-        bias: bool = True,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-    ) -> None:
-        super().__init__(heads, norm=norm, scale=scale, dropout=dropout, attention_dropout=attention_dropout)
-        self.qkv, self.output = nn.Linear(width, 3 * inner, bias=bias), nn.Linear(inner, width, bias=bias)
+    projections: ClassVar[dict[str, int]] = {"qkv": 3}
+    qkv: nn.Linear
 
     def forward(self, x_BTD: Tensor, mask: Tensor | None = None, before: GrowingKeys | None = None) -> Tensor:
         """What is added to `x_BTD`.
@@ -97,23 +100,11 @@ class CausalAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Attention of the target over the source; arguments as of `CausalAttention`."""
+    """Attention of the target over the source; arguments as of the base class."""
 
-    def __init__(
-        self,
-        width: int,
-        inner: int,
-        heads: int,
-        *,
-        norm: nn.Module | None = None,
-        bias: bool = True,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-    ) -> None:
-        super().__init__(heads, norm=norm, scale=scale, dropout=dropout, attention_dropout=attention_dropout)
-        self.query, self.key_value = nn.Linear(width, inner, bias=bias), nn.Linear(width, 2 * inner, bias=bias)
-        self.output = nn.Linear(inner, width, bias=bias)
+    projections: ClassVar[dict[str, int]] = {"query": 1, "key_value": 2}
+    query: nn.Linear
+    key_value: nn.Linear
 
     def keys_values(self, hidden_BND: Tensor) -> KeysValues:
         """Keys and values of the source, which serve all tokens of the target and all continuations of it."""

@@ -10,7 +10,6 @@ Legend: B rows, N source tokens, T target tokens, D model width, V target vocabu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class EncoderDecoder(StackModel):
             "dropout": dropout,
             "attention_dropout": attention_dropout,
             "activation_dropout": activation_dropout,
-            "experts": _unlimited(experts),
+            "experts": experts,
         }
         self.stack = make_stack(
             width,
@@ -317,14 +316,6 @@ def _schemes(
         known = ["sinusoidal", "learned", "bucketed", "none", "rotary", "alibi", "relative"]
         raise ValueError(unknown_name("positions", name, known))
     return Positions(), name, make_positions("sinusoidal", **sizes)
-
-
-def _unlimited(experts: ExpertsSpec) -> ExpertsSpec:
-    """Experts without a capacity in evaluation, unless they have one of their own."""
-    if experts is None:
-        return None
-    given = experts if isinstance(experts, Mapping) else {"experts": experts}
-    return {"evaluation_capacity_factor": None, **given}
 
 
 def _check_sizes(vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None) -> None:
