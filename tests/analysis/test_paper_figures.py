@@ -12,15 +12,15 @@ import torch
 from analysis.folders import make_comparison, make_run
 from PIL import Image
 
-from cached_transformers.analysis import paper_figures
-from cached_transformers.analysis.feature_maps import LayerMaps, collect_layer_maps
-from cached_transformers.analysis.paper_figures import FormPoint, HeadShares
-from cached_transformers.analysis.statistics import mean_interval
 from cached_transformers.cli import paper_figures as command
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.reports import paper_figures
+from cached_transformers.experiments.reports.feature_maps import LayerMaps, collect_layer_maps
+from cached_transformers.experiments.reports.paper_figures import FormPoint, HeadShares
+from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.models import create_model
 from cached_transformers.models.pvt import PyramidVisionTransformer
+from cached_transformers.tasks import create_model
 
 pytest.importorskip("matplotlib")
 
@@ -99,7 +99,7 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
             for j, x in enumerate(heads, 1)
         ]
     assert rows == expected
-    from cached_transformers.analysis.run_folder import read_run
+    from cached_transformers.experiments.reports.run_folder import read_run
 
     assert command.initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
     assert command.initial_share(read_run(folder / "plain" / "seed_0")) is None

@@ -9,8 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_transformers.analysis import plots
-from cached_transformers.analysis.style import COLOURS, REFERENCE, SERIES, inline_svg, looks, png_data_uri, save
+from cached_transformers.experiments.reports import plots
+from cached_transformers.experiments.reports.style import (
+    COLOURS,
+    REFERENCE,
+    SERIES,
+    inline_svg,
+    looks,
+    png_data_uri,
+    save,
+)
 
 pytest.importorskip("matplotlib")
 

@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
-from cached_transformers.analysis.markdown import comparison_markdown, write_markdown
-from cached_transformers.analysis.page import Cell, table
-from cached_transformers.analysis.report import write_compare_report, write_run_report
-from cached_transformers.analysis.run_folder import read_comparison, read_run
-from cached_transformers.analysis.statistics import summarise, summarise_pairs
-from cached_transformers.analysis.wording import Metric, comparison_summary, short_count, short_p, short_seconds
 from cached_transformers.cli import plot
+from cached_transformers.experiments.reports.markdown import comparison_markdown, write_markdown
+from cached_transformers.experiments.reports.page import Cell, table
+from cached_transformers.experiments.reports.report import write_compare_report, write_run_report
+from cached_transformers.experiments.reports.run_folder import read_comparison, read_run
+from cached_transformers.experiments.reports.wording import (
+    Metric,
+    comparison_summary,
+    short_count,
+    short_p,
+    short_seconds,
+)
+from cached_transformers.experiments.statistics import summarise, summarise_pairs
 
 pytest.importorskip("matplotlib")
 ACCURACY = Metric("accuracy")

@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from cached_transformers.analysis.statistics import (
+from cached_transformers.experiments.statistics import (
     bootstrap_interval,
     holm,
     incomplete_beta,

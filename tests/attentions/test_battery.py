@@ -11,11 +11,11 @@ from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
 from cached_transformers.attentions import Attention, SoftmaxAttention
-from cached_transformers.attentions.base import ABILITIES
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.grc_attention import GRCAttention
-from cached_transformers.memories.base import Context
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import ABILITIES
+from cached_transformers.seam.memory import Context
 
 NAMES = ATTENTIONS.names()
 LOWEST = torch.finfo(torch.double).min

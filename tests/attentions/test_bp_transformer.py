@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import bp_transformer as bp
-from cached_transformers.attentions.bp_layer import BPLayer, tree_levels
 from cached_transformers.attentions.bp_transformer import BPAttention
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.layers.bp_layer import BPLayer, tree_levels
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E

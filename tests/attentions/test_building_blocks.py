@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.attentions import building_blocks as blocks
+from cached_transformers.attentions.parts import building_blocks as blocks
 
 LOWEST = torch.finfo(torch.double).min
 

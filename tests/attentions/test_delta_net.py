@@ -11,10 +11,10 @@ from attentions.linearised_twins import V, compare, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import create_attention
-from cached_transformers.attentions.building_blocks import causal_scan
 from cached_transformers.attentions.delta_net import DeltaNet, delta_scan
+from cached_transformers.attentions.parts.building_blocks import causal_scan
+from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
 from cached_transformers.layers.attention import SelfAttention
 

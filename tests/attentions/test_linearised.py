@@ -9,9 +9,9 @@ import torch
 from attentions.cases import B, E, H, build
 from attentions.linearised_twins import V, leaves
 
-from cached_transformers.attentions.linearised import LinearisedAttention
-from cached_transformers.memories.base import Context
+from cached_transformers.attentions.parts.linearised import LinearisedAttention
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.memory import Context
 from cached_transformers.state import map_state, named_tensors, reorder
 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]

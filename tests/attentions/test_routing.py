@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions.routing import RoutingAttention
-from cached_transformers.memories.base import Context
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.seam.memory import Context
 
 WIDTH = H * E
 

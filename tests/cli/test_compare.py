@@ -11,14 +11,14 @@ import pytest
 import standin
 import yaml
 
-from cached_transformers.analysis.statistics import summarise
 from cached_transformers.cli import compare
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
-from cached_transformers.cli.variants import nearest_width, parse_variant, prepare
-from cached_transformers.config import load_config
+from cached_transformers.experiments.run import build_dataset, load_run
+from cached_transformers.experiments.statistics import summarise
+from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
+from cached_transformers.training.config import load_config
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import build_dataset, load_run
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = [

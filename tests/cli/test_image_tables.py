@@ -11,18 +11,24 @@ import torch
 from cli.made_images import make_cifar10
 from PIL import Image
 
-from cached_transformers.analysis.cache_table import cache_use_statistics
-from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.cli.main import main
 from cached_transformers.cli.reproduce import arms, own_recipes
-from cached_transformers.cli.variants import Variant, equal_operations, feed_forward_option, training_flops, widened
-from cached_transformers.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
-from cached_transformers.memories.memory_branch import PositionalConvolution
-from cached_transformers.models import create_model
-from cached_transformers.reproductions import REPRODUCTIONS, table10
-from cached_transformers.reproductions.base import pairs
-from cached_transformers.reproductions.images import PAPER, SMALL
-from cached_transformers.training.run import build_dataset, build_model
+from cached_transformers.experiments.cache_use.table import cache_use_statistics
+from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
+from cached_transformers.experiments.reproductions.base import pairs
+from cached_transformers.experiments.reproductions.images import PAPER, SMALL
+from cached_transformers.experiments.run import build_dataset, build_model
+from cached_transformers.experiments.variants import (
+    Variant,
+    equal_operations,
+    feed_forward_option,
+    training_flops,
+    widened,
+)
+from cached_transformers.memories.parts.memory_branch import PositionalConvolution
+from cached_transformers.tasks import create_model
+from cached_transformers.training.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
@@ -106,7 +112,9 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_o
 
 
 def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cached_transformers.cli.variants.count_flops", lambda *_, **__: 1000)  # facts beside the runs
+    monkeypatch.setattr(
+        "cached_transformers.experiments.variants.count_flops", lambda *_, **__: 1000
+    )  # facts beside the runs
     found: dict[str, set[str]] = {}
     for table in TABLES:
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from cached_transformers.attentions import create_attention
 from cached_transformers.layers.block import ModelOutput
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import LayerMemory
-from cached_transformers.models import create_model
 from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.seam.memory import LayerMemory
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 ROWS, SEGMENT, VOCABULARY, WIDTH, HEADS, DEPTH = 3, 6, 11, 16, 2, 2

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.base import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Trace
 
 
 class WindowState(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 from contract.contract_cases import CONTRACTS, DEPTH, HEADS, WIDTH, Case, stream
 
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import LayerMemory
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.memory import LayerMemory
 
 REASONS = {
     "no context": r"offers keys and values, which attention \w+ cannot take \(accepts_context=False\)",

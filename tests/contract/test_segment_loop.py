@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.block import ModelOutput
-from cached_transformers.memories.base import ModelMemory
+from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.training.segments import SegmentLoop
 
 PLAIN = next(case for case in STREAMS if case.memory == "none")

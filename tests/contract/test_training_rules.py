@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers import state as states
 from cached_transformers.layers.grc_attention import GRCAttention
-from cached_transformers.memories.base import LayerMemory
-from cached_transformers.memories.grc import caches, commit_caches
+from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.training.segments import SegmentLoop
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import CIFAR10, create_dataset
-from cached_transformers.data.cifar import CLASSES, RECORD_BYTES, read_batch
+from cached_transformers.tasks import CIFAR10, create_dataset
+from cached_transformers.tasks.classification.images.cifar import CLASSES, RECORD_BYTES, read_batch
 
 
 def records(count: int, seed: int = 0) -> np.ndarray:

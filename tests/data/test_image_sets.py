@@ -10,9 +10,9 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
-from cached_transformers.data import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
-from cached_transformers.data.cifar import CLASSES
-from cached_transformers.data.imagenet import read_labels
+from cached_transformers.tasks import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
+from cached_transformers.tasks.classification.images.cifar import CLASSES
+from cached_transformers.tasks.classification.images.imagenet import read_labels
 
 
 def hundred(count: int, seed: int) -> np.ndarray:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import Digits, ImageFolder, create_dataset, stratified_split
+from cached_transformers.data import stratified_split
 from cached_transformers.data.base import LabelledDataset
-from cached_transformers.data.images import random_shift
+from cached_transformers.tasks import Digits, ImageFolder, create_dataset
+from cached_transformers.tasks.classification.images.base import random_shift
 
 Image = pytest.importorskip("PIL.Image")
 

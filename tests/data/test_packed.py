@@ -6,8 +6,9 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
-from cached_transformers.data import ImageFolder, packed
-from cached_transformers.data.packed import Listing, plain_tar, tar_index
+from cached_transformers.tasks import ImageFolder
+from cached_transformers.tasks.classification.images import packed
+from cached_transformers.tasks.classification.images.packed import Listing, plain_tar, tar_index
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
 

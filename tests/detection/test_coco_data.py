@@ -15,8 +15,9 @@ from made import folder, tree, write
 from PIL import Image
 from pycocotools.coco import COCO
 
-from cached_transformers.data import BadFile, create_dataset
-from cached_transformers.data.coco_files import decode_rgb
+from cached_transformers.data import BadFile
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.detection.coco_files import decode_rgb
 from cached_transformers.training.loader import GroupedOrder, training_batches
 
 

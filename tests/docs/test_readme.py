@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 README = Path(__file__).parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.memories import gate_update
-from cached_transformers.memories.gate_update import Candidate, GateWeights, mean_gate_update
+from cached_transformers.memories.grc import equations as gate_update
+from cached_transformers.memories.grc.equations import Candidate, GateWeights, mean_gate_update
 
 B, M, C, D = 5, 7, 4, 8
 

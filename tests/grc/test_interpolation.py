@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import GatedRecurrentCache
-from cached_transformers.memories import gate_update
-from cached_transformers.memories.interpolation import Interpolation, interpolate, nearest_map
-from cached_transformers.memories.shared_cache import SharedCache
+from cached_transformers.memories.grc import equations as gate_update
+from cached_transformers.memories.parts.interpolation import Interpolation, interpolate, nearest_map
+from cached_transformers.memories.parts.shared_cache import SharedCache
 
 MODES: tuple[Interpolation, ...] = ("nearest", "linear", "area")
 modes = pytest.mark.parametrize("mode", MODES)

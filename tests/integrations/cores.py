@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import Attention, AttentionOutput, Call, PatternAttention
-from cached_transformers.attentions.building_blocks import attend
+from cached_transformers.attentions.parts.building_blocks import attend
 
 
 class Window(PatternAttention):

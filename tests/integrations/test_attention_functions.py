@@ -10,7 +10,7 @@ import torch
 from integrations.cores import near
 from integrations.hosts import library
 
-from cached_transformers.integrations.attention_functions import (
+from cached_transformers.integrations.transformers.attention_functions import (
     register_attention_function,
     register_attention_functions,
 )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from cached_transformers import add_memory, register_adapter, remove_memory
 from cached_transformers.integrations import adapters
 from cached_transformers.integrations.adapters import Host as Description
-from cached_transformers.memories.base import Query
+from cached_transformers.seam.memory import Query
 
 
 class PlainAttention(nn.Module):

@@ -37,13 +37,7 @@ from integrations.hosts import (
 )
 from torch import Tensor, nn
 
-from cached_transformers import (
-    ATTENTIONS,
-    add_memory,
-    remove_memory,
-    replace_attention,
-    restore_attention,
-)
+from cached_transformers import ATTENTIONS, add_memory, remove_memory, replace_attention, restore_attention
 
 pytestmark = pytest.mark.usefixtures("cores")
 

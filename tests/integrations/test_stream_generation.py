@@ -25,7 +25,7 @@ from integrations.transformers_hosts import (
 )
 
 from cached_transformers import add_memory, create_model
-from cached_transformers.integrations.segment_cache import MemoryCache
+from cached_transformers.integrations.transformers.segment_cache import MemoryCache
 from cached_transformers.models.generation import generate
 from cached_transformers.state import map_state, named_tensors
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from cached_transformers import create_model, reset_caches
 from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.cached_attention import CachedAttention
-from cached_transformers.memories.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC, caches
+from cached_transformers.memories.parts.cached_attention import CachedAttention
 
 _PYRAMID: dict[str, Any] = {"embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 2)}
 _VIT: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -36,7 +36,7 @@ cache = pytest.mark.parametrize("cache", ["grc", "attention_cache"])
 @pytest.fixture(scope="module")
 def timm() -> Any:
     found = library("timm")
-    import cached_transformers.integrations.timm_models  # noqa: F401
+    import cached_transformers.integrations.timm.models  # noqa: F401
 
     return found
 

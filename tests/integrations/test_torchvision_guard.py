@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.integrations import torchvision_guard
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision, nms, roi_align
+from cached_transformers import torchvision_guard
+from cached_transformers.torchvision_guard import ensure_torchvision, nms, roi_align
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.attentions.base import Attention, AttentionOutput
 from cached_transformers.layers.attention import SelfAttention, join
-from cached_transformers.layers.positions import ALiBiPositions, Positions, RotaryPositions
 from cached_transformers.layers.reduction import SpatialReduction
-from cached_transformers.memories.base import Context, LayerMemory, Query, Reading
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.memory import Context, LayerMemory, Query, Reading
+from cached_transformers.seam.positions import ALiBiPositions, Positions, RotaryPositions
 
 ROWS, TOKENS, SLOTS, HEADS, WIDTH = 2, 4, 3, 2, 8
 E = WIDTH // HEADS

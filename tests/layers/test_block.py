@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions.base import Attention
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, SlotAttention, Stack
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
-from cached_transformers.memories.base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
 
 D, H = 8, 2
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.analysis.flops import saved_activation_bytes
-from cached_transformers.memories.grc import caches, commit_caches
-from cached_transformers.models import create_model
+from cached_transformers.experiments.costs.flops import saved_activation_bytes
+from cached_transformers.memories.grc.grc import caches, commit_caches
 from cached_transformers.models.parts import make_stack
+from cached_transformers.tasks import create_model
 
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"attention": "softmax"},

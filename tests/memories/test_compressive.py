@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import Trace
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone, lined_up
-from cached_transformers.models import create_model
+from cached_transformers.seam.memory import Trace
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 D, H, E = 8, 2, 4

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from cached_transformers.analysis.flops import count_flops
-from cached_transformers.models import create_model
+from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.registry import MEMORIES
+from cached_transformers.tasks import create_model
 
 B, N, D, H, F, LAYERS = 3, 8, 32, 4, 48, 2
 """Rows, tokens of a segment, width, heads, width of the feed-forward, layers; all different from a memory's sizes."""

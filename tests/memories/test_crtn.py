@@ -10,11 +10,11 @@ from memories.crtn_twin import Row, Twin
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Recalled
-from cached_transformers.memories.crtn import CRTN
-from cached_transformers.memories.crtn_store import windows
-from cached_transformers.models import create_model
+from cached_transformers.memories.crtn.crtn import CRTN
+from cached_transformers.memories.crtn.store import windows
+from cached_transformers.seam.memory import Recalled
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 
 VOCABULARY, L = 7, 4
 

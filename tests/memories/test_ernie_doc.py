@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention, AttentionOutput
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, Stack
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import RelativePositions
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
-from cached_transformers.models import create_model
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 

@@ -21,11 +21,11 @@ from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, Stack
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import RelativePositions
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
-from cached_transformers.models import create_model
 from cached_transformers.models.parts import make_stack
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 
 D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
 

@@ -16,7 +16,7 @@ from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers.memories.memformer import Memformer, forget, write_slots
-from cached_transformers.models import create_model
+from cached_transformers.tasks import create_model
 
 WIDTH, HEADS, M, N, ROWS = 8, 2, 3, 5, 2
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RotaryPositions
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import LayerMemory, Query, Reading, Trace
 from cached_transformers.memories.memorizing import Found, Memorizing, NeighbourStore, attend, nearest, store, unit
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import LayerMemory, Query, Reading, Trace
+from cached_transformers.seam.positions import RotaryPositions
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention
-from cached_transformers.memories.base import Query, Reading, Trace
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
-from cached_transformers.models import create_model
 from cached_transformers.models.parts import make_stack
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import Query, Reading, Trace
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from memories.learning import accuracy, trained, untrained
 
-from cached_transformers.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
 from cached_transformers.training.segments import SegmentLoop
 
 DOCUMENT: dict[str, Any] = {"scope": "document"}

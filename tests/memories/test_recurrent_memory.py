@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.analysis.live_bytes import LiveBytes
 from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, Stack
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Entry
-from cached_transformers.memories.memory_tokens import surround, visible_round
-from cached_transformers.memories.recurrent_memory import RecurrentMemory
-from cached_transformers.models import create_model
+from cached_transformers.memories.parts.memory_tokens import surround, visible_round
+from cached_transformers.memories.rmt import RecurrentMemory
+from cached_transformers.seam.memory import Entry
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 from cached_transformers.training.curriculum import Curriculum
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop

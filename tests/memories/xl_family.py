@@ -13,9 +13,9 @@ import torch
 from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
+from cached_transformers.experiments.probes.tasks import Copy
 from cached_transformers.layers.block import Block, ModelOutput
 from cached_transformers.models.decoder import LanguageModel
-from cached_transformers.probes.tasks import Copy
 
 Place = tuple[int, ...]
 """Where a token stands: one number, or token, sentence and paragraph."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import add_memory
-from cached_transformers.analysis.flops import count_flops
+from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 from cached_transformers.models.pvt_parts import SpatialReductionAttention, resize_positions
 

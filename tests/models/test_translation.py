@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cached_transformers.models import encoder_decoder_parts
 from cached_transformers.models.encoder_decoder import EncoderDecoder
-from cached_transformers.models.translation import Translation, translate
+from cached_transformers.tasks.translation.translate import Translation, translate
 
 BEGIN, END = 0, 1
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
-from cached_transformers.memories.base import LayerMemory
-from cached_transformers.probes.protocol import Sizes, build_model, measure, probe
-from cached_transformers.probes.settings import SETTINGS, setting, stream_memories
+from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe
+from cached_transformers.experiments.probes.settings import SETTINGS, setting, stream_memories
 from cached_transformers.registry import MEMORIES, PROBES
+from cached_transformers.seam.memory import LayerMemory
 
 QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)
 

@@ -8,7 +8,7 @@ import pytest
 import standin
 import yaml
 
-from cached_transformers.config import (
+from cached_transformers.training.config import (
     config_from_dict,
     config_hash,
     config_to_dict,

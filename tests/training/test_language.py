@@ -21,13 +21,13 @@ import yaml
 from training.same_run import assert_same_run, final
 
 from cached_transformers.cli.main import main
-from cached_transformers.config import config_from_dict, fill_from_data
+from cached_transformers.experiments.run import build_dataset, build_model, run_training
 from cached_transformers.state import named_tensors
+from cached_transformers.tasks.language.task import evaluate_language
+from cached_transformers.training.config import config_from_dict, fill_from_data
 from cached_transformers.training.distributed import World
-from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run import build_dataset, build_model, run_training
 from cached_transformers.training.segments import SegmentLoop
 from cached_transformers.training.trainer import Trainer
 from cached_transformers.yaml_tree import apply_override
@@ -448,7 +448,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 
 
 def test_a_run_of_a_text_recipe(tmp_path, text):
-    from cached_transformers.config import load_config
+    from cached_transformers.training.config import load_config
 
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):

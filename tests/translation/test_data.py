@@ -17,10 +17,11 @@ import pytest
 import torch
 from translation.made import write_corpus
 
-from cached_transformers.data import create_dataset, translation
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.data.subwords import BEGIN, END, PAD
-from cached_transformers.data.translation import Translation
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.translation import datasets as translation
+from cached_transformers.tasks.translation.datasets import Translation
 
 SIDES = {"source": "de", "target": "en"}
 SMALL = {"vocabulary_size": 280, "max_length": 64}

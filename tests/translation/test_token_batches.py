@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from cached_transformers.training.token_batches import TokenOrder
+from cached_transformers.tasks.translation.token_batches import TokenOrder
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, (137, 2))
 

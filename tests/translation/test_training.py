@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from translation.made import recipe, write_corpus
 
 from cached_transformers.cli.main import main
-from cached_transformers.config import RunConfig, config_from_dict, fill_from_data
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.training import run as run_module
+from cached_transformers.experiments import run as run_module
+from cached_transformers.experiments.run import build_dataset, build_model, load_run, run_training
+from cached_transformers.tasks.translation.scores import corpus_scores
+from cached_transformers.tasks.translation.task import Translation
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.checkpoint_average import average_checkpoints, newest_checkpoints
+from cached_transformers.training.config import RunConfig, config_from_dict, fill_from_data
 from cached_transformers.training.distributed import World
 from cached_transformers.training.loader import mixed_seed
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import build_dataset, build_model, load_run, run_training
-from cached_transformers.training.translation import Translation
-from cached_transformers.training.translation_scores import corpus_scores
 
 
 @pytest.fixture(autouse=True)

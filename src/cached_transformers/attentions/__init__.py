@@ -7,8 +7,9 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call, PatternAttention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call, PatternAttention
+
 from .softmax import SoftmaxAttention
 
 __all__ = ["Attention", "AttentionOutput", "Call", "PatternAttention", "SoftmaxAttention", "create_attention"]

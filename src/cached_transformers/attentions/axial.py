@@ -34,10 +34,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, merge, out_of_blocks, seen_places
-from .windows import beside_class_tokens
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import attend, into_blocks, merge, out_of_blocks, seen_places
+from .parts.windows import beside_class_tokens
 
 MODES = ("layers", "row", "col", "sum", "sequential")
 

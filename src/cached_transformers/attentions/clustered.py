@@ -37,10 +37,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
-from .building_blocks import attend, pick_rows
-from .hamming import lloyd
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.building_blocks import attend, pick_rows
+from .parts.hamming import lloyd
 
 
 @ATTENTIONS.register(

@@ -36,10 +36,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from ..state import State
-from .building_blocks import into_blocks, out_of_blocks
-from .linearised import LinearisedAttention, elu_features, head_weights, hidden
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.state import State
+
+from .parts.building_blocks import into_blocks, out_of_blocks
+from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
 
 
 @ATTENTIONS.register(

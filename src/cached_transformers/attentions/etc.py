@@ -31,9 +31,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import (
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import (
     attend,
     block_places,
     into_blocks,

@@ -34,9 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
-from .building_blocks import pick_rows
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.building_blocks import pick_rows
 
 POWERS = [math.floor(math.exp(power)) for power in range(22)]
 """ceil(ln n) is the number of those below n, in whole numbers: the same in and out of a graph and on every device."""

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from ..state import State
-from .building_blocks import causal_scan
-from .linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.state import State
+
+from .parts.building_blocks import causal_scan
+from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
 
 
 @ATTENTIONS.register(

@@ -23,9 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import attend
 
 SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 """What shares a projection: nothing; all heads; all heads, and keys with values."""

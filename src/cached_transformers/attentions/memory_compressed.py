@@ -29,9 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, seen_places, with_neighbours
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import (
+    attend,
+    block_places,
+    into_blocks,
+    out_of_blocks,
+    pick_rows,
+    seen_places,
+    with_neighbours,
+)
 
 BLOCK = 128
 """Fewest queries that share a copy of the slots in a local branch."""

@@ -35,9 +35,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .building_blocks import into_blocks, out_of_blocks
-from .linearised import LinearisedAttention, hidden, quotient, with_ones
+from cached_transformers.registry import ATTENTIONS
+
+from .parts.building_blocks import into_blocks, out_of_blocks
+from .parts.linearised import LinearisedAttention, hidden, quotient, with_ones
 
 LOW = -1e30
 """Stands for the logarithm of 0 where differences are taken."""

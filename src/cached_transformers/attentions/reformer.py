@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memories.base import Context
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, merge, pick_rows
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.memory import Context
+
+from .parts.building_blocks import attend, into_blocks, merge, pick_rows
 
 LOGITS = {
     "scaled": "q . k / sqrt(E)",

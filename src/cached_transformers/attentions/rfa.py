@@ -31,9 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .building_blocks import causal_scan
-from .linearised import LinearisedAttention, head_weights, hidden, with_ones
+from cached_transformers.registry import ATTENTIONS
+
+from .parts.building_blocks import causal_scan
+from .parts.linearised import LinearisedAttention, head_weights, hidden, with_ones
 
 
 class RFAState(NamedTuple):

@@ -34,9 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, with_neighbours
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, with_neighbours
 
 
 @ATTENTIONS.register(

@@ -33,9 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import one_softmax, pick_rows, zero_unseen
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import one_softmax, pick_rows, zero_unseen
 
 
 class Edges(NamedTuple):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memories.base import Context
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+from cached_transformers.seam.memory import Context
 
 
 @ATTENTIONS.register(

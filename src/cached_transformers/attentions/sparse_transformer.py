@@ -25,10 +25,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, gather_keys, merge, seen_places
-from .windows import beside_class_tokens, local_attention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+
+from .parts.building_blocks import attend, gather_keys, merge, seen_places
+from .parts.windows import beside_class_tokens, local_attention
 
 
 @ATTENTIONS.register(

@@ -21,16 +21,17 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_transformers.analysis.cache_table import cache_use_statistics
-from cached_transformers.analysis.statistics import summarise, summarise_pairs, wilson_interval
-from cached_transformers.analysis.wording import Metric
-from cached_transformers.cli.cache_use import has_shared_cache, print_cache_use, score_variant
-from cached_transformers.cli.tables import print_statistics
-from cached_transformers.cli.variants import Variant, prepare
-from cached_transformers.config import RunConfig, config_hash, config_to_yaml, load_config
+from cached_transformers.experiments.cache_use.table import cache_use_statistics
+from cached_transformers.experiments.cache_use.variants import has_shared_cache, print_cache_use, score_variant
+from cached_transformers.experiments.reports.wording import Metric
+from cached_transformers.experiments.run import environment, read_run_config, run_training
+from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
+from cached_transformers.experiments.variants import Variant, prepare
+from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml, load_config
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.metrics import jsonable
-from cached_transformers.training.run import environment, read_run_config, run_training
+
+from .tables import print_statistics
 
 
 def add_parser(subparsers: Any) -> None:
@@ -68,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def carry_out(comparison: Comparison, jobs: int, console: Console) -> int:
     """Train what is missing, then write compare.json, compare.md and the report; returns the exit status."""
-    from cached_transformers.analysis.markdown import write_markdown
-    from cached_transformers.analysis.report import write_compare_report
+    from cached_transformers.experiments.reports.markdown import write_markdown
+    from cached_transformers.experiments.reports.report import write_compare_report
 
     comparison.train_missing(jobs, console)
     comparison.score_caches(console)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.analysis.drawing import draw_detections
-from cached_transformers.data.coco_files import decode_rgb
 from cached_transformers.data.decoding import BadFile
-from cached_transformers.training.coco_scores import to_results
+from cached_transformers.experiments.run import load_run, read_categories
+from cached_transformers.tasks.detection.coco_files import decode_rgb
+from cached_transformers.tasks.detection.drawing import draw_detections
+from cached_transformers.tasks.detection.scores import to_results
 from cached_transformers.training.distributed import pick_device
-from cached_transformers.training.run import load_run, read_categories
 
 
 def add_parser(subparsers: Any) -> None:

@@ -20,16 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from cached_transformers.analysis.detection_report import COLUMNS
-from cached_transformers.analysis.wording import MISSING, Metric
-from cached_transformers.config import RunConfig
-from cached_transformers.registry import unknown_name
-from cached_transformers.training.detection import check_categories, evaluate_detector
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.language import evaluate_language
-from cached_transformers.training.metrics import jsonable, with_intervals
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run import (
+from cached_transformers.experiments.reports.detection_report import COLUMNS
+from cached_transformers.experiments.reports.wording import MISSING, Metric
+from cached_transformers.experiments.run import (
     build_dataset,
     check_tokenizer,
     load_run,
@@ -38,8 +31,15 @@ from cached_transformers.training.run import (
     write_evaluation,
     write_report,
 )
-from cached_transformers.training.tasks import baselines, task_name
-from cached_transformers.training.translation import evaluate_pairs
+from cached_transformers.registry import unknown_name
+from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
+from cached_transformers.tasks.kinds import baselines, task_name
+from cached_transformers.tasks.language.task import evaluate_language
+from cached_transformers.tasks.translation.task import evaluate_pairs
+from cached_transformers.training.config import RunConfig
+from cached_transformers.training.distributed import World, in_world
+from cached_transformers.training.metrics import jsonable, with_intervals
+from cached_transformers.training.progress import Reporter
 
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 OF_SHARED_CACHES = ("other", "batch")
@@ -244,8 +244,8 @@ def score_shared(
     Raises:
         ValueError: the model has no cache to treat so.
     """
-    from cached_transformers.analysis.cache_use import score_cache_use
-    from cached_transformers.memories.shared_cache import caches
+    from cached_transformers.experiments.cache_use.scores import score_cache_use
+    from cached_transformers.memories.parts.shared_cache import caches
 
     _, model, step = load_run(folder, checkpoint)
     found = list(caches(model))
@@ -295,7 +295,7 @@ def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
     """
     if mode == "carry":
         return
-    from cached_transformers.memories.shared_cache import reset_caches, shuffle_caches
+    from cached_transformers.memories.parts.shared_cache import reset_caches, shuffle_caches
 
     if mode == "reset":
         reset_caches(model)

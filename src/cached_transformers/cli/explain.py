@@ -10,9 +10,10 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.cli.list import registries
 from cached_transformers.registry import ATTENTIONS, Entry, unknown_name
 from cached_transformers.yaml_tree import apply_override
+
+from .list import registries
 
 FACTS = ("equations", "state", "cost", "gradient")
 """Keys of an entry's `info` that come first, in this order."""
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
     print("\n\n".join(explain(kind, entry) for kind, entry in found))
     if figure is not None:
-        from cached_transformers.analysis.style import save
+        from cached_transformers.experiments.reports.style import save
 
         print(f"\nwritten: {save(figure, arguments.plot)}")
     return 0
@@ -66,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
-    from cached_transformers.analysis.attention_patterns import DRAWS, TOKENS, pattern_figure
-    from cached_transformers.analysis.style import SUFFIXES
+    from cached_transformers.experiments.reports.attention_patterns import DRAWS, TOKENS, pattern_figure
+    from cached_transformers.experiments.reports.style import SUFFIXES
 
     if arguments.name not in ATTENTIONS:
         raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")

@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cached_transformers.analysis import paper_figures
-from cached_transformers.analysis.feature_maps import LayerMaps, collect_layer_maps
-from cached_transformers.analysis.paper_figures import PLAIN, FormPoint, HeadShares
-from cached_transformers.analysis.run_folder import Comparison, Run, is_comparison, is_run, read_comparison, read_run
-from cached_transformers.analysis.statistics import mean_interval
-from cached_transformers.training.run import build_dataset, load_run, read_run_config
+from cached_transformers.experiments.reports import paper_figures
+from cached_transformers.experiments.reports.feature_maps import LayerMaps, collect_layer_maps
+from cached_transformers.experiments.reports.paper_figures import PLAIN, FormPoint, HeadShares
+from cached_transformers.experiments.reports.run_folder import (
+    Comparison,
+    Run,
+    is_comparison,
+    is_run,
+    read_comparison,
+    read_run,
+)
+from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
+from cached_transformers.experiments.statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +118,7 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
 
 def initial_share(run: Run) -> float | None:
     """sigma(lambda) before training, as the run's configuration has it; None where it does not say."""
-    from cached_transformers.memories.grc import GRCOptions
+    from cached_transformers.memories.grc.grc import GRCOptions
 
     memory = read_run_config(run.folder).model.get("memory")
     options = {"name": memory} if isinstance(memory, str) else dict(memory or {})
@@ -175,8 +182,8 @@ def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[Lay
 
 
 def _photographs(files: Sequence[Path], known: Any) -> tuple[torch.Tensor, list[str]]:
-    from cached_transformers.data.augmentation import central_square
     from cached_transformers.data.decoding import open_picture
+    from cached_transformers.tasks.classification.images.augmentation import central_square
 
     pictures = []
     for file in files:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cached_transformers.analysis.run_folder import (
+from cached_transformers.experiments.cache_use.variants import print_cache_use
+from cached_transformers.experiments.reports.run_folder import (
     Comparison,
     Run,
     find_comparisons,
@@ -18,9 +19,9 @@ from cached_transformers.analysis.run_folder import (
     read_comparison,
     read_run,
 )
-from cached_transformers.analysis.wording import Metric
-from cached_transformers.cli.cache_use import print_cache_use
-from cached_transformers.cli.tables import print_statistics
+from cached_transformers.experiments.reports.wording import Metric
+
+from .tables import print_statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--images and --layers are of fig4; drop them for {arguments.kind}")
     if arguments.kind == "report":
         return _write_reports(arguments)
-    from cached_transformers.analysis.style import SUFFIXES, save
+    from cached_transformers.experiments.reports.style import SUFFIXES, save
 
     output = arguments.output or arguments.folders[0] / f"{arguments.kind}.png"
     if output.suffix.lower() not in SUFFIXES:  # before the work, not after it
@@ -87,8 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
     """Draw one of the paper's figures; its numbers go into a file of the same name beside it."""
-    from cached_transformers.analysis.style import save
-    from cached_transformers.cli import paper_figures
+    from cached_transformers.experiments.reports.style import save
+
+    from . import paper_figures
 
     output.parent.mkdir(parents=True, exist_ok=True)
     if arguments.kind == "fig4":
@@ -103,7 +105,7 @@ def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
 
 
 def _write_reports(arguments: argparse.Namespace) -> int:
-    from cached_transformers.analysis.report import write_compare_report, write_run_report
+    from cached_transformers.experiments.reports.report import write_compare_report, write_run_report
 
     if arguments.output is not None:
         raise ValueError(f"--output {arguments.output} does not apply: each report is written into its own folder")
@@ -132,7 +134,7 @@ def _write_reports(arguments: argparse.Namespace) -> int:
 
 
 def _curves(folders: list[Path]) -> Figure:
-    from cached_transformers.analysis.plots import learning_curves
+    from cached_transformers.experiments.reports.plots import learning_curves
 
     runs, comparisons = _read(folders)
     records = {name: [run.records for run in group] for name, group in runs.items()}
@@ -141,7 +143,7 @@ def _curves(folders: list[Path]) -> Figure:
 
 
 def _gates(folders: list[Path]) -> Figure:
-    from cached_transformers.analysis.plots import gates
+    from cached_transformers.experiments.reports.plots import gates
 
     runs, comparisons = _read(folders)
     layers = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
@@ -152,7 +154,7 @@ def _gates(folders: list[Path]) -> Figure:
 
 
 def _maps(folders: list[Path]) -> Figure:
-    from cached_transformers.analysis.plots import feature_maps
+    from cached_transformers.experiments.reports.plots import feature_maps
 
     if len(folders) != 1 or not is_run(folders[0]):
         raise ValueError(f"`cached plot maps` draws one run; {_listed(folders)} is not the folder of one run")
@@ -163,7 +165,7 @@ def _maps(folders: list[Path]) -> Figure:
 
 
 def _flops(folders: list[Path]) -> Figure:
-    from cached_transformers.analysis.plots import Point, metric_against_flops
+    from cached_transformers.experiments.reports.plots import Point, metric_against_flops
 
     comparisons = [comparison for folder in folders for comparison in find_comparisons(folder)]
     metrics = sorted({comparison.metric for comparison in comparisons})

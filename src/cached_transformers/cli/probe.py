@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     _write(path, result)
     _print(result, console)
     try:
-        from cached_transformers.analysis.probe_report import write_probe_report
+        from cached_transformers.experiments.reports.probe_report import write_probe_report
 
         path = write_probe_report(arguments.out)
     except ImportError as error:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _memories(text: str) -> list[str]:
-    from cached_transformers.probes.settings import stream_memories
+    from cached_transformers.experiments.probes.settings import stream_memories
 
     known = stream_memories()
     if text == "all":
@@ -118,7 +118,7 @@ def _memories(text: str) -> list[str]:
 
 
 def _tasks(arguments: argparse.Namespace) -> list[str]:
-    from cached_transformers import probes  # noqa: F401  (fills the registry)
+    from cached_transformers.experiments import probes  # noqa: F401  (fills the registry)
 
     names: list[str] = arguments.tasks.split(",") if arguments.tasks != "all" else PROBES.names()
     files = arguments.babi is not None and arguments.books is not None
@@ -133,7 +133,7 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
 
 
 def _trials(memories: list[str], tasks: list[str], seeds: int) -> list[Trial]:
-    from cached_transformers.probes.settings import setting
+    from cached_transformers.experiments.probes.settings import setting
 
     trials = []
     for seed, task in itertools.product(range(seeds), tasks):
@@ -147,8 +147,8 @@ def _trials(memories: list[str], tasks: list[str], seeds: int) -> list[Trial]:
 
 def _settings(trial: Trial, arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that determines the result of a trial; kept beside it, so that a change makes it be trained anew."""
-    from cached_transformers.probes.protocol import Sizes
-    from cached_transformers.probes.settings import setting
+    from cached_transformers.experiments.probes.protocol import Sizes
+    from cached_transformers.experiments.probes.settings import setting
 
     files = {name: str(getattr(arguments, name)) for name in ("babi", "books")} if trial.task == NEEDS_FILES else {}
     task, sizes = PROBES.create(trial.task, **files), Sizes(steps=arguments.steps)
@@ -169,7 +169,7 @@ def _train(trial: Trial, settings: dict[str, Any], out: Path) -> dict[str, Any]:
     """Train one, and keep its result."""
     import torch
 
-    from cached_transformers.probes.protocol import Sizes, as_dict, probe
+    from cached_transformers.experiments.probes.protocol import Sizes, as_dict, probe
 
     torch.set_num_threads(1)
     task, distance = PROBES.create(trial.task, **settings["files"]), settings["distance"]
@@ -199,8 +199,8 @@ def _finished(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def _collect(trials: list[Trial], memories: list[str], tasks: list[str], arguments: argparse.Namespace) -> Any:
-    from cached_transformers.probes.settings import setting
-    from cached_transformers.training.run import environment
+    from cached_transformers.experiments.probes.settings import setting
+    from cached_transformers.experiments.run import environment
 
     results = []
     for trial in trials:
@@ -242,7 +242,7 @@ def _told(console: Console, trial: Trial, result: dict[str, Any]) -> None:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    from cached_transformers.analysis.probe_report import accuracy_text, table_columns, table_rows
+    from cached_transformers.experiments.reports.probe_report import accuracy_text, table_columns, table_rows
 
     title = f"right answers in per cent, {result['distance']} segments after the cue"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")

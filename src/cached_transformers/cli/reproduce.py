@@ -14,15 +14,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cached_transformers.cli import throughput
-from cached_transformers.cli.compare import Comparison, carry_out, parse_seeds
-from cached_transformers.cli.variants import Variant, equal_operations, equal_parameters
-from cached_transformers.config import RunConfig, check_sections, fill_from_data, load_config
+from cached_transformers.experiments import throughput
+from cached_transformers.experiments.reproductions import MEASURED, REPRODUCTIONS, Reproduction, Row
+from cached_transformers.experiments.reproductions.base import pairs
+from cached_transformers.experiments.run import build_dataset
+from cached_transformers.experiments.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.registry import unknown_name
-from cached_transformers.reproductions import MEASURED, REPRODUCTIONS, Reproduction, Row
-from cached_transformers.reproductions.base import pairs
-from cached_transformers.training.run import build_dataset
-from cached_transformers.training.tasks import baselines, task_name
+from cached_transformers.tasks.kinds import baselines, task_name
+from cached_transformers.training.config import RunConfig, check_sections, fill_from_data, load_config
+
+from .compare import Comparison, carry_out, parse_seeds
 
 
 def add_parser(subparsers: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cached_transformers.analysis.wording import Metric, pair_name, short_p
+from cached_transformers.experiments.reports.wording import Metric, pair_name, short_p
 
 
 def print_statistics(

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_transformers.config import LEARNED_FROM_DATA, RunConfig, config_to_yaml, load_config
+from cached_transformers.experiments.run import run_training
 from cached_transformers.registry import MODELS
-from cached_transformers.training.run import run_training
+from cached_transformers.training.config import LEARNED_FROM_DATA, RunConfig, config_to_yaml, load_config
 
 
 def add_parser(subparsers: Any) -> None:

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from cached_transformers.data.pairs import Pair, pad_pairs
-from cached_transformers.data.parallel_files import decode_line
 from cached_transformers.data.subwords import PairTokenizer
 from cached_transformers.data.tokenizers import load_tokenizer
-from cached_transformers.data.translation import truncated
-from cached_transformers.models.translation import translate
+from cached_transformers.experiments.run import TOKENIZER, load_run
+from cached_transformers.tasks.translation.datasets import truncated
+from cached_transformers.tasks.translation.parallel_files import decode_line
+from cached_transformers.tasks.translation.translate import translate
 from cached_transformers.training.distributed import pick_device
-from cached_transformers.training.run import TOKENIZER, load_run
 
 LONGEST = 1 << 20
 """Bytes of a line that are read; no model sees so much of one."""

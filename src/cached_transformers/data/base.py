@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from ..registry import unknown_name
+from cached_transformers.registry import unknown_name
 
 SPLITS = ("train", "validation", "test")
 SPLIT_WORDS = {

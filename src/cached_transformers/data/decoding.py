@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extras import require
+from cached_transformers.extras import require
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})
 _SIXTEEN = ("I", "I;16", "I;16L", "I;16B", "I;16N")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..extras import require
+from cached_transformers.extras import require
 
 
 def load_from_hub(dataset: str, config: str | None = None, instead: str = "") -> Mapping[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..extras import require
-from ..registry import unknown_name
+from cached_transformers.extras import require
+from cached_transformers.registry import unknown_name
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")

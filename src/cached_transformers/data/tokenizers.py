@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..extras import require
-from ..registry import unknown_name
+from cached_transformers.extras import require
+from cached_transformers.registry import unknown_name
+
 from .subwords import load_pair_tokenizer
 
 UNKNOWN, END = "<unk>", "<eos>"

@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..layers.attention import plain_weights
-from ..memories import create_memory, memory_spec
-from ..memories.base import LayerMemory, Query, Reading
-from ..memories.shared_cache import CacheSlots
-from ..registry import MEMORIES
-from ..state import State
+from cached_transformers.layers.attention import plain_weights
+from cached_transformers.memories import create_memory, memory_spec
+from cached_transformers.memories.parts.shared_cache import CacheSlots
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, Query, Reading
+from cached_transformers.state import State
+
 from .hosts import _ADAPTERS, Host, Inner, Site, Stream, register_adapter, sites
 from .masks import MASKED, PER_QUERY, map_size, no_mask, padding_of
 

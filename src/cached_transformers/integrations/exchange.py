@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..attentions import create_attention
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.seam.attention import Attention
+
 from .adapters import settle_nested_tensors
 from .hosts import Host, Site, sites
 from .masks import padding_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..memories.base import LayerMemory, Query
+from cached_transformers.seam.memory import LayerMemory, Query
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import insist
+from cached_transformers.checks import insist
 
 
 def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int] | None:

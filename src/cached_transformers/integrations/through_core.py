@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
-from ..checks import insist
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.checks import insist
+from cached_transformers.seam.attention import Attention
 
 PER_QUERY = (
     "the attention mask differs between queries, which only attention 'softmax' can follow here; pass a mask of "

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
-from ..memories.base import LayerMemory, Query
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import LayerMemory, Query
+
 from .hosts import Host, Inner, Site, register_adapter
 from .masks import no_mask
 from .through_core import through_core

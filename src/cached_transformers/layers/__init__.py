@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from cached_transformers.seam.positions import Positions, make_positions
+
 from .attention import Attended, SelfAttention
 from .block import Block, ModelOutput, Stack, StackState
 from .feed_forward import FeedForward
-from .positions import Positions, make_positions
 from .switch import SwitchFeedForward
 
 __all__ = [

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..attentions.base import Attention, AttentionOutput
-from ..attentions.softmax import SoftmaxAttention, mean_weights
-from ..memories.base import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
-from ..state import State
+from cached_transformers.attentions.softmax import SoftmaxAttention, mean_weights
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
+from cached_transformers.seam.positions import Positions
+from cached_transformers.state import State
+
 from .choice import choice_of
-from .positions import Positions
 
 
 class Attended(NamedTuple):

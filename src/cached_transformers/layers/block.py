@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..memories.base import Entry, LayerMemory, ModelMemory, Trace
-from ..state import State, seal
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Trace
+from cached_transformers.state import State, seal
+
 from .attention import OwnProjections, SelfAttention
 from .feed_forward import DropPath, run_feed_forward
 from .reversible import Sublayer, reversible

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memories.base import Context, Recalled
+from cached_transformers.seam.memory import Context, Recalled
 
 
 class Choice(NamedTuple):

@@ -6,22 +6,23 @@ import importlib
 import pkgutil
 from typing import Any, TypeAlias
 
-from ..registry import MEMORIES
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
+
 from .attention_cache import AttentionCache
-from .base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
 from .compressive import Compressive
 from .convolution import ConvolutionControl
-from .crtn import CRTN
+from .crtn.crtn import CRTN
 from .ernie_doc import ErnieDoc
 from .feedback import Feedback
-from .gated_recurrent_cache import GatedRecurrentCache
-from .grc import GRC, StreamGRC
-from .infinity_former import InfinityFormer
+from .grc.gated_recurrent_cache import GatedRecurrentCache
+from .grc.grc import GRC, StreamGRC
+from .infinity_former.infinity_former import InfinityFormer
 from .memformer import Memformer
 from .memorizing import Memorizing
 from .memory_transformer import MemoryTransformer
 from .read_twice import ReadTwice
-from .recurrent_memory import RecurrentMemory
+from .rmt import RecurrentMemory
 from .segatron import Segatron
 from .transformer_xl import TransformerXL
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from .cached_attention import CachedAttention, cache_width
-from .interpolation import Interpolation
-from .memory_branch import MemoryBranch
-from .shared_cache import SharedCache, Sync, one_of
+from cached_transformers.registry import MEMORIES
+
+from .parts.cached_attention import CachedAttention, cache_width
+from .parts.interpolation import Interpolation
+from .parts.memory_branch import MemoryBranch
+from .parts.shared_cache import SharedCache, Sync, one_of
 
 
 class AttendedCache(SharedCache):

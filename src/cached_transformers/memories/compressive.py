@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from .compression import FUNCTIONS, LEARNED
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+
+from .parts.compression import FUNCTIONS, LEARNED
+from .parts.rows import Rows, empty_rows, push
 
 
 class CompressiveState(NamedTuple):

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from .base import LayerMemory, Query, Reading
-from .cached_attention import cache_width
-from .memory_branch import PositionalConvolution
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, Query, Reading
+
+from .parts.cached_attention import cache_width
+from .parts.memory_branch import PositionalConvolution
 
 
 @MEMORIES.register(

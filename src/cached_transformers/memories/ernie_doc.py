@@ -17,10 +17,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+
+from .parts.rows import Rows, empty_rows, push
 
 
 class ErnieDocPositions(Positions):

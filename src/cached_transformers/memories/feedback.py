@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, Entry, ModelMemory, Trace
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+
+from .parts.rows import Rows, empty_rows, push
 
 if TYPE_CHECKING:
-    from ..layers.attention import SelfAttention
+    from cached_transformers.layers.attention import SelfAttention
 
 
 class LearnedDistances(Positions):

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from .base import Entry, ModelMemory, Trace
-from .memory_tokens import carried_norm
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, ModelMemory, Trace
+
+from .parts.memory_tokens import carried_norm
 
 
 class Slots(NamedTuple):

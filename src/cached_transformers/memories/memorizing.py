@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from ..state import State
-from .base import LayerMemory, ProjectKV, Query, Reading, Trace
-from .gated_recurrent_cache import one_of
-from .neighbour_index import NeighbourIndex
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.state import State
+
+from .grc.gated_recurrent_cache import one_of
+from .parts.neighbour_index import NeighbourIndex
 
 
 class Found(NamedTuple):

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from ..state import State
-from .base import Entry, LayerMemory, ModelMemory, Trace
-from .memory_tokens import CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Trace
+from cached_transformers.state import State
+
+from .parts.memory_tokens import CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
 
 
 @MEMORIES.register(

@@ -22,10 +22,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from .base import Entry, ModelMemory, Recalled, Trace
-from .rows import Rows, empty_rows, push
-from .shared_cache import one_of
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, ModelMemory, Recalled, Trace
+
+from .parts.rows import Rows, empty_rows, push
+from .parts.shared_cache import one_of
 
 
 class SideAttention(nn.Module):

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions, angles, widest
-from ..registry import MEMORIES
-from .base import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
-from .rows import Rows, empty_rows
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+
+from .parts.rows import Rows, empty_rows
 from .transformer_xl import TransformerXL
 
 CHANNELS = 3

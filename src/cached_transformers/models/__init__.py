@@ -1,4 +1,8 @@
-"""Models; importing this package registers them all."""
+"""Models of this package's own layers; importing this package registers them.
+
+Detectors and models that others wrote stand in `cached_transformers.tasks` and `cached_transformers.integrations`;
+`cached_transformers.create_model` knows all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from ..registry import MODELS
-from . import hosted as hosted
+from cached_transformers.registry import MODELS
+
 from .decoder import LanguageModel
-from .detector import FasterRCNN, MaskRCNN, RetinaNet
 from .encoder import SequenceClassifier
 from .encoder_decoder import EncoderDecoder
 from .vision_transformer import VisionTransformer
 
-__all__ = [
-    "EncoderDecoder",
-    "FasterRCNN",
-    "LanguageModel",
-    "MaskRCNN",
-    "RetinaNet",
-    "SequenceClassifier",
-    "VisionTransformer",
-    "create_model",
-]
+__all__ = ["EncoderDecoder", "LanguageModel", "SequenceClassifier", "VisionTransformer", "create_model"]
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attentions import AttentionSpec
-from ..checks import insist
-from ..layers.block import Block, ModelOutput, StackState
-from ..layers.positions import make_positions, share_biases
-from ..layers.switch import ExpertsSpec
-from ..memories import MemorySpec
-from ..registry import MODELS
-from ..state import State, map_state
-from ..state import check as check_state
-from ..state import reset as reset_rows
+from cached_transformers.attentions import AttentionSpec
+from cached_transformers.checks import insist
+from cached_transformers.layers.block import Block, ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
+from cached_transformers.memories import MemorySpec
+from cached_transformers.registry import MODELS
+from cached_transformers.seam.positions import make_positions, share_biases
+from cached_transformers.state import State, map_state
+from cached_transformers.state import check as check_state
+from cached_transformers.state import reset as reset_rows
+
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
 from .parts import StackModel, initialise, make_stack

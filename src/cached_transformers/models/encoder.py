@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attentions import AttentionSpec
-from ..layers.attention import SelfAttention
-from ..layers.block import ModelOutput, StackState
-from ..layers.feed_forward import FeedForward
-from ..layers.positions import make_positions
-from ..memories import MemorySpec
-from ..registry import MODELS, unknown_name
+from cached_transformers.attentions import AttentionSpec
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.memories import MemorySpec
+from cached_transformers.registry import MODELS, unknown_name
+from cached_transformers.seam.positions import make_positions
+
 from .parts import StackModel, initialise, make_stack
 
 

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attentions import AttentionSpec
-from ..checks import insist
-from ..data.pairs import IGNORED
-from ..layers.block import ModelOutput, StackState
-from ..layers.positions import BucketedPositions, Positions, make_positions
-from ..layers.switch import ExpertsSpec
-from ..layers.token_loss import token_losses
-from ..memories import MemorySpec
-from ..registry import MODELS, unknown_name
-from ..state import State, map_state, named_tensors
-from ..state import check as check_state
+from cached_transformers.attentions import AttentionSpec
+from cached_transformers.checks import insist
+from cached_transformers.data.pairs import IGNORED
+from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
+from cached_transformers.layers.token_loss import token_losses
+from cached_transformers.memories import MemorySpec
+from cached_transformers.registry import MODELS, unknown_name
+from cached_transformers.seam.positions import BucketedPositions, Positions, make_positions
+from cached_transformers.state import State, map_state, named_tensors
+from cached_transformers.state import check as check_state
+
 from .encoder_decoder_init import initialise_weights
 from .encoder_decoder_parts import DecoderCache, Encoded, make_decoder
 from .parts import StackModel, make_stack, norm_maker

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
-from ..layers.attention import SelfAttention
-from ..layers.decoder_block import CausalAttention, CrossAttention
-from ..layers.feed_forward import FeedForward
-from ..layers.positions import BucketedPositions
-from ..memories.base import LayerMemory, ModelMemory
-from ..registry import unknown_name
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention
+from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.registry import unknown_name
+from cached_transformers.seam.memory import LayerMemory, ModelMemory
+from cached_transformers.seam.positions import BucketedPositions
+
 from .parts import initialise
 
 if TYPE_CHECKING:

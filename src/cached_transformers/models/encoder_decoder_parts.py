@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
-from ..layers.positions import BucketedPositions, Positions
-from ..layers.switch import ExpertsSpec, make_feed_forward
-from ..state import State
+from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
+from cached_transformers.layers.switch import ExpertsSpec, make_feed_forward
+from cached_transformers.seam.positions import BucketedPositions, Positions
+from cached_transformers.state import State
 
 BLOCK = 32
 """Steps for which memory is taken at once."""

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.block import StackState
-from ..state import State, named_tensors, reorder, repeat, reset
+from cached_transformers.layers.block import StackState
+from cached_transformers.state import State, named_tensors, reorder, repeat, reset
+
 from .beam_search import search
 
 

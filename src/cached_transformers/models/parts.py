@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from ..attentions import AttentionSpec, create_attention
-from ..layers.attention import SelfAttention, shows_the_future
-from ..layers.block import Block, MemoryWeights, Stack, StackState
-from ..layers.positions import Positions, RelativePositions, make_positions
-from ..layers.switch import ExpertsSpec, make_feed_forward
-from ..memories import MemorySpec, create_memory, memory_spec
-from ..memories.base import LayerMemory, ModelMemory
-from ..registry import MEMORIES, unknown_name
+from cached_transformers.attentions import AttentionSpec, create_attention
+from cached_transformers.layers.attention import SelfAttention, shows_the_future
+from cached_transformers.layers.block import Block, MemoryWeights, Stack, StackState
+from cached_transformers.layers.switch import ExpertsSpec, make_feed_forward
+from cached_transformers.memories import MemorySpec, create_memory, memory_spec
+from cached_transformers.registry import MEMORIES, unknown_name
+from cached_transformers.seam.memory import LayerMemory, ModelMemory
+from cached_transformers.seam.positions import Positions, RelativePositions, make_positions
+
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 
 

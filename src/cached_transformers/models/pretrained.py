@@ -28,7 +28,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist; give a run folder, or a .safetensors or PyTorch file")
     if source.is_dir():
-        from ..training.checkpoint import Checkpoints, read_checkpoint
+        from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 
         folder = Checkpoints(source / "checkpoints").named("best") if (source / "checkpoints").is_dir() else source
         return _without_prefix(read_checkpoint(folder).weights)

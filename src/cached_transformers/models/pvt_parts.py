@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.feed_forward import DropPath
-from ..layers.reduction import to_map
+from cached_transformers.layers.feed_forward import DropPath
+from cached_transformers.layers.reduction import to_map
 
 Size = tuple[int, int]
 

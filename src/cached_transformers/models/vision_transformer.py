@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attentions import AttentionSpec
-from ..layers.block import ModelOutput, StackState
-from ..layers.positions import LearnedPositions
-from ..memories import MemorySpec
-from ..registry import MODELS
+from cached_transformers.attentions import AttentionSpec
+from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.memories import MemorySpec
+from cached_transformers.registry import MODELS
+from cached_transformers.seam.positions import LearnedPositions
+
 from .parts import StackModel, initialise, make_stack
 
 

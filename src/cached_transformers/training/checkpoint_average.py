@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from .checkpoint import Checkpoint, Checkpoints, read_checkpoint
 
 CACHES = ("copy", "average")
 

@@ -14,8 +14,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.shared_cache import reset_caches
-from cached_transformers.training.checkpoint import META, Checkpoints, read_checkpoint
+from cached_transformers.memories.parts.shared_cache import reset_caches
+
+from .checkpoint import META, Checkpoints, read_checkpoint
 
 _INNER = ("model", "state_dict", "module")
 _USUAL_HEADS = ("head", "fc", "classifier")

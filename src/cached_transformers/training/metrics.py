@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.extras import require
-from cached_transformers.training.checkpoint import capture_rng, restore_rng
-from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import evaluation_batches
+
+from .checkpoint import capture_rng, restore_rng
+from .distributed import World
+from .loader import evaluation_batches
 
 # B rows, K classes
 
@@ -66,7 +67,7 @@ def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
 
     `values` holds the number of rows under "rows"; without it they are returned as they are.
     """
-    from cached_transformers.analysis.statistics import wilson_interval
+    from cached_transformers.experiments.statistics import wilson_interval
 
     found = dict(values)
     rows = int(values.get("rows") or 0)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..layers.block import ModelOutput
-from ..state import State
+from cached_transformers.layers.block import ModelOutput
+from cached_transformers.state import State
+
 from .segments import SegmentLoop, token_losses
 
 

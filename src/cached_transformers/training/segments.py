@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.block import ModelOutput
-from ..memories.base import ModelMemory
-from ..state import State, detach
-from ..state import reset as reset_rows
+from cached_transformers.layers.block import ModelOutput
+from cached_transformers.seam.memory import ModelMemory
+from cached_transformers.state import State, detach
+from cached_transformers.state import reset as reset_rows
 
 IGNORED = -100
 """Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""

@@ -17,23 +17,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
-from cached_transformers.training.averaging import WeightAverage
-from cached_transformers.training.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    capture_rng,
-    read_checkpoint,
-    restore_rng,
-    seed_everything,
-)
-from cached_transformers.training.distributed import World
-from cached_transformers.training.interruption import Interrupted, stop_requests
-from cached_transformers.training.loader import mixed_seed
-from cached_transformers.training.metrics import EventFiles, MetricsFile, tallies
-from cached_transformers.training.optim import build_optimizer, learning_rate, set_learning_rate
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.tasks import make_task
+from cached_transformers.tasks.kinds import make_task
+
+from .averaging import WeightAverage
+from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
+from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
+from .distributed import World
+from .interruption import Interrupted, stop_requests
+from .loader import mixed_seed
+from .metrics import EventFiles, MetricsFile, tallies
+from .optim import build_optimizer, learning_rate, set_learning_rate
+from .progress import Reporter
 
 
 class Trainer:

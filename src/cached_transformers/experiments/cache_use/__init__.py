@@ -1,0 +1,1 @@
+"""What runs make of their shared caches."""

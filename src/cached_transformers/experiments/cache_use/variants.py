@@ -1,0 +1,103 @@
+"""Scores of a comparison's cached runs with their caches taken away, destroyed, exchanged or made anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from cached_transformers.experiments.reports.wording import Metric
+from cached_transformers.experiments.run import build_dataset, load_run
+from cached_transformers.experiments.variants import Variant
+from cached_transformers.memories import memory_spec
+from cached_transformers.registry import MEMORIES
+from cached_transformers.training.config import config_hash
+from cached_transformers.training.distributed import World, in_world
+from cached_transformers.training.metrics import jsonable
+
+from .scores import modes_of, score_cache_use, scores_path
+from .table import cache_use_table, legend
+
+
+def has_shared_cache(variant: Variant) -> bool:
+    """Whether the variant's memory is a cache that all rows share."""
+    spec = memory_spec(variant.config.model.get("memory"))
+    return spec is not None and getattr(MEMORIES.entry(spec[0]).factory, "shared", False) is True
+
+
+def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int] | None, split: str) -> bool:
+    """Write the scores of one finished run into its folder, unless they are there; returns whether they were not.
+
+    Args:
+        other: folder and seed of the run whose caches are tried in this one.
+    """
+    config = variant.seeded(seed)
+    checkpoint = "last" if config.training.test == "last" else "best"
+    facts = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
+    facts |= {"other": "none" if other is None else f"seed {other[1]}"}
+    path = scores_path(folder)
+    if path.is_file():
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if all(known.get(key) == value for key, value in facts.items()):
+            return False
+
+    def load(run: Path = folder) -> nn.Module:
+        return load_run(run, checkpoint)[1]
+
+    def scores(world: World) -> list[dict[str, Any]]:
+        theirs = None if other is None else load(other[0])
+        size = config.training.evaluation_batch_size or config.training.batch_size
+        modes = modes_of(load(), config.training.batch_size, other is not None)
+        return score_cache_use(
+            load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
+        )
+
+    content = {**facts, "scores": in_world(config.training.device, scores)}
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(jsonable(content), indent=1), encoding="utf-8")
+    temporary.replace(path)
+    return True
+
+
+def score_variant(
+    variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
+) -> dict[str, list[dict[str, Any]]]:
+    """Scores by mode, in order of the seeds, of all runs of a variant; what is missing is measured.
+
+    Args:
+        folder_of: the folder of the run of a seed.
+    """
+    by_mode: dict[str, list[dict[str, Any]]] = {}
+    for index, seed in enumerate(seeds):
+        following = seeds[(index + 1) % len(seeds)]
+        other = None if following == seed else (folder_of(following), following)
+        if score_run(folder_of(seed), variant, seed, other, split):
+            console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False, highlight=False)
+        content = json.loads(scores_path(folder_of(seed)).read_text(encoding="utf-8"))
+        for row in content["scores"]:
+            by_mode.setdefault(row["mode"], []).append(row)
+    return by_mode
+
+
+def print_cache_use(
+    rows: Sequence[tuple[str, Sequence[dict[str, Any]]]], metric: Metric, split: str, console: Console
+) -> None:
+    """The same on a terminal, with a legend."""
+    header, lines = cache_use_table(rows, metric)
+    table = Table(
+        title=f"use of the cache: {split} {metric.name}, and what changes it",
+        title_justify="left",
+        box=None,
+        header_style="bold",
+    )
+    for column in header:
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    console.print(legend(header[1:]), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""The tables of a comparison as Markdown, for a README or an issue: what `report.html` shows, without figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cached_transformers.experiments.cache_use.table import cache_use_table, legend
+
+from .run_folder import Comparison, read_comparison
+from .wording import Metric, comparison_summary, mean_of, pair_name, short_count, short_p
+
+FILE_NAME = "compare.md"
+
+
+def write_markdown(folder: str | Path) -> Path:
+    """Write `compare.md` beside `compare.json`; returns its path.
+
+    Raises:
+        ValueError: the folder holds no comparison, or a damaged one.
+    """
+    path = Path(folder) / FILE_NAME
+    path.write_text(comparison_markdown(read_comparison(folder)), encoding="utf-8")
+    return path
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """Scores of all variants and baselines, the differences of pairs, and the sentences that go with them."""
+    metric, data, pairs = Metric(comparison.metric), comparison.data, comparison.pairs
+    sentences = comparison_summary(
+        comparison.statistics, comparison.reference, metric, comparison.split, comparison.baselines, pairs
+    )
+    parts = [
+        f"# {comparison.title}",
+        f"```bash\n{data['command']}\n```" if data.get("command") else "",
+        _circumstances(data),
+        _scores(comparison, metric),
+        _pairs(pairs, metric) if pairs else "",
+        "\n".join(f"- {sentence}" for sentence in sentences),
+        _cache_use(comparison, metric),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _circumstances(data: Mapping[str, Any]) -> str:
+    environment = data.get("environment") or {}
+    commit = environment.get("commit")
+    known = {
+        "seeds": ", ".join(map(str, data.get("seeds", []))),
+        "torch": environment.get("torch"),
+        "date": data.get("date"),
+        "commit": commit[:7] if commit else None,
+    }
+    text = "; ".join(f"{key} {value}" for key, value in known.items() if value)
+    rows = f" By rows: Wilson's 95 % interval for {data['rows']:,} rows." if data.get("rows") else ""
+    if not rows and any(variant.get("rows_interval") for variant in data.get("variants", [])):
+        rows = " By rows: the mean of the runs' 95 % bootstrap intervals."
+    return f"{text}. In brackets: 95 % t interval over seeds.{rows}"
+
+
+def _scores(comparison: Comparison, metric: Metric) -> str:
+    variants, paired = comparison.variants, bool(comparison.pairs)
+    by_rows = any(variant.get("rows_interval") for variant in variants)
+    training = any(variant.get("training_flops") for variant in variants)
+    protocols = any(variant.get("protocol") for variant in variants)
+    header = ["variant", f"{comparison.split} {metric.name}", *(["by rows"] if by_rows else [])]
+    last = any(variant.get("last_values") for variant in variants)
+    header += ["last step"] if last else []
+    header += [] if paired else [f"difference to {comparison.reference}", "p"]
+    header += ["parameters", "operations", *(["operations in training"] if training else [])]
+    header += ["protocol"] if protocols else []
+    rows = []
+    for variant, row in zip(variants, comparison.statistics, strict=True):
+        cells = [row["name"], f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}"]
+        cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
+        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
+        cells += [] if paired else _difference(row, metric)
+        cells += [short_count(variant.get("parameters")), short_count(variant.get("flops"))]
+        cells += [short_count(variant.get("training_flops"))] if training else []
+        rows.append([*cells, *([str(variant.get("protocol", ""))] if protocols else [])])
+    for name, value in comparison.baselines.items():
+        rows.append([f"baseline: {name}", metric.value(value), *[""] * (len(header) - 2)])
+    return _table(header, rows)
+
+
+def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
+    rows = [[pair_name(pair), *_difference(pair, metric), short_p(pair["p_adjusted"])] for pair in pairs]
+    return _table(["pair", "difference", "p", "p (Holm)"], rows)
+
+
+def _cache_use(comparison: Comparison, metric: Metric) -> str:
+    if not comparison.cache_use:
+        return ""
+    header, lines = cache_use_table(comparison.cache_use, metric)
+    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{_table(header, lines)}"
+
+
+def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
+    if row["difference"] is None:
+        return ["", ""]
+    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
+    return [f"{metric.difference(mean)} {metric.interval(low, high, signed=True)}", short_p(row["p_value"])]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in line) + " |" for line in lines)
