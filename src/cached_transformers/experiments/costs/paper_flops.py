@@ -65,7 +65,7 @@ def costs(architecture: str, memory_options: dict[str, Any] | None = None, side:
     """Cost of a plain model of timm's, or of ours in timm, and of the same with GRC.
 
     Args:
-        architecture: one of `integrations.timm_models.HOSTS`.
+        architecture: one of `integrations.timm.timm_models.HOSTS`.
         memory_options: of GRC; the paper's tables are explained by {"variant": "released"}.
         side: of the square image, in pixels.
 
