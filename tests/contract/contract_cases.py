@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 from cached_transformers.seam.memory import LayerMemory

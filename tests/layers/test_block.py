@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, SlotAttention, Stack
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import Stack
+from cached_transformers.memories.parts.slot_attention import SlotAttention
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.seam.attention import Attention

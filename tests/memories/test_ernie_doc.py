@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import Stack
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
 from cached_transformers.seam.attention import Attention, AttentionOutput

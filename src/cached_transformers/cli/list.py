@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
 from cached_transformers.resources import recipes_folder
+from cached_transformers.seam.memory import STANDS
 from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
@@ -75,7 +76,7 @@ def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[s
     """Name, summary and paper of each registered part, and facts from its registration or its class."""
     return [
         {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
+        | {fact: entry.info.get(fact, fact_of(entry.factory, fact)) for fact in facts}
         for entry in registry
     ]
 
@@ -87,3 +88,10 @@ def recipe_rows() -> list[dict[str, Any]]:
         tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
+
+
+def fact_of(factory: Any, fact: str) -> Any:
+    """What a class says of itself; of a memory, the usual names of the places where it stands."""
+    if fact != "insertion":
+        return getattr(factory, fact, None)
+    return ", ".join(name for word, name in STANDS.items() if word in getattr(factory, "needs", ())) or "none"

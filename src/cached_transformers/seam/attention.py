@@ -185,3 +185,21 @@ class PatternAttention(Attention):
         assert own.lse_BHN is not None and other_lse is not None
         out_BHNV, lse_BHN = merge(own.out_BHNV, own.lse_BHN, other, other_lse)
         return AttentionOutput(out_BHNV, lse_BHN if call.want_lse else None, own.auxiliary_loss)
+
+
+def abilities(core: Attention) -> frozenset[str]:
+    """TEMPORARY bridge."""
+    flags = {
+        "supports_causal": "causal",
+        "supports_cross": "cross",
+        "supports_bias": "bias",
+        "accepts_context": "context",
+        "exact_padding": "exact_padding",
+        "gives_lse": "lse",
+    }
+    words = {w for f, w in flags.items() if getattr(core, f)}
+    if not core.only_causal:
+        words.add("bidirectional")
+    if type(core).__name__ == "SoftmaxAttention":
+        words.add("weights")
+    return frozenset(words)

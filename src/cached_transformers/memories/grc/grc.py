@@ -216,7 +216,7 @@ class StreamGRC(LayerMemory):
     Args: as `GRC`, without what concerns maps and evaluation; `length` defaults to 64 slots.
     """
 
-    insertion = "head"
+    needs = frozenset({"state", "head"})
 
     def __init__(
         self,
