@@ -190,10 +190,12 @@ class Stack(nn.Module):
         consecutive = positions_BNP is None and padding_BN is None
         passage = Passage(self, state.layers, size)
         tokens = Tokens(x_BND, clocked, padding_BN, inputs, consecutive)
-        x, model_state, loss = self.model_memory.run(state.model, tokens, passage)
+        steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
         seen = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
         after = seal(StackState(state.clock_B + seen, model_state, tuple(passage.states)))
-        return ModelOutput(self.norm(x), after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))
+        outputs = [self.norm(x) for x in steps]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return ModelOutput(out, after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))
 
     def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of one block, whose activations are computed again in backward where that was asked."""

@@ -154,12 +154,12 @@ class Feedback(ModelMemory):
         channels = self.width if self.keep == "hidden" else 2 * self.sets * self.width
         return empty_rows(batch_size, self.length, channels, like)
 
-    def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[Tensor, Rows, None]:
+    def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[list[Tensor], Rows, None]:
         opened, outputs = self._open(state, through.layers), []
         for token in tokens.split(1):
-            x_B1D, opened, _ = super().run(opened, token, through)
-            outputs.append(x_B1D)
-        return torch.cat(outputs, 1), self._close(opened), None
+            output, opened, _ = super().run(opened, token, through)
+            outputs += output
+        return outputs, self._close(opened), None
 
     def _open(self, state: Rows, layers: Sequence[Projections]) -> Opened:
         """Keys and values of all slots, made once a segment."""

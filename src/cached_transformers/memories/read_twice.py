@@ -189,14 +189,12 @@ class ReadTwice(ModelMemory):
         table = empty_rows(batch_size, self.slots, self.width, like, channels=2)
         return ReadTwiceState(table, torch.zeros_like(table.count_B))
 
-    def run(
-        self, state: ReadTwiceState, tokens: Tokens, through: Through
-    ) -> tuple[Tensor, ReadTwiceState, Tensor | None]:
+    def run(self, state: ReadTwiceState, tokens: Tokens, through: Through) -> tuple[list[Tensor], ReadTwiceState, None]:
         outputs = []
         for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
-            x_BND, state, _ = super().run(state, block, through)
-            outputs.append(x_BND)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), state, None
+            output, state, _ = super().run(state, block, through)
+            outputs += output
+        return outputs, state, None
 
     def enter(self, state: ReadTwiceState, tokens: Tokens) -> Entry:
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)

@@ -293,14 +293,14 @@ class ModelMemory(nn.Module):
         """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None."""
         return x_BND, state, None
 
-    def run(self, state: State, tokens: Tokens, through: Through) -> tuple[Tensor, State, Tensor | None]:
-        """One segment: `enter`, all blocks, `exit`.
+    def run(self, state: State, tokens: Tokens, through: Through) -> tuple[list[Tensor], State, Tensor | None]:
+        """One segment: `enter`, all blocks, `exit`; the outputs are those of each step, in their order.
 
-        A memory overrides this to go through the blocks in another way: in steps, or twice.
+        A memory overrides this to go through the blocks in another way: in several steps, or twice.
         """
         entry = self.enter(state, tokens)
-        x_BND, traces = through(entry)
-        return self.exit(state, x_BND, traces)
+        x_BND, state, loss = self.exit(state, *through(entry))
+        return [x_BND], state, loss
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
         """State of the model with which another pass over the same segments begins.

@@ -182,7 +182,7 @@ class CRTN(ModelMemory):
             like.new_zeros(batch_size, self.segment, self.width),
         )
 
-    def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[Tensor, CRTNState, None]:
+    def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
         x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
             raise ValueError(
@@ -196,8 +196,8 @@ class CRTN(ModelMemory):
                 recent = self._recall(state, tokens.positions_BNP, self._recent(x_BND.shape[0], x_BND.device))
             source_BND, _ = through(Entry(tokens, recent), write=False)
         contexts, state = self._ask(state, tokens, source_BND)
-        x_BND, traces = through(Entry(tokens, contexts))
-        return self.exit(state, x_BND, traces)
+        x_BND, state, _ = self.exit(state, *through(Entry(tokens, contexts)))
+        return [x_BND], state, None
 
     def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
         """What the layers attend, given what queries are made of; and the state that knows the latter."""
