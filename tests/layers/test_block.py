@@ -234,9 +234,7 @@ def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
         Stack(lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(accepts_context=False\)"
-    ):
+    with pytest.raises(ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(it lacks context\)"):
         Stack(mixing, 1, model_memory=OffersContext())
 
 

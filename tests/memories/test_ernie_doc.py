@@ -141,7 +141,7 @@ class Added(Attention):
     Before the rounding they have to be whole, with what the reference's biases of positions and tasks give each query.
     """
 
-    accepts_context = supports_bias = True
+    can = frozenset({"bidirectional", "context", "bias"})
 
     def __init__(self, recorded: Recorded, index: int, number_BHNK: Tensor) -> None:
         super().__init__()

@@ -423,7 +423,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
     class NoBias(SoftmaxAttention):
-        supports_bias = False
+        can = SoftmaxAttention.can - {"bias"}
 
     def stack(memory: RecurrentMemory) -> Stack:
         return Stack(
@@ -432,7 +432,7 @@ def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
             model_memory=memory,
         )
 
-    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*supports_bias=False"):
+    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*it lacks bias"):
         stack(RecurrentMemory(WIDTH, HEADS))
     stack(RecurrentMemory(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
 

@@ -75,9 +75,16 @@ def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[s
     """Name, summary and paper of each registered part, and facts from its registration or its class."""
     return [
         {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
+        | {fact: entry.info.get(fact, _of_class(entry.factory, fact)) for fact in facts}
         for entry in registry
     ]
+
+
+def _of_class(kind: Any, fact: str) -> Any:
+    from cached_transformers.seam.attention import in_words
+
+    value = getattr(kind, fact, None)
+    return in_words(value) if isinstance(value, frozenset) else value
 
 
 def recipe_rows() -> list[dict[str, Any]]:

@@ -128,31 +128,31 @@ class SelfAttention(nn.Module):
 
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
-        if self.memory.insertion == "kv" and not self.core.accepts_context:
+        if self.memory.insertion == "kv" and "context" not in self.core.can:
             raise ValueError(
-                f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)"
+                f"memory {memory} offers keys and values, which attention {core} cannot take (it lacks context)"
             )
-        if self.memory.wants_lse and not self.core.gives_lse:
+        if self.memory.wants_lse and "lse" not in self.core.can:
             raise ValueError(
                 f"memory {memory} shares one softmax with the layer, for which attention {core} would have to give its "
-                "log-sum-exp (gives_lse=False)"
+                "log-sum-exp (it lacks lse)"
             )
-        if not self.core.supports_bias:
+        if "bias" not in self.core.can:
             if type(self.positions).bias is not Positions.bias:
                 raise ValueError(
                     f"{type(self.positions).__name__} act on the logits, which attention {core} does not let them "
-                    "(supports_bias=False); take positions='rotary', 'sinusoidal' or 'none', and relative=False for a "
+                    "(it lacks bias); take positions='rotary', 'sinusoidal' or 'none', and relative=False for a "
                     "memory that brings relative ones"
                 )
             if self.causal and self.memory.window() is not None:
                 raise ValueError(
                     f"memory {memory} limits how far tokens see, by a mask that attention {core} cannot take "
-                    "(supports_bias=False)"
+                    "(it lacks bias)"
                 )
-        if self.causal and not self.core.supports_causal:
-            raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
-        if self.core.only_causal and not self.causal:
-            raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
+        if self.causal and "causal" not in self.core.can:
+            raise ValueError(f"attention {core} has no causal form (it lacks causal)")
+        if "bidirectional" not in self.core.can and not self.causal:
+            raise ValueError(f"attention {core} has no other than a causal form; take causal=True")
         if self.causal and not self.memory.causal:
             raise ValueError(shows_the_future(memory))
         if self.inner != self.width:
@@ -174,10 +174,10 @@ class SelfAttention(nn.Module):
             )
         if self.own_keys and not self.keys:
             raise ValueError("keys=False leaves tokens nothing of their segment to attend; take own_keys=False with it")
-        if not self.own_keys and not (self.core.accepts_context and self.core.supports_cross):
+        if not self.own_keys and not {"context", "cross", "bidirectional"} <= self.core.can:
             raise ValueError(
                 f"own_keys=False needs an attention of context alone, which attention {core} is not "
-                "(accepts_context=False or supports_cross=False)"
+                "(it lacks context, cross or bidirectional)"
             )
         if self.memory.weighs and not isinstance(self.core, SoftmaxAttention):
             raise ValueError(

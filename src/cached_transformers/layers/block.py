@@ -384,15 +384,15 @@ def _check_reversible(memory: ModelMemory, blocks: list[Any]) -> None:
 def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
     for block in blocks:
         core = block.attention.core
-        if memory.insertion == "kv" and not core.accepts_context:
+        if memory.insertion == "kv" and "context" not in core.can:
             raise ValueError(
                 f"memory {type(memory).__name__} offers keys and values, which attention {type(core).__name__} cannot "
-                "take (accepts_context=False)"
+                "take (it lacks context)"
             )
-        if memory.masks and not core.supports_bias:
+        if memory.masks and "bias" not in core.can:
             raise ValueError(
                 f"memory {type(memory).__name__} chooses which tokens see each other, which attention "
-                f"{type(core).__name__} cannot take (supports_bias=False); `cached list attentions` shows which can"
+                f"{type(core).__name__} cannot take (it lacks bias); `cached list attentions` shows which can"
             )
         if memory.own_weights and block.memory_weights is None:
             raise ValueError(

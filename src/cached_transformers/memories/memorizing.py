@@ -115,7 +115,7 @@ class Memorizing(LayerMemory):
     Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
     attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
     is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
-    (`gives_lse`), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
+    (`lse`), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
     and compiled code breaks at the search.
 
     Args:
