@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
@@ -107,6 +108,94 @@ def test_a_row_of_padding_alone_gives_zeros_and_finite_gradients(name: str) -> N
             assert gradient is None or gradient.isfinite().all()
 
 
+@able("exact_padding")
+@pytest.mark.parametrize("held", [torch.nan, torch.inf])
+def test_nothing_that_padding_holds_reaches_another_token(name: str, held: float) -> None:
+    padding = tail(B, 13)
+    there = ~padding
+    for causal in causal_forms(name):
+        results = []
+        for value in (0.0, held):
+            core, given = build(name).train(), inputs(13)
+            for t in given.values():
+                hidden = padding[..., None] if t.dim() == 3 else padding[:, None, :, None]
+                t.masked_fill_(hidden, value).requires_grad_()
+            torch.manual_seed(3)  # of what training draws
+            out = run(core, given, causal=causal, key_padding_mask=padding)
+            real = out.out_BHNV.transpose(1, 2)[there]
+            loss = (real * torch.arange(real.numel()).view(real.shape).cos()).sum()
+            loss = loss if out.auxiliary_loss is None else loss + out.auxiliary_loss
+            sources = [*given.values(), *core.parameters()]
+            gradients = list(torch.autograd.grad(loss, sources, allow_unused=True))
+            for index in range(len(given)):  # those of the tokens that are there
+                of_token = gradients[index]
+                if of_token is not None:
+                    of_token = of_token if of_token.dim() == 3 else of_token.transpose(1, 2)
+                    gradients[index] = of_token[there]
+            results.append((real, loss, gradients))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@able("exact_padding", rule="ties")
+def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> None:
+    core, given = build(name), inputs(LONGEST)
+    few = torch.randint(3, (LONGEST,), generator=torch.Generator().manual_seed(0))
+    for key in ("q", "k", "x"):  # what chooses; the values stay as different as they were
+        given[key] = given[key][..., few, :]
+    padding = torch.zeros(B, LONGEST, dtype=torch.bool)
+    for kept in (5, 11, 17, 22):
+        padding[0] = torch.arange(LONGEST) >= kept
+        for causal in causal_forms(name):
+            got = run(core, given, causal=causal, key_padding_mask=padding).out_BHNV
+            want = run(core, {key: t[:1, ..., :kept, :] for key, t in given.items()}, causal=causal).out_BHNV
+            torch.testing.assert_close(got[:1, :, :kept], want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_stay_finite_where_logits_are_large(name: str) -> None:
+    for tokens, padded in ((LONGEST, 0), (LONGEST - 1, 0), (LONGEST, 5)):
+        padding = torch.arange(tokens).expand(B, -1) >= tokens - padded
+        for causal in causal_forms(name):
+            core = build(name).float().train()
+            given = {key: (t * 60).float().requires_grad_() for key, t in inputs(tokens).items()}
+            out = run(core, given, causal=causal, key_padding_mask=padding if padded else None).out_BHNV
+            assert out.isfinite().all()
+            sources = [*given.values(), *core.parameters()]
+            for gradient in torch.autograd.grad(out.square().mean(), sources, allow_unused=True):
+                assert gradient is None or gradient.isfinite().all(), (tokens, padded, causal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_that_is_not_bool_or_of_another_shape_is_refused(name: str) -> None:
+    core, given = build(name), inputs(8)
+    wrong = [torch.zeros(B, 8, dtype=torch.long), torch.zeros(B, 8), torch.zeros(8).bool(), torch.zeros(B, 7).bool()]
+    for mask in wrong:
+        with pytest.raises(ValueError, match=r"mask of .*; it must be bool, True = padding, of \(rows, keys"):
+            run(core, given, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tokens_there_is_an_empty_result_and_without_keys_one_of_zeros(name: str) -> None:
+    core = build(name)
+    for causal in causal_forms(name):
+        want_lse = "lse" in core.can
+        for mask in (None, torch.zeros(B, 0, dtype=torch.bool)):
+            out = run(core, inputs(0), causal=causal, key_padding_mask=mask, want_lse=want_lse)
+            assert out.out_BHNV.shape == (B, H, 0, E) and out.out_BHNV.dtype == torch.double
+            assert not want_lse or out.lse_BHN.shape == (B, H, 0)
+    if {"cross", "bidirectional"} <= core.can:
+        given, slots = inputs(5), torch.randn(2, B, H, 5, E, dtype=torch.double)
+        nothing = {**given, "k": given["k"][:, :, :0], "v": given["v"][:, :, :0]}
+        out = run(core, nothing, causal=False)
+        assert out.out_BHNV.shape == (B, H, 5, E) and not out.out_BHNV.any()
+        for valid in (0.0, 1.0):
+            context = Context(*slots, torch.zeros(B, 5, 1), torch.full((B, 5), valid).bool())
+            out = run(core, nothing, causal=False, context=context, want_lse=want_lse)
+            assert out.out_BHNV.isfinite().all() and bool(out.out_BHNV.any()) == bool(valid)
+            assert not want_lse or bool((out.lse_BHN > LOWEST).all()) == bool(valid)
+
+
 @able("causal", rule="causal")
 @pytest.mark.parametrize("tokens", [13, 24])
 def test_no_output_depends_on_a_later_token(name: str, tokens: int) -> None:
@@ -187,6 +276,33 @@ def test_weights_and_log_sum_exp_are_of_one_softmax(name: str) -> None:
         torch.testing.assert_close(weights, want, rtol=0, atol=1e-10)
         sums = weights.sum(-1)
         torch.testing.assert_close(sums, torch.where(lse > LOWEST, 1.0, 0.0).double(), rtol=0, atol=1e-10)
+
+
+@able("lse")
+def test_the_log_sum_exp_of_half_precision_is_finite_beyond_its_range(name: str) -> None:
+    core = build(name).half()
+    given = {key: (t * 300).half() for key, t in inputs(13).items()}
+    for causal in causal_forms(name):
+        out, lse = run(core, given, causal=causal, want_lse=True)[:2]
+        assert out.isfinite().all() and lse.isfinite().all() and lse.dtype == torch.float32
+
+
+@able("lse", rule="lse")
+def test_logits_of_half_precision_are_as_exact_as_those_of_the_fused_kernels(name: str) -> None:
+    if "precision" in CASES[name].exempt:
+        pytest.skip(CASES[name].exempt["precision"])
+    core = build(name).bfloat16()
+    given = {key: (t * 3).bfloat16() for key, t in inputs(13).items()}
+    wide = {key: t.double() for key, t in given.items()}
+    for causal in causal_forms(name):
+        want = run(build(name), wide, causal=causal, want_lse=True)
+        fused = run(core, given, causal=causal).out_BHNV
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                got = run(core, given, causal=causal, want_lse=True)
+            torch.testing.assert_close(got.lse_BHN.double(), want.lse_BHN, rtol=0, atol=2e-5)
+            errors = [(out.double() - want.out_BHNV).abs().max() for out in (got.out_BHNV, fused)]
+            assert errors[0] <= 1.5 * errors[1] + 1e-2
 
 
 @able("context")

@@ -178,6 +178,8 @@ class Attention(nn.Module):
                 x_BND = _without_nan(x_BND, key_padding_mask[..., None])
         keys = k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
         if q_BHNE.shape[2] == 0 or keys == 0:
+            if is_nothing(state):
+                state = self.init_state(*q_BHNE.shape[:2], q_BHNE.shape[3], v_BHNV.shape[3], q_BHNE)
             return sees_nothing(q_BHNE, v_BHNV, want_lse=want_lse)._replace(state=state)
         call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state)
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)

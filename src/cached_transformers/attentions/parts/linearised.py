@@ -158,7 +158,8 @@ class LinearisedAttention(Attention):
             return AttentionOutput(out, state=state if self.carry else ())
         with torch.autocast(q_BHNE.device.type, enabled=False):
             seen_BN = None if call.key_padding_mask is None else ~call.key_padding_mask
-            state = self.write(state, self.features(wide(k_BHNE), maps), wide(v_BHNV), seen_BN)
+            if k_BHNE.shape[2]:
+                state = self.write(state, self.features(wide(k_BHNE), maps), wide(v_BHNV), seen_BN)
             return AttentionOutput(self.read(self.features(wide(q_BHNE), maps), state).to(v_BHNV.dtype))
 
     def _scan(
