@@ -198,7 +198,7 @@ class Seer(LayerMemory):
         ({"heads": 3}, r"width=8 must be a positive multiple of heads=3"),
         ({"heads": 0}, r"width=8 must be a positive multiple of heads=0"),
         ({"core": Bare(), "memory": Offer()}, r"memory Offer offers keys and values, which attention Bare cannot take"),
-        ({"core": Bare(), "causal": True}, r"attention Bare has no causal form \(supports_causal=False\)"),
+        ({"core": Bare(), "causal": True}, r"attention Bare has no causal form \(it lacks causal\)"),
         ({"memory": Seer(), "causal": True}, r"memory Seer shows .* cannot serve a causal model.*memory='grc_stream'"),
     ],
 )
@@ -208,17 +208,19 @@ def test_pairs_that_exclude_each_other_are_refused(options: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    ("flag", "call"),
+    ("word", "call"),
     [
-        ("accepts_context", {"context": Context(*torch.zeros(2, 1, 1, 2, 4), torch.zeros(1, 2, 1), torch.ones(1, 2))}),
-        ("supports_causal", {"causal": True}),
-        ("supports_bias", {"bias_BHNM": torch.zeros(1, 1, 3, 3)}),
-        ("supports_cross", {"keys": 5}),
+        ("context", {"context": Context(*torch.zeros(2, 1, 1, 2, 4), torch.zeros(1, 2, 1), torch.ones(1, 2))}),
+        ("causal", {"causal": True}),
+        ("bias", {"bias_BHNM": torch.zeros(1, 1, 3, 3)}),
+        ("cross", {"keys": 5}),
     ],
 )
-def test_a_core_refuses_what_it_does_not_declare(flag: str, call: dict[str, Any]) -> None:
+def test_a_core_refuses_what_it_does_not_declare(word: str, call: dict[str, Any]) -> None:
     k = torch.randn(1, 1, call.pop("keys", 3), 4)
-    with pytest.raises(ValueError, match=f"attention Bare has {flag}=False .*cached list attentions"):
+    with pytest.raises(
+        ValueError, match=f"needs {word} .*which attention Bare does not give; `cached list attentions`"
+    ):
         Bare()(torch.randn(1, 1, 3, 4), k, k, **call)
 
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.stack import Stack
-from cached_transformers.memories.parts.slot_attention import SlotAttention
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
+from cached_transformers.layers.stack import Stack
+from cached_transformers.memories.parts.slot_attention import SlotAttention
 from cached_transformers.seam.attention import Attention
 from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
 
@@ -236,9 +236,7 @@ def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
         Stack(lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(accepts_context=False\)"
-    ):
+    with pytest.raises(ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(it lacks context\)"):
         Stack(mixing, 1, model_memory=OffersContext())
 
 

@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.stack import Stack
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
 from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.positions import RelativePositions
@@ -142,7 +142,7 @@ class Added(Attention):
     Before the rounding they have to be whole, with what the reference's biases of positions and tasks give each query.
     """
 
-    accepts_context = supports_bias = True
+    can = frozenset({"bidirectional", "context", "bias"})
 
     def __init__(self, recorded: Recorded, index: int, number_BHNK: Tensor) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.stack import Stack
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models.parts import make_stack

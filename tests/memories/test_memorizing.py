@@ -291,12 +291,12 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
     class Deaf(Attention):
-        supports_causal = True
+        can = frozenset({"causal", "bidirectional"})
 
-    with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*gives_lse=False"):
+    with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*it lacks lse"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(ValueError, match="attention Deaf has gives_lse=False"):
+    with pytest.raises(ValueError, match=r"needs lse \(.*\), which attention Deaf does not give"):
         Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 

@@ -76,9 +76,18 @@ def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[s
     """Name, summary and paper of each registered part, and facts from its registration or its class."""
     return [
         {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, fact_of(entry.factory, fact)) for fact in facts}
+        | {fact: entry.info.get(fact, _of_class(entry.factory, fact)) for fact in facts}
         for entry in registry
     ]
+
+
+def _of_class(kind: Any, fact: str) -> Any:
+    from cached_transformers.seam.attention import in_words
+
+    if fact == "insertion":
+        return ", ".join(name for word, name in STANDS.items() if word in getattr(kind, "needs", ())) or "none"
+    value = getattr(kind, fact, None)
+    return in_words(value) if isinstance(value, frozenset) else value
 
 
 def recipe_rows() -> list[dict[str, Any]]:
@@ -88,10 +97,3 @@ def recipe_rows() -> list[dict[str, Any]]:
         tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
-
-
-def fact_of(factory: Any, fact: str) -> Any:
-    """What a class says of itself; of a memory, the usual names of the places where it stands."""
-    if fact != "insertion":
-        return getattr(factory, fact, None)
-    return ", ".join(name for word, name in STANDS.items() if word in getattr(factory, "needs", ())) or "none"
