@@ -416,7 +416,7 @@ def _cases() -> Iterator[Case]:
         for label in every if attention.name == "softmax" else WITH_ALL:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
-            if memory.insertion == "kv" and "context" not in core.can:
+            if "context" in memory.needs and "context" not in core.can:
                 continue
             if CONTRACTS.get(label, Contract()).options.get("joint") and "lse" not in core.can:
                 continue
