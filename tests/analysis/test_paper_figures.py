@@ -14,9 +14,9 @@ from PIL import Image
 
 from cached_transformers.cli import paper_figures as command
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.reports import paper_figures
-from cached_transformers.experiments.reports.feature_maps import LayerMaps, collect_layer_maps
-from cached_transformers.experiments.reports.paper_figures import FormPoint, HeadShares
+from cached_transformers.experiments.reports.collect import LayerMaps, collect_layer_maps
+from cached_transformers.experiments.reports.figures import paper
+from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
 from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.models.pvt import PyramidVisionTransformer
@@ -36,7 +36,7 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
         FormPoint("vit", "released", 2e6, [0.6, 0.62]),
         FormPoint("pvt", "plain", 3e6, [0.7]),
     ]
-    figure = paper_figures.accuracy_against_flops(points, "accuracy", "one forward pass")
+    figure = paper.accuracy_against_flops(points, "accuracy", "one forward pass")
     (ax,) = figure.axes
     marks = {
         (line.get_xdata()[0], round(line.get_ydata()[0], 6)): line
@@ -54,9 +54,9 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
     expected = [100 * (f.high - f.low) for f in mean.values() if f.low is not None]
     assert spans == pytest.approx(sorted(expected))
     with pytest.raises(ValueError, match="positive number of operations"):
-        paper_figures.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
+        paper.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
     with pytest.raises(ValueError, match="10 markers, not 11"):
-        paper_figures.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
+        paper.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
 
 
 def test_figure_1_of_a_comparison_and_of_runs(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
 
 def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     runs = [[[0.2, 0.4], [0.5, 0.9]], [[0.1, 0.3], [0.6, 0.8]]]
-    figure = paper_figures.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
+    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
     first, second = figure.axes
     dots = [sorted(line.get_ydata()) for line in first.lines if line.get_marker() == "o"]
     assert dots == [[0.2, 0.4], [0.5, 0.9], [0.1, 0.3], [0.6, 0.8]]
@@ -117,7 +117,7 @@ def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     assert first.get_ylim() == second.get_ylim() and first.get_ylim()[0] < 0.1 and first.get_ylim()[1] > 0.9
     assert first.get_title(loc="left") == "grc, 2 runs" and second.get_title(loc="left") == "one, 1 run"
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        paper_figures.head_shares([HeadShares("grc", [[[1.5]]])])
+        paper.head_shares([HeadShares("grc", [[[1.5]]])])
 
 
 def pyramid() -> PyramidVisionTransformer:
@@ -131,8 +131,8 @@ def test_maps_of_a_pyramid_have_the_size_of_their_stage_on_any_image() -> None:
         images = torch.randn(2, 3, height, width)
         found = collect_layer_maps(model, images)
         assert [layer.number for layer in found] == [1, 2]
-        assert [layer.own.shape for layer in found] == [layer.memory.shape for layer in found]
-        assert [layer.own.shape[1:] for layer in found] == expected
+        assert [layer.self_attention.shape for layer in found] == [layer.memory.shape for layer in found]
+        assert [layer.self_attention.shape[1:] for layer in found] == expected
     assert model.training
 
 
@@ -207,11 +207,11 @@ def test_photographs_stand_beside_their_maps() -> None:
     generator = np.random.default_rng(0)
     images = generator.random((2, 8, 8, 3))
     layers = [LayerMaps(3, "x", generator.random((2, 4, 4)), generator.random((2, 4, 4)))]
-    figure = paper_figures.photograph_maps(images, layers)
+    figure = paper.photograph_maps(images, layers)
     shown = [ax.images[0].get_array() for ax in figure.axes]
     assert np.array_equal(shown[0], images[0]) and np.array_equal(shown[3], images[1])
-    assert np.array_equal(shown[4], layers[0].own[1]) and np.array_equal(shown[5], layers[0].memory[1])
+    assert np.array_equal(shown[4], layers[0].self_attention[1]) and np.array_equal(shown[5], layers[0].memory[1])
     assert [ax.get_title() for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
     assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.3g} to {layers[0].memory[1].max():.3g}"
     with pytest.raises(ValueError, match="a map of each of the 1"):
-        paper_figures.photograph_maps(images[:1], layers)
+        paper.photograph_maps(images[:1], layers)

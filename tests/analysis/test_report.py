@@ -13,10 +13,11 @@ import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
 from cached_transformers.cli import plot
+from cached_transformers.experiments.reports.comparison_page import write_compare_report
 from cached_transformers.experiments.reports.markdown import comparison_markdown, write_markdown
 from cached_transformers.experiments.reports.page import Cell, table
-from cached_transformers.experiments.reports.report import write_compare_report, write_run_report
 from cached_transformers.experiments.reports.run_folder import read_comparison, read_run
+from cached_transformers.experiments.reports.run_page import write_run_report
 from cached_transformers.experiments.reports.wording import (
     Metric,
     comparison_summary,

@@ -33,7 +33,7 @@ def closure(names):
         todo += [re.match(r"[\\w.-]+", need).group() for need in needs if "extra ==" not in need]
     return found
 
-core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich"])
+core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"])
 allowed = set(sys.stdlib_module_names) | {"cached_transformers"}
 allowed |= {top for top, owners in packages_distributions().items() if core & {normal(o) for o in owners}}
 
