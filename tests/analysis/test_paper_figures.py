@@ -11,10 +11,11 @@ import pytest
 import torch
 from analysis.folders import make_comparison, make_run
 from PIL import Image
+from torch import nn
 
 from cached_transformers.cli import paper_figures as command
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.reports.collect import LayerMaps, collect_layer_maps
+from cached_transformers.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
 from cached_transformers.experiments.reports.figures import paper
 from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
 from cached_transformers.experiments.statistics import mean_interval
@@ -155,6 +156,38 @@ def test_a_map_is_the_norm_of_what_the_branch_gives_a_token() -> None:
         (layer,) = collect_layer_maps(model, images)
     expected = kept[0][:, :, 1:].pow(2).sum((1, 3)).sqrt().view(3, 4, 4)
     assert np.allclose(layer.memory, expected.detach().numpy(), atol=1e-6)
+
+
+class Halved(nn.Module):
+    """Not one of ours: half of its input stands for self-attention, half for a memory."""
+
+    prefix = 1
+    note = None
+
+    def mixing_ratio(self) -> torch.Tensor:
+        return torch.tensor([0.25, 0.5])
+
+    def record(self, note) -> None:
+        self.note = note
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        tokens_NHTE = nn.functional.pad(images_NCHW.flatten(2).transpose(1, 2)[:, None], (0, 0, self.prefix, 0))
+        if self.note is not None:
+            self.note(tokens_NHTE, 2 * tokens_NHTE)
+        return images_NCHW
+
+
+def test_a_module_of_a_users_is_drawn_if_it_has_the_methods() -> None:
+    model = nn.Sequential(nn.Identity(), Halved(), nn.Sequential(Halved()))
+    assert collect_gates(model) == [[0.25, 0.5]] * 2
+    images = torch.randn(2, 3, 4, 6)
+    first, second = collect_layer_maps(model, images)
+    assert (first.number, first.name, second.number, second.name) == (1, "1", 2, "2.0")
+    assert np.allclose(first.self_attention, images.norm(dim=1)) and np.allclose(first.memory, 2 * images.norm(dim=1))
+    assert model[1].note is None
+    model[1].mixing_ratio = lambda: torch.tensor(0.5)
+    with pytest.raises(ValueError, match=r"mixing_ratio\(\) of '1' \(Halved\) gave shape \(\); .* shape \(H,\)"):
+        collect_gates(model)
 
 
 @pytest.fixture(scope="module")

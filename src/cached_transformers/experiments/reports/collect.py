@@ -74,7 +74,7 @@ class LayerMaps(NamedTuple):
 
 @torch.no_grad()
 def collect_layer_maps(model: nn.Module, images_NCHW: Tensor) -> list[LayerMaps]:
-    """Maps of all layers whose memory is `Recorded`, in evaluation mode; they are counted from 1, in order of the model.
+    """Maps of all layers whose memory is `Recorded`, in evaluation mode; counted from 1, in order of the model.
 
     Layers are left out whose rows are not images (windows), or whose tokens are no map of the images' shape.
     """

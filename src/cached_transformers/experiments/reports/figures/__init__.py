@@ -1,1 +1,5 @@
-"""Figures by subject, all in the look of `style`: `curves`, `scores`, `gates_and_maps`, the paper's, and attention's."""
+"""Figures from plain data, all in the look of `style`.
+
+`curves`, `scores` and `gates_and_maps` stand on the pages; `paper` draws the GRC paper's, `attention_patterns` who sees
+whom.
+"""
