@@ -9,6 +9,7 @@ Legend: L layers, N images, H heads, T tokens, E head width, h x w token map.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -122,12 +123,16 @@ def _recorded(memories: list[Recorded]) -> Iterator[list[list[Pair]]]:
     """Inside, each memory's results of the two branches are noted in its list."""
     notes: list[list[Pair]] = [[] for _ in memories]
     for memory, note in zip(memories, notes, strict=True):
-        memory.record(lambda y, o, note=note: note.append((y.detach(), o.detach())))
+        memory.record(functools.partial(_append, note))
     try:
         yield notes
     finally:
         for memory in memories:
             memory.record(None)
+
+
+def _append(note: list[Pair], y_BHTE: Tensor, o_BHTE: Tensor) -> None:
+    note.append((y_BHTE.detach(), o_BHTE.detach()))
 
 
 def _map(t_BHTE: Tensor, prefix: int, aspect: float) -> np.ndarray | None:

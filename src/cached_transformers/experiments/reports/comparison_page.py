@@ -187,7 +187,7 @@ def _cache_use(comparison: Comparison, metric: Metric) -> list[Block]:
     if not comparison.cache_use:
         return []
     header, lines = cache_use_table(comparison.cache_use, metric)
-    rows = [[Cell(line[0], mark=_mark(comparison, line[0])), *line[1:]] for line in lines]
+    rows: list[Row] = [[Cell(line[0], mark=_mark(comparison, line[0])), *line[1:]] for line in lines]
     caption = f"{comparison.split} {metric.name}; differences to carry in points where it is an accuracy. "
     return titled("Use of the cache", Table(header, rows, caption + legend(header[1:])))
 
