@@ -74,7 +74,7 @@ def test_generate_rolls_over_segments_as_our_generator_does(memory: str, cached:
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "eos_token_id": None}
     ours = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes).eval()
     theirs = copy.deepcopy(ours.model)
-    theirs.transformer.forward.segment_length = SEGMENT
+    theirs.transformer.segment_reader.segment_length = SEGMENT
     awaken(ours), awaken(theirs)
     ids = words(2, 7)
     with torch.no_grad():
