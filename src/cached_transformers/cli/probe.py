@@ -157,7 +157,7 @@ def _settings(trial: Trial, arguments: argparse.Namespace) -> dict[str, Any]:
         chosen = setting(trial.memory)
         options = chosen.within if trial.arm == "within reach" else chosen.beyond
         assert options is not None
-        spec, passes = {"name": trial.memory, **options(task, arguments.distance, sizes)}, chosen.passes
+        spec, passes = {"name": trial.memory, **options(task.segment, arguments.distance, sizes.depth)}, chosen.passes
         if chosen.learning_rate is not None:
             sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
     settings = {"files": files, "distance": arguments.distance, "memory": spec, "passes": passes}

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
 from .parts.rows import Rows, empty_rows, push
@@ -47,6 +48,10 @@ class CompressiveState(NamedTuple):
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
+    probe=Probing(
+        lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
+        lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
+    ),
 )
 class Compressive(LayerMemory):
     """The last inputs of the layer, and before them older ones compressed.

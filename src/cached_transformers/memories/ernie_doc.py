@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.rows import Rows, empty_rows, push
 
@@ -96,6 +97,7 @@ class ErnieDocPositions(Positions):
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
     reach="unbounded, through M slots a layer",
     gradient="none into the memory; its keys and values train the projections",
+    probe=Probing(whole_episode),
 )
 class ErnieDoc(LayerMemory):
     """Keys and values of the last `length` outputs of the same layer.

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, Through, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.rows import Rows, empty_rows, push
 
@@ -78,6 +79,7 @@ class Opened(NamedTuple):
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",
+    probe=Probing(whole_episode),
 )
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import (
     CACHE_NEEDS,
@@ -53,6 +54,7 @@ class MemoryTokens(NamedTuple):
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
+    probe=Probing(fixed(length=4)),
 )
 class RecurrentMemory(ModelMemory):
     """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.

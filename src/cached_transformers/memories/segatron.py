@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Rows, empty_rows
 from .transformer_xl import TransformerXL
@@ -136,6 +137,7 @@ class SegatronLayer(TransformerXL):
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.

@@ -16,6 +16,7 @@ from torch import Tensor
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Rows, empty_rows, push
 
@@ -29,6 +30,7 @@ from .parts.rows import Rows, empty_rows, push
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
     """Keys and values of the last `length` inputs of the layer.

@@ -35,10 +35,21 @@ from cached_transformers.memories.parts.recall import recall
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
 
 from .choice import choose
 from .store import CRTNState, masked_softmax, pack, renew, stored, windows
 from .summaries import make_summary
+
+
+def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
+    regions = distance + 1
+    return {"segment": segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
+
+
+def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
+    return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
 
 
 @MEMORIES.register(
@@ -51,6 +62,7 @@ from .summaries import make_summary
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
     """Whole past segments under one key each; the best few are recalled in all layers, weighted by their match.

@@ -38,6 +38,7 @@ from cached_transformers.memories.parts.shared_cache import (
 )
 from cached_transformers.registry import MEMORIES, unknown_name
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing
 
 from .equations import Candidate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
@@ -205,6 +206,7 @@ class StreamGRCState(NamedTuple):
     cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds",
     reach="unbounded, through the gates",
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
+    probe=Probing(lambda segment, distance, depth: {"length": 2 * segment, "ratio": 1.0}),
 )
 class StreamGRC(LayerMemory):
     """Gated recurrent cache of a stream: per row, updated one segment late, so that no token sees a later one.

@@ -26,6 +26,7 @@ from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing
 
 from . import continuous_signal as signal
 
@@ -55,6 +56,9 @@ class Attention(NamedTuple):
     "per chunk of L tokens 2 (T + L) C D",
     reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / L",
     gradient="none into inputs of earlier segments; the projections, mean and variance learn from the signal",
+    probe=Probing(
+        lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
+    ),
 )
 class InfinityFormer(LayerMemory):
     """A short memory of the last inputs, and before it the whole past as a continuous signal of fixed size.
