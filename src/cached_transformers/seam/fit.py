@@ -39,6 +39,9 @@ PLACE_WORDS: dict[str, str] = {
 }
 """What a memory may need of the place where it stands, beside what it needs of the core."""
 
+STANDS: dict[str, str] = {"tokens_round": "input", "context": "kv", "head": "head", "slots": "sublayer"}
+"""The usual names of the four places, by the word of `needs` that asks for them."""
+
 WORDS = CORE_WORDS | PLACE_WORDS
 
 
