@@ -129,6 +129,8 @@ def tokens_see(
 @ATTENTIONS.register(
     "etc",
     paper="arXiv:2004.08483",
+    title="ETC",
+    purpose="near tokens and a few that all see",
     equation="softmax over q_i (k_j + a_R(i,j)) / sqrt(E), |i - j| <= r, and all global keys: means over segments",
     order="N (r + N / C)",
     cost="about N (3 r + N / C) (E + V) multiply-adds a head",

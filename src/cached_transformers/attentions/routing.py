@@ -43,6 +43,8 @@ from .parts.building_blocks import attend, block_places, into_blocks, out_of_blo
 @ATTENTIONS.register(
     "routing",
     paper="arXiv:2003.05997",
+    title="Routing Transformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own clusters of online k-means; causal: the last W of the nearest cluster",
     order="N sqrt(N)",
     cost="2 N C E + C W^2 (E + V + C), causal N C E + 2 N W (E + V) multiply-adds a head for C clusters of W tokens",

@@ -42,6 +42,8 @@ from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 @ATTENTIONS.register(
     "set_transformer",
     paper="arXiv:1810.00825",
+    title="Set Transformer",
+    purpose="fewer keys",
     equation="softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v",
     order="N P, P inducing points",
     cost="P (N + M) (E + V) multiply-adds a head; P M E more with induced_keys",

@@ -22,6 +22,8 @@ from cached_transformers.seam.memory import Context
 @ATTENTIONS.register(
     "softmax",
     paper="arXiv:1706.03762",
+    title="Attention Is All You Need",
+    purpose="exact attention",
     equation="softmax(q k^T / sqrt(E) + bias) v",
     order="N^2",
     cost="2 N (M + N) E multiply-adds a head; memory O(N) with fused kernels",

@@ -26,9 +26,9 @@ def print_statistics(
     """Print mean, interval, difference to the reference and p-value of each variant, and the guessers below them.
 
     Args:
-        statistics: rows of `analysis.statistics.summarise`.
+        statistics: rows of `experiments.statistics.summarise`.
         protocols: how each variant was scored, where that is worth lines of its own below the table.
-        pairs: rows of `analysis.statistics.summarise_pairs`, for a table of their own.
+        pairs: rows of `experiments.statistics.summarise_pairs`, for a table of their own.
         rows_intervals: by variant, the interval that the number of scored rows leaves.
         baselines: scores of guessers.
     """

@@ -42,9 +42,13 @@ class CompressiveState(NamedTuple):
 @MEMORIES.register(
     "compressive",
     paper="arXiv:1911.05507",
+    title="Compressive Transformer",
+    carries="the last inputs of every layer, and older ones compressed",
+    purpose="more of the past in as many slots",
     equations="keys and values of [f(evicted groups), last inputs, segment]; f trained to keep attention's result",
     state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 (convolution) multiply-adds",
+    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 "
+    "(convolution) multiply-adds; training adds (2 D^2 + 2 N D) (1 + 1 / rate) for the attention loss",
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",

@@ -92,6 +92,9 @@ class ErnieDocPositions(Positions):
 @MEMORIES.register(
     "ernie_doc",
     paper="arXiv:2012.15688",
+    title="ERNIE-Doc",
+    carries="the last outputs of the same layer; documents may be read twice",
+    purpose=("higher layers' results in lower layers", "a whole document, read more than once"),
     equations="keys and values of [SG(last M outputs of the same layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",

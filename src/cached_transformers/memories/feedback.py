@@ -72,7 +72,10 @@ class Opened(NamedTuple):
 @MEMORIES.register(
     "feedback",
     paper="arXiv:2002.09402",
-    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
+    title="Feedback Transformer",
+    carries="one vector a token, mixed of all layers",
+    purpose="higher layers' results in lower layers",
+    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}, and not itself",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
     cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",

@@ -65,6 +65,9 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 @MEMORIES.register(
     "memformer",
     paper="arXiv:2010.06891",
+    title="Memformer",
+    carries="slots that every layer reads, rewritten after each segment",
+    purpose="a state of fixed size, written by what training needs",
     equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
     state="per row: 4 M D + 8 bytes",
     cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",

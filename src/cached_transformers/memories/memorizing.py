@@ -114,6 +114,9 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
+    title="Memorizing Transformers",
+    carries="keys and values of one layer; the nearest are attended",
+    purpose="a choice out of a long past",
     equations="out = g_h V_m + (1 - g_h) V_c;  V_m = softmax(|s_h| q^ k^_J) v_J over the K nearest stored keys J",
     state="per row, in one layer: 8 M D + 8 bytes",
     cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",

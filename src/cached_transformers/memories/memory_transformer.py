@@ -31,6 +31,9 @@ from .parts.memory_tokens import CACHE_NEEDS, CacheBeforeTokens, check_cache, ch
 @MEMORIES.register(
     "memory_transformer",
     paper="arXiv:2006.11527",
+    title="Memory Transformer",
+    carries="nothing: learned vectors beside each segment, a control",
+    purpose="a control that carries nothing",
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
     state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",

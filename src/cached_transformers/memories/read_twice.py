@@ -83,6 +83,9 @@ class ReadTwiceState(NamedTuple):
 @MEMORIES.register(
     "read_twice",
     paper="arXiv:2105.04241",
+    title="ReadTwice",
+    carries="summaries of all blocks, for a second read",
+    purpose="a whole document, read more than once",
     equations="second read: x + side attention over summaries s_b = summary(H_b) of the first read, and a no-op key",
     state="per row, for the whole model: M (4 D + 16) + 16 bytes",
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",

@@ -131,6 +131,9 @@ class SegatronLayer(TransformerXL):
 @MEMORIES.register(
     "segatron",
     paper="arXiv:2004.14996",
+    title="Segatron-XL",
+    carries="the last inputs of every layer, with places in tokens, sentences and paragraphs",
+    purpose="the last tokens as they were",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",

@@ -24,6 +24,9 @@ from .parts.rows import Rows, empty_rows, push
 @MEMORIES.register(
     "transformer_xl",
     paper="arXiv:1901.02860",
+    title="Transformer-XL",
+    carries="the last inputs of every layer",
+    purpose="the last tokens as they were",
     equations="keys and values of [SG(last M inputs of the layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",

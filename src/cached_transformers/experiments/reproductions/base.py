@@ -1,7 +1,7 @@
 """What a reproduction is: a recipe for each scale, and rows, each of which is the recipe with another model.
 
 Everything else, the data and the seeds among it, is the recipe's. What makes rows comparable, equally many parameters
-or equal operations in training, is set by `cli.variants`.
+or equal operations in training, is set by `experiments.variants`.
 """
 
 from __future__ import annotations

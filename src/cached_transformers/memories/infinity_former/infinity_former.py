@@ -50,11 +50,14 @@ class Attention(NamedTuple):
 @MEMORIES.register(
     "infinity_former",
     paper="arXiv:2109.00301",
+    title="∞-former",
+    carries="the last inputs of every layer, and the whole past as a continuous signal",
+    purpose="more of the past in as many slots",
     equations="y = attention over [SG(last inputs), segment] + W_O E_p[psi] B W_V;  B <- G^T [X~(t_1 .. t_T); X_new]",
     state="per row and layer, M = length + chunk - 1: M (4 D + 8) + 8 bytes, and 4 C D + 8",
-    cost="per token and layer: D^2 + 2 C D + 2 H C multiply-adds and those of transformer_xl; per segment 2 C D^2; "
-    "per chunk of L tokens 2 (T + L) C D",
-    reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / L",
+    cost="per token and layer: D^2 + 2 C D + 2 H C multiply-adds and those of transformer_xl; per "
+    "segment 2 C D^2; per chunk 2 (T + chunk) C D, T = samples",
+    reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / chunk",
     gradient="none into inputs of earlier segments; the projections, mean and variance learn from the signal",
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
