@@ -32,6 +32,8 @@ SAID = {
 }
 """Facts of a section, in this order."""
 CODE = {"equation", "equations"}
+BAR = r"\|"
+"""A bar within a cell of a table."""
 
 Part = dict[str, Any]
 Facts = dict[str, list[Part]]
@@ -59,7 +61,7 @@ def table(facts: Facts, kind: str, old: str) -> str:
     """Name, paper and what is carried."""
     parts = {part["name"]: part for part in facts[kind]}
     rows = [
-        f"| `{name}` | {paper_link(parts[name])} | {parts[name]['info']['carries']} |"
+        f"| `{name}` | {paper_link(parts[name])} | {parts[name]['info']['carries'].replace('|', BAR)} |"
         for name in in_order(list(parts), old)
     ]
     return block(["| memory | paper | carries |", "| --- | --- | --- |", *rows])
@@ -96,9 +98,9 @@ def section(facts: Facts, kind: str, name: str) -> str:
 
 def protocol(kind: str, name: str) -> str:
     """Whether a memory lives in one layer or spans them."""
-    bases = (
-        {base.__name__ for base in getattr(MEMORIES.entry(name).factory, "__mro__", ())} if kind == "memories" else ()
-    )
+    if kind != "memories":
+        return ""
+    bases = {base.__name__ for base in getattr(MEMORIES.entry(name).factory, "__mro__", ())}
     words = {"LayerMemory": ", a layer memory", "ModelMemory": ", a model memory"}
     return next((word for base, word in words.items() if base in bases), "")
 
@@ -125,14 +127,20 @@ def fill(text: str, facts: Facts) -> str:
     """A page with its regions filled.
 
     Raises:
-        ValueError: a region of unknown content.
+        ValueError: a region of unknown content, without an end, or in a sentence and at the begin of a line.
     """
+    begins, ends = text.count("<!-- facts: "), text.count("<!-- /facts -->")
+    if not begins == ends == len(REGION.findall(text)):
+        raise ValueError(f"regions of facts must not be nested or open: {begins} begin and {ends} end")
 
     def fresh(match: re.Match[str]) -> str:
         begin, what, old, end = match.groups()
         first, _, rest = what.partition(" ")
         if what in TEXTS:
-            return f"{begin}{TEXTS[what](facts, old)}{end}"
+            new = TEXTS[what](facts, old)
+            if "\n" not in new and match.start() and text[match.start() - 1] == "\n":
+                raise ValueError(f"{begin} begins a line, where Markdown would end the paragraph; put a word before it")
+            return f"{begin}{new}{end}"
         if first in SECTIONS:
             return f"{begin}{section(facts, SECTIONS[first], rest)}{end}"
         raise ValueError(
