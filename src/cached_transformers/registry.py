@@ -68,7 +68,11 @@ class Entry(Generic[T]):
             "summary": self.summary,
             "paper": self.paper,
             "info": dict(self.info),
-            "stated": {key: value for key, value in stated.items() if value is not None},
+            "stated": {
+                key: sorted(value) if isinstance(value, (set, frozenset)) else value
+                for key, value in stated.items()
+                if value is not None
+            },
             "options": [_option_line(option) for option in self.options.values()],
             "open_ended": self.open_ended,
         }
