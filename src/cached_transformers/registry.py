@@ -16,6 +16,9 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+STATED_BY_CLASS = ("insertion", "can")
+"""Facts that a part's class states, for all that use it, and not its registration for readers alone."""
+
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
@@ -41,6 +44,24 @@ class Entry(Generic[T]):
     def open_ended(self) -> bool:
         """Whether the factory passes unknown keywords on (`**kwargs`) instead of refusing them."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
+
+    def facts(self) -> dict[str, Any]:
+        """All that `cached list` and `cached explain` say, of values that JSON has.
+
+        Returns:
+            "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
+            are), "options" as lines `name: annotation = default`, and "open_ended".
+        """
+        stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "paper": self.paper,
+            "info": dict(self.info),
+            "stated": {key: value for key, value in stated.items() if value is not None},
+            "options": [_option_line(option) for option in self.options.values()],
+            "open_ended": self.open_ended,
+        }
 
 
 class Registry(Generic[T]):
@@ -105,6 +126,16 @@ class Registry(Generic[T]):
         return len(self._entries)
 
 
+def _option_line(option: inspect.Parameter) -> str:
+    """Name, annotation and default of one option."""
+    annotation = option.annotation
+    if not isinstance(annotation, str):
+        annotation = getattr(annotation, "__name__", str(annotation))
+    kind = "" if option.annotation is option.empty else f": {annotation}"
+    default = "   (required, or given by the model)" if option.default is option.empty else f" = {option.default!r}"
+    return f"{option.name}{kind}{default}"
+
+
 def unknown_name(kind: str, name: object, known: list[str]) -> str:
     """Message for a name that does not exist: the nearest one, and all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
@@ -118,3 +149,12 @@ MODELS: Registry[Any] = Registry("model")
 DATASETS: Registry[Any] = Registry("dataset")
 PROBES: Registry[Any] = Registry("probe task")
 OBJECTIVES: Registry[Any] = Registry("objective")
+
+LISTED: dict[str, Registry[Any]] = {
+    "memories": MEMORIES,
+    "attentions": ATTENTIONS,
+    "models": MODELS,
+    "datasets": DATASETS,
+    "objectives": OBJECTIVES,
+}
+"""What `cached list` lists and `cached explain` explains, by the word of the command line."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
-from cached_transformers.resources import recipes_folder
+from cached_transformers.registry import LISTED
+from cached_transformers.resources import read_facts, recipes_folder
 from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
-KINDS = ("memories", "attentions", "models", "datasets", "objectives", "recipes")
+KINDS = (*LISTED, "recipes")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,10 +31,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
     kinds = (arguments.kind,) if arguments.kind else KINDS
-    rows = {
-        kind: recipe_rows() if kind == "recipes" else part_rows(registries()[kind], FACTS.get(kind, ()))
-        for kind in kinds
-    }
+    found = parts()
+    rows = {kind: recipe_rows() if kind == "recipes" else part_rows(found[kind], FACTS.get(kind, ())) for kind in kinds}
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -57,26 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def registries() -> dict[str, Registry[Any]]:
-    """All registries by the word of the command line, filled."""
-    # Importing the packages fills the registries.
-    from cached_transformers import attentions, data, memories, models  # noqa: F401
-
-    return {
-        "memories": MEMORIES,
-        "attentions": ATTENTIONS,
-        "models": MODELS,
-        "datasets": DATASETS,
-        "objectives": OBJECTIVES,
-    }
+def parts() -> dict[str, dict[str, dict[str, Any]]]:
+    """Facts of all parts by kind and name: the package's own from a file, beside what this process has registered."""
+    found = {kind: {facts["name"]: facts for facts in group} for kind, group in read_facts().items()}
+    for kind, registry in LISTED.items():
+        found[kind] |= {entry.name: entry.facts() for entry in registry if entry.name not in found[kind]}
+    return found
 
 
-def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Name, summary and paper of each registered part, and facts from its registration or its class."""
+def part_rows(group: Mapping[str, dict[str, Any]], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Name, summary and paper of each part, and some of its facts."""
     return [
-        {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
-        for entry in registry
+        {key: part[key] for key in ("name", "summary", "paper")}
+        | {fact: part["info"].get(fact, part["stated"].get(fact)) for fact in facts}
+        for _, part in sorted(group.items())
     ]
 
 
