@@ -57,8 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def parts() -> dict[str, dict[str, dict[str, Any]]]:
     """Facts of all parts by kind and name: the package's own from a file, beside what this process has registered."""
-    found = {kind: {facts["name"]: facts for facts in group} for kind, group in read_facts().items()}
+    from_file, found = read_facts(), {}
     for kind, registry in LISTED.items():
+        found[kind] = {facts["name"]: facts for facts in from_file[kind]}
         found[kind] |= {entry.name: entry.facts() for entry in registry if entry.name not in found[kind]}
     return found
 
