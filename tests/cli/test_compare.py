@@ -11,9 +11,9 @@ import pytest
 import standin
 import yaml
 
-from cached_transformers.cli import compare
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
+from cached_transformers.experiments import compare
 from cached_transformers.experiments.run import build_dataset, load_run
 from cached_transformers.experiments.statistics import summarise
 from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare

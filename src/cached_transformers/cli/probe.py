@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: unknown names, or numbers that do not fit.
     """
     from cached_transformers.experiments.probes.trials import Trials, chosen_memories, chosen_tasks
-    from cached_transformers.experiments.reports.probe_report import write_probe_report
+    from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_probe
 
     for name in ("distance", "seeds", "steps", "jobs"):

@@ -26,8 +26,8 @@ from cached_transformers.training.metrics import jsonable
 
 from .cache_use.runs import has_shared_cache, score_variant
 from .cache_use.table import cache_use_statistics
+from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
-from .reports.report import write_compare_report
 from .reports.terminal import print_cache_use, print_statistics
 from .reports.wording import Metric
 from .run import environment, read_run_config, run_training

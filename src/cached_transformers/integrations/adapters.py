@@ -149,7 +149,7 @@ def _add_stream(
         )
     if input_size is not None:
         raise ValueError(f"input_size={input_size} is for images, which {type(model).__name__} does not read")
-    streams = importlib.import_module(".streams", __package__)
+    streams = importlib.import_module(".transformers.streams", __package__)
     streams.add_stream_memory(model, found, name, settings, segment_length)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from cached_transformers.experiments.reports.page import environment_text
-from cached_transformers.experiments.reports.plots import cost_against_length
-from cached_transformers.experiments.reports.style import save
+from cached_transformers.experiments.reports.figures.curves import cost_against_length
+from cached_transformers.experiments.reports.figures.style import save
+from cached_transformers.experiments.reports.wording import environment_text
 from cached_transformers.experiments.run import environment
 
 from . import attentions, grc, loading, memories, translation, vision
@@ -95,9 +95,7 @@ def measure(name: str, options: Options) -> Measured:
     torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = BENCHMARKS[name](options, device)
-    return dataclasses.replace(
-        found, settings={**environment(device), "rounds": options.rounds, **found.settings}
-    )
+    return dataclasses.replace(found, settings={**environment(device), "rounds": options.rounds, **found.settings})
 
 
 def _grc(options: Options, device: str) -> Measured:

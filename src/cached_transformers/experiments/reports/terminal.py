@@ -11,8 +11,8 @@ from rich.table import Table
 
 from cached_transformers.experiments.cache_use.table import cache_use_table, legend
 
-from .detection_report import COLUMNS
-from .probe_report import accuracy_text, table_columns, table_rows
+from .detection_table import COLUMNS
+from .probe_page import accuracy_text, table_columns, table_rows
 from .wording import MISSING, Metric, pair_name, short_p
 
 UNBOUNDED = 10_000

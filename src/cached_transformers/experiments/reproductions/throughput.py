@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cached_transformers.experiments.benchmarks import vision
-from cached_transformers.experiments.reports.page import environment_text
+from cached_transformers.experiments.reports.wording import environment_text
 from cached_transformers.experiments.run import environment
 from cached_transformers.training.metrics import jsonable
 
