@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cached_transformers.registry import LISTED, unknown_name
-from cached_transformers.yaml_tree import apply_override
 
 from .list import parts
 
@@ -71,6 +70,7 @@ def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
     from cached_transformers.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
     from cached_transformers.experiments.reports.figures.style import SUFFIXES
+    from cached_transformers.yaml_tree import apply_override
 
     if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
         raise ValueError(f"--plot {arguments.plot} must end in one of {', '.join(SUFFIXES)}")

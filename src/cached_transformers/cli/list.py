@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from cached_transformers.registry import LISTED
 from cached_transformers.resources import read_facts, recipes_folder
-from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
 KINDS = (*LISTED, "recipes")
+DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
+"""One key of a recipe with its value; reading all of all recipes takes longer than the rest of the command."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,6 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console(highlight=False)
     for kind in kinds:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -75,8 +77,11 @@ def part_rows(group: Mapping[str, dict[str, Any]], facts: Sequence[str] = ()) ->
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Name and description of each recipe."""
+    from cached_transformers.yaml_tree import parse_yaml
+
     rows = []
     for path in sorted(recipes_folder().glob("*.yaml")):
-        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found = DESCRIPTION.search(path.read_text(encoding="utf-8"))
+        tree = {} if found is None else parse_yaml(found.group(), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
