@@ -13,7 +13,7 @@ from cached_transformers.experiments.cache_use.table import cache_use_table, leg
 
 from .detection_table import COLUMNS
 from .probe_page import accuracy_text, table_columns, table_rows
-from .wording import MISSING, Metric, pair_name, short_p
+from .wording import MISSING, P_VALUES, Metric, pair_name, short_p
 
 UNBOUNDED = 10_000
 """Characters of a line where there is no terminal."""
@@ -51,19 +51,20 @@ def print_statistics(
     title = f"{split} {metric.axis_label.replace('[', '(').replace(']', ')')}"
     title += "" if pairs else f", reference {reference}"
     columns = ["seeds", "mean", "95 % interval"] + (["interval by rows"] if rows_intervals else [])
-    table = _table(title, "variant", columns + (["difference", "95 % interval", "p"] if differing else []))
+    tested = ["difference", "95 % interval", P_VALUES[0] if len(statistics) > 2 else "p"]
+    table = _table(title, "variant", columns + (tested if differing else []))
     for row in statistics:
         cells = [row["name"], str(row["seeds"]), metric.value(row["mean"], unit=False)]
         cells.append(metric.interval(row["low"], row["high"]))
         cells += [metric.interval(*rows_intervals[row["name"]])] if rows_intervals else []
-        table.add_row(*cells, *(_difference(row, metric) if row["difference"] is not None else []))
+        table.add_row(*cells, *(_difference(row, metric)[:3] if row["difference"] is not None else []))
     for name, value in (baselines or {}).items():
         table.add_row(f"baseline: {name}", "", metric.value(value, unit=False))
     console.print(table)
     if pairs:
-        table = _table("paired differences", "pair", ["seeds", "difference", "95 % interval", "p", "p (Holm)"])
+        table = _table("paired differences", "pair", ["seeds", "difference", "95 % interval", *P_VALUES])
         for row in pairs:
-            table.add_row(pair_name(row), str(row["seeds"]), *_difference(row, metric), short_p(row["p_adjusted"]))
+            table.add_row(pair_name(row), str(row["seeds"]), *_difference(row, metric))
         console.print(table)
     if protocols:  # too long for a column of a narrow terminal
         console.print(" [bold]protocol[/bold]")
@@ -74,8 +75,10 @@ def print_statistics(
 
 
 def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
+    """The difference, its interval, p, and p after Holm."""
     mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    return [metric.difference(mean, unit=False), metric.interval(low, high, signed=True), short_p(row["p_value"])]
+    values = [metric.difference(mean, unit=False), metric.interval(low, high, signed=True)]
+    return [*values, short_p(row["p_value"]), short_p(row["p_adjusted"])]
 
 
 def print_cache_use(
@@ -166,9 +169,9 @@ def print_probe(result: dict[str, Any], console: Console) -> None:
 
 
 def _table(title: str, names: str, columns: Sequence[str]) -> Table:
-    """An empty table: names at the left, which are broken into lines rather than cut, and numbers at the right."""
+    """An empty table: names at the left and numbers at the right, all broken into lines rather than cut."""
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     table.add_column(names, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
