@@ -29,7 +29,10 @@ def facts_file() -> Path:
 
 
 def read_facts() -> dict[str, list[dict[str, Any]]]:
-    """Facts of the package's own parts as `Entry.facts` gives them, by kind, sorted by name; without importing torch.
+    """Facts of the package's own parts by kind, sorted by name, without importing torch.
+
+    Returns:
+        for each kind of `registry.LISTED` what `Entry.facts` gives; "reproductions" with "name" and "summary".
 
     Raises:
         FileNotFoundError: the file is not there.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cached_transformers.registry import LISTED, unknown_name
-from cached_transformers.yaml_tree import apply_override
 
 from .list import parts
 
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
     print("\n\n".join(explain(kind, part) for kind, part in found))
     if figure is not None:
-        from cached_transformers.experiments.reports.style import save
+        from cached_transformers.experiments.reports.figures.style import save
 
         print(f"\nwritten: {save(figure, arguments.plot)}")
     return 0
@@ -69,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
-    from cached_transformers.experiments.reports.attention_patterns import DRAWS, TOKENS, pattern_figure
-    from cached_transformers.experiments.reports.style import SUFFIXES
+    from cached_transformers.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
+    from cached_transformers.experiments.reports.figures.style import SUFFIXES
+    from cached_transformers.yaml_tree import apply_override
 
     if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
         raise ValueError(f"--plot {arguments.plot} must end in one of {', '.join(SUFFIXES)}")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from cached_transformers.registry import LISTED
 from cached_transformers.resources import read_facts, recipes_folder
 from cached_transformers.seam.fit import STANDS
-from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
 KINDS = (*LISTED, "recipes")
+DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
+"""One key of a recipe with its value; reading all of all recipes takes longer than the rest of the command."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,6 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console(highlight=False)
     for kind in kinds:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -58,8 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def parts() -> dict[str, dict[str, dict[str, Any]]]:
     """Facts of all parts by kind and name: the package's own from a file, beside what this process has registered."""
-    found = {kind: {facts["name"]: facts for facts in group} for kind, group in read_facts().items()}
+    from_file, found = read_facts(), {}
     for kind, registry in LISTED.items():
+        found[kind] = {facts["name"]: facts for facts in from_file[kind]}
         found[kind] |= {entry.name: entry.facts() for entry in registry if entry.name not in found[kind]}
     return found
 
@@ -74,9 +77,12 @@ def part_rows(group: Mapping[str, dict[str, Any]], facts: Sequence[str] = ()) ->
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Name and description of each recipe."""
+    from cached_transformers.yaml_tree import parse_yaml
+
     rows = []
     for path in sorted(recipes_folder().glob("*.yaml")):
-        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found = DESCRIPTION.search(path.read_text(encoding="utf-8"))
+        tree = {} if found is None else parse_yaml(found.group(), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
 

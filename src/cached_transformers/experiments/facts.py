@@ -1,4 +1,4 @@
-"""The facts of all parts of the package in one file, so that `cached list` and `cached explain` need not import torch.
+"""The facts of all parts of the package in one file, so that the command line can name them without importing torch.
 
 `make facts` runs `python -m cached_transformers.experiments.facts`, which writes `cached_transformers/facts.json`.
 """
@@ -15,6 +15,8 @@ import cached_transformers.tasks
 from cached_transformers.registry import LISTED
 from cached_transformers.resources import facts_file
 
+from .reproductions import MEASURED, REPRODUCTIONS
+
 PACKAGE = cached_transformers.__name__
 
 
@@ -26,9 +28,15 @@ def registry_facts() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def reproduction_facts() -> list[dict[str, str]]:
+    """Name and summary of the tables that `cached reproduce` runs, sorted by name."""
+    return [{"name": name, "summary": table.summary} for name, table in sorted({**REPRODUCTIONS, **MEASURED}.items())]
+
+
 def as_text() -> str:
     """What `facts.json` holds when it is current."""
-    return json.dumps(registry_facts(), indent=1, ensure_ascii=False) + "\n"
+    facts = {**registry_facts(), "reproductions": reproduction_facts()}
+    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

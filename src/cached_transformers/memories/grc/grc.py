@@ -293,5 +293,5 @@ class StreamGRC(LayerMemory):
             self.branch.gate_H.fill_(-torch.inf)
 
     def mixing_ratio(self) -> Tensor:
-        """sigmoid(lambda), (H,): the share of the memory in each head."""
+        """sigmoid(lambda), (H,): the share of the memory in each head; reports draw it."""
         return torch.sigmoid(self.branch.gate_H)

@@ -8,6 +8,7 @@ Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, E head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -151,8 +152,23 @@ class CachedAttention(LayerMemory):
                 self.convolution.convolution.bias.zero_()  # type: ignore[union-attr]
 
     def mixing_ratio(self) -> Tensor:
-        """sigmoid(lambda), (H,): the share of the memory in each head."""
+        """sigmoid(lambda), (H,): the share of the memory in each head.
+
+        Reports draw what a method of this name gives, of any module of a model.
+        """
         return torch.sigmoid(self.branch.gate_H)
+
+    def record(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
+        """Call `note(y_BHNE, o_BHNF)` with what self-attention and the cache give, at each forward; None: no more.
+
+        Reports draw maps of any module that has this method and `prefix`.
+        """
+        self.branch.record = note
+
+    @property
+    def prefix(self) -> int:
+        """Class tokens, which stand before those of the map."""
+        return self.cache.prefix
 
 
 class _Folded:
