@@ -18,6 +18,7 @@ from typing import Any
 
 from cached_transformers.experiments.facts import registry_facts
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.fit import in_words
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md")
@@ -90,7 +91,7 @@ def section(facts: Facts, kind: str, name: str) -> str:
     said = {key: part["info"][key] for key in SAID[kind] if key in part["info"]} | part["stated"]
     lines = [f"{paper_link(part)}{protocol(kind, name)}. {part['summary']}", ""]
     for key, value in said.items():
-        words = value if isinstance(value, str) else ", ".join(value)
+        words = value if isinstance(value, str) else in_words(value) if key == "can" else ", ".join(value)
         word = key.replace("_", " ").removesuffix("s" if key == "equations" else "").capitalize()
         lines.append(f"- **{word}**: `{words}`" if key in CODE else f"- **{word}**: {words}")
     return block(lines)

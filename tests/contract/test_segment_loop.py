@@ -116,7 +116,7 @@ class Counter(nn.Module):
     """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
 
     class Memory(ModelMemory):
-        def next_pass(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        def next_pass(self, before: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
             self.seen = [s.item() for s in seen]
             return torch.tensor(100.0)
 

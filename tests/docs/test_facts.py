@@ -25,7 +25,7 @@ MADE = {
     "summary": "Made for a test.",
     "paper": "arXiv:0000.00001 (control)",
     "info": {"title": "Made", "carries": "one | two", "purpose": ["old", "new"], "order": "N", "equation": "y = x"},
-    "stated": {"can": ["causal", "bias"]},
+    "stated": {"can": ["bias", "bidirectional", "causal"]},
 }
 PLAIN = {
     **MADE,

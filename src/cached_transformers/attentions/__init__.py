@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.pattern import PatternAttention
 
 __all__ = ["Attention", "AttentionOutput", "AttentionSpec", "Call", "PatternAttention", "create_attention"]
 

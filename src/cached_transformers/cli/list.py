@@ -10,7 +10,7 @@ from typing import Any
 
 from cached_transformers.registry import LISTED
 from cached_transformers.resources import read_facts, recipes_folder
-from cached_transformers.seam.fit import STANDS
+from cached_transformers.seam.fit import STANDS, in_words
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
@@ -88,8 +88,12 @@ def recipe_rows() -> list[dict[str, Any]]:
 
 
 def fact_of(part: Mapping[str, Any], fact: str) -> Any:
-    """What a part's registration or its class says; of a memory, the usual names of the places where it stands."""
+    """What a part's registration or its class says, in the words of the list.
+
+    That is of a memory the usual names of the places where it stands, of an attention what it can as a phrase.
+    """
     stated = part["stated"]
-    if fact != "insertion":
-        return part["info"].get(fact, stated.get(fact))
-    return ", ".join(name for word, name in STANDS.items() if word in stated.get("needs", ())) or "none"
+    if fact == "insertion":
+        return ", ".join(name for word, name in STANDS.items() if word in stated.get("needs", ())) or "none"
+    value = part["info"].get(fact, stated.get(fact))
+    return in_words(value) if fact == "can" and isinstance(value, list) else value

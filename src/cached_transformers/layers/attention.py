@@ -19,11 +19,18 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
-from cached_transformers.seam.attention import Attention, AttentionOutput, abilities
+from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Weights
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions
 from cached_transformers.state import State
+
+
+class LayerState(NamedTuple):
+    """State of a layer whose core carries one; that of other layers is their memory's."""
+
+    memory: State
+    core: State
 
 
 class Attended(NamedTuple):
@@ -34,6 +41,7 @@ class Attended(NamedTuple):
     reading: Reading
     auxiliary_loss: Tensor | None
     weights_BHNL: Tensor | None = None
+    core_state: State = ()
 
 
 class TokenProjections(nn.Module):
@@ -134,7 +142,7 @@ class SelfAttention(nn.Module):
 
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
-        refuse_misfit(self._needs(), abilities(self.core), f"attention {core}")
+        refuse_misfit(self._needs(), self.core.can, self.core.title)
         if self.causal and "whole_segment" in self.memory.needs:
             raise ValueError(shows_the_future(memory))
         if self.inner != self.width:
@@ -150,6 +158,21 @@ class SelfAttention(nn.Module):
                 )
         if self.shared_query_key and self.query_factor != 1:
             raise ValueError("shared_query_key=True leaves no queries that a scale of their own could apply to")
+
+    def init_state(self, batch_size: int, like: Tensor) -> State:
+        """State of rows that have seen nothing: the memory's, and the core's where it carries one."""
+        memory = self.memory.init_state(batch_size, like)
+        if not self.core.carry:
+            return memory
+        head_width = self.inner // self.heads
+        return LayerState(memory, self.core.init_state(batch_size, self.heads, head_width, head_width, like))
+
+    def write(self, state: State, trace: Trace, core_state: State) -> tuple[State, Tensor | None]:
+        """State behind the segment, and an auxiliary loss of the memory or None."""
+        if not self.core.carry:
+            return self.memory.write(state, trace)
+        memory, loss = self.memory.write(state.memory if len(state) else (), trace)
+        return LayerState(memory, core_state), loss
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -217,7 +240,7 @@ class SelfAttention(nn.Module):
         Args:
             x_BND: tokens, before the norm.
             positions_BNP: needed by schemes that act on queries and keys, and by memories that store positions.
-            state: the memory's state.
+            state: of memory and core, as `init_state` and `write` give it.
             padding_BN: bool, True = padding.
             context: from a model memory, placed behind that of the layer's own memory.
             visible_NN: bool, token i sees token j; replaces the causal mask.
@@ -238,7 +261,8 @@ class SelfAttention(nn.Module):
         if self.query_factor != 1:
             q = q * self.query_factor
         query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v)
-        reading = self.memory.read(state, query, self.project_kv)
+        memory_state, core_state = state if self.core.carry and len(state) else (state, ())
+        reading = self.memory.read(memory_state, query, self.project_kv)
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
@@ -251,10 +275,10 @@ class SelfAttention(nn.Module):
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run)[..., :keys], q.dtype)
-        seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        weights = key_weights(placed_q, placed_k, **seen) if "weights" in self.memory.needs else None
+        mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
+        weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
         wide_v = v if context is None else F.pad(v, (context.v_BHME.shape[-1] - v.shape[-1], 0))
-        result = self._attend(placed_q, placed_k, wide_v, seen, h_BND)
+        result = self._attend(placed_q, placed_k, wide_v, mask, {"x_BND": h_BND, "state": core_state})
         y_BHNE = result.out_BHNV
         if context is not None and context.gather is not None:
             y_BHNE = context.gather(y_BHNE)
@@ -262,10 +286,11 @@ class SelfAttention(nn.Module):
             reading = reading._replace(lse_BHN=result.lse_BHN)
         plain = plain_weights(self.output) if output is self.output else None
         y_BND = self.dropout(self.memory.project(y_BHNE, query, reading, output, plain))
-        return Attended(y_BND, query, reading, result.auxiliary_loss, weights)
+        return Attended(y_BND, query, reading, result.auxiliary_loss, weights, result.state)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: dict[str, Any], h_BND: Tensor) -> AttentionOutput:
-        return self.core(q, k, v, **seen, x_BND=h_BND, want_lse="lse" in self.memory.needs)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], more: dict[str, Any]) -> AttentionOutput:
+        """The core's result; `mask` says who sees what, `more` is what else cores may look at."""
+        return self.core(q, k, v, **mask, **more, want_lse="lse" in self.memory.needs)
 
     def _place(
         self,

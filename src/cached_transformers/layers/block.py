@@ -96,7 +96,7 @@ class Block(nn.Module):
         trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHNL)
         if segment is not None:
             trace = trace.narrow(*segment)
-        state, loss = self.attention.memory.write(state, trace)
+        state, loss = self.attention.write(state, trace, attended.core_state)
         losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
 
@@ -136,6 +136,8 @@ class Block(nn.Module):
         if "state" in memory.needs:
             name = type(memory).__name__
             return f"memory {name} carries a state from segment to segment, which would have to be undone, too"
+        if self.attention.core.carry:
+            return f"{self.attention.core.title} carries a state, which would have to be undone, too"
         if not isinstance(self.attention_norm, nn.Identity):
             return "norm='post' changes what is added to; take norm='pre'"
         return None

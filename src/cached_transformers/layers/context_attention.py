@@ -45,7 +45,7 @@ class ContextAttention(SelfAttention):
         return super()._projected() if self.keys else 1
 
     def _needs(self) -> dict[str, str]:
-        return {"context": "a layer of context alone", "cross": "a layer of context alone"} | super()._needs()
+        return super()._needs() | dict.fromkeys(("context", "cross", "bidirectional"), "a layer of context alone")
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
         """As of `SelfAttention`.
@@ -61,10 +61,10 @@ class ContextAttention(SelfAttention):
         q = self._heads(self._linear(h_BND, 0, self.inner))
         return q, q[:, :, :0], q[:, :, :0]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: dict[str, Any], h_BND: Tensor) -> AttentionOutput:
-        context = seen["context"]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], more: dict[str, Any]) -> AttentionOutput:
+        context = mask["context"]
         if context is None:
             return AttentionOutput(torch.zeros_like(q))
         rows = q.shape[0]
         k_BHME, v_BHME, empty_BM = (t.expand(rows, *t.shape[1:]) for t in (*context[:2], ~context.valid_BM))
-        return self.core(q, k_BHME, v_BHME, key_padding_mask=empty_BM, bias_BHNM=seen["bias_BHNM"], x_BND=h_BND)
+        return self.core(q, k_BHME, v_BHME, key_padding_mask=empty_BM, bias_BHNM=mask["bias_BHNM"], **more)

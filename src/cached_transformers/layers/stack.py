@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers.seam.attention import abilities
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.state import State, seal
@@ -152,7 +151,7 @@ class Stack(nn.Module):
         """State of `batch_size` rows that have seen nothing; device and dtype are those of `like` (or the weights)."""
         like = like if like is not None else next(self.parameters())
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        layers = tuple(memory.init_state(batch_size, like) for memory in self.layer_memories())
+        layers = tuple(block.attention.init_state(batch_size, like) for block in self.blocks)  # type: ignore[union-attr, operator]
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
 
     @staticmethod
@@ -221,7 +220,7 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
         core = block.attention.core
         needs = {word: name for word in memory.needs if word in CORE_WORDS}
         way_out = "`cached list attentions` shows which can"
-        refuse_misfit(needs, abilities(core), f"attention {type(core).__name__}", way_out)
+        refuse_misfit(needs, core.can, core.title, way_out)
         if "own_weights" in memory.needs and block.memory_weights is None:
             raise ValueError(f"{name} has weights of its own, which no block holds; give every Block memory_weights")
         if "context_alone" in memory.needs and not isinstance(block.attention, ContextAttention):

@@ -17,6 +17,7 @@ Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .parts.recall import recall
+from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
 from .parts.shared_cache import one_of
 
@@ -205,7 +206,8 @@ class ReadTwice(ModelMemory):
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
-            summaries = recall(state.table.hidden_BMD, begin_BM[..., None], visible_BM)
+            table = {"hidden_BMD": state.table.hidden_BMD, "positions_BMP": begin_BM[..., None], "valid_BM": visible_BM}
+            summaries = partial(recalled, **table)
             return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
         return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.memories.parts.recall import recall
+from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
@@ -222,14 +222,14 @@ class CRTN(ModelMemory):
         if self.scope == "token":
             x_BNLD, size_BN = windows(state, source_BND, padding_BN)
             query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
-            recalled = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
+            offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
         else:
             present = self.scope == "segment"
             before_BLD, before_B = (own_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
-            recalled = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
+            offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
         wrote_B11 = (size_B > 0)[:, None, None]
         own_BLD = torch.where(wrote_B11, own_BLD.to(state.source_BLD.dtype), state.source_BLD)
-        return recalled, state._replace(source_BLD=own_BLD)
+        return offers, state._replace(source_BLD=own_BLD)
 
     def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""
@@ -294,7 +294,14 @@ class CRTN(ModelMemory):
         consecutive = whole or self.placed == "packed"
         weight_BM = None if weight_BR is None else weight_BR.gather(1, slots.region_BM)
         offers = [
-            recall(hidden_BMD, positions_BMP, slots.valid_BM, weight_BM=weight_BM, consecutive=consecutive)
+            partial(
+                recalled,
+                hidden_BMD=hidden_BMD,
+                positions_BMP=positions_BMP,
+                valid_BM=slots.valid_BM,
+                weight_BM=weight_BM,
+                consecutive=consecutive,
+            )
             for hidden_BMD in slots.hidden_BVMD.unbind(1)
         ]
         if choice is None:
