@@ -9,8 +9,12 @@ from torch import Tensor
 
 from cached_transformers.attentions import Attention, AttentionOutput, Call
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.reports import attention_patterns as patterns
-from cached_transformers.experiments.reports.attention_patterns import attention_weights, describe, pattern_figure
+from cached_transformers.experiments.reports.figures import attention_patterns as patterns
+from cached_transformers.experiments.reports.figures.attention_patterns import (
+    attention_weights,
+    describe,
+    pattern_figure,
+)
 from cached_transformers.registry import ATTENTIONS
 
 N = 12

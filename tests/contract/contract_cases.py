@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 from cached_transformers.seam.memory import LayerMemory
@@ -416,7 +416,7 @@ def _cases() -> Iterator[Case]:
         for label in every if attention.name == "softmax" else WITH_ALL:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
-            if memory.insertion == "kv" and "context" not in core.can:
+            if "context" in memory.needs and "context" not in core.can:
                 continue
             if CONTRACTS.get(label, Contract()).options.get("joint") and "lse" not in core.can:
                 continue

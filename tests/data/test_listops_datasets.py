@@ -54,7 +54,7 @@ class TestSplits:
 
     def test_same_data_in_a_process_with_another_hash_seed(self, tmp_path):
         program = (
-            "import hashlib; from cached_transformers.data import ListOps\n"
+            "import hashlib; from cached_transformers.tasks import ListOps\n"
             f"d = ListOps('train', **{SMALL | SIZES!r})\n"
             "print(hashlib.sha256(b'|'.join(e.tokens for e in d.expressions())).hexdigest())"
         )

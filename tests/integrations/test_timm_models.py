@@ -36,7 +36,7 @@ cache = pytest.mark.parametrize("cache", ["grc", "attention_cache"])
 @pytest.fixture(scope="module")
 def timm() -> Any:
     found = library("timm")
-    import cached_transformers.integrations.timm.models  # noqa: F401
+    import cached_transformers.integrations.timm.timm_models  # noqa: F401
 
     return found
 

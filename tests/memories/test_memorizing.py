@@ -73,7 +73,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> 
                         best = sorted(entries, key=lambda e: -float(direction.detach() @ e[0]))[: memory.k]
                         logits = memory.scale_H[h].abs() * torch.stack([direction @ e[0] for e in best])
                         found = logits.softmax(0) @ torch.stack([e[1] for e in best])
-                        if not memory.wants_lse:
+                        if "lse" not in memory.needs:
                             gate = memory.gate_H[h].sigmoid()
                             y = gate * found + (1 - gate) * y
                         elif local is None:
@@ -263,7 +263,7 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
     made = [create_memory({"name": "memorizing"}, WIDTH, HEADS, depth=depth, index=i) for i in range(depth)]
     assert [m.here for m in made].index(True) + 1 == layer and sum(m.here for m in made) == 1  # type: ignore[union-attr]
     for memory in made:
-        assert memory.insertion == ("head" if memory.here else "none")  # type: ignore[union-attr]
+        assert memory.needs == ({"state", "head"} if memory.here else set())  # type: ignore[union-attr]
         assert memory.here or (memory.init_state(1, torch.zeros(())) == () and not list(memory.parameters()))  # type: ignore[union-attr]
 
 

@@ -21,8 +21,9 @@ from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RecurrentMemory
 from cached_transformers.seam.memory import Entry

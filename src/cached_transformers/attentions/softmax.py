@@ -71,7 +71,7 @@ def log_sum_exp(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def mean_weights(
+def key_weights(
     q_BHNE: Tensor,
     k_BHNE: Tensor,
     *,
@@ -80,7 +80,7 @@ def mean_weights(
     context: Context | None,
     bias_BHNM: Tensor | None,
 ) -> Tensor:
-    """(B, M + N): weight of each key of context and segment, mean over the heads and the queries that see the key.
+    """(B, H, N, M + N): weight of each key of context and segment; not a number where a query does not see the key.
 
     Padding asks nothing. The fused kernels keep no weights, so these cost B H N (M + N) E multiply-adds and as many
     numbers as there are weights. Arguments as of `Attention.forward`.
@@ -97,8 +97,7 @@ def mean_weights(
     if key_padding_mask is not None:
         seen_BHNM = seen_BHNM & ~key_padding_mask[:, None, :, None]
     weights_BHNM = logits_BHNM.masked_fill(~seen_BHNM, -torch.inf).softmax(-1)
-    sums_BM = torch.where(seen_BHNM, weights_BHNM, 0).sum((1, 2))  # a query that sees nothing has NaN for weights
-    return sums_BM / seen_BHNM.sum((1, 2)).clamp(min=1)
+    return weights_BHNM.masked_fill(~seen_BHNM, torch.nan)
 
 
 def visible(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.extras import require
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.registry import MODELS
@@ -24,7 +24,7 @@ class TimmModel(nn.Module):
     """A timm image classifier by name, through `add_memory`.
 
     Args:
-        architecture: name in timm, e.g. "vit_small_patch16_224", or in `integrations.timm_models`, e.g. "pvt_tiny_grc".
+        architecture: name in timm, e.g. "vit_small_patch16_224", or of `integrations.timm`, e.g. "pvt_tiny_grc".
         classes: number of outputs.
         memory: None, a name, or {"name": ..., option: value}.
         pretrained: load timm's published weights (needs network).
@@ -41,7 +41,7 @@ class TimmModel(nn.Module):
     ) -> None:
         super().__init__()
         timm = require("timm", extra="vision")
-        importlib.import_module("..integrations.timm_models", __package__)  # our models by name
+        importlib.import_module("cached_transformers.integrations.timm.timm_models")  # our models by name
         if not timm.is_model(architecture):
             raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
         self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)

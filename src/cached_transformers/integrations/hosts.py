@@ -166,7 +166,10 @@ def _adapter(layer: nn.Module) -> Adapter | None:
 
 def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> list[tuple[Site, Host]]:
     """Each self-attention layer, with its host description; refuses attention classes without an adapter."""
-    for module in ("torch_nn", "timm", "transformers", "transformers_encoders", "transformers_decoders"):
+    for module in (
+        *("torch_nn", "timm.adapters"),
+        *("transformers.image_encoders", "transformers.encoders", "transformers.decoders"),
+    ):
         importlib.import_module(f".{module}", __package__)
     found: list[tuple[Site, Host]] = []
     known: list[str] = []

@@ -179,8 +179,8 @@ class Attention(nn.Module):
         keys = k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
         if q_BHNE.shape[2] == 0 or keys == 0:
             if is_nothing(state):
-                (rows, heads, _, key_width), value_width = q_BHNE.shape, v_BHNV.shape[3]
-                state = self.init_state(rows, heads, key_width, value_width, q_BHNE)
+                rows, heads, _, width = q_BHNE.shape
+                state = self.init_state(rows, heads, width, v_BHNV.shape[3], q_BHNE)
             return sees_nothing(q_BHNE, v_BHNV, want_lse=want_lse)._replace(state=state)
         call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state)
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)

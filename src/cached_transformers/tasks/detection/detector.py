@@ -265,7 +265,7 @@ def make_body(name: str, strides: Sequence[int], options: dict[str, Any]) -> tup
         ValueError: timm does not know it, or it has no such maps.
     """
     timm = require("timm", extra="vision")
-    importlib.import_module("..integrations.timm_models", __package__)  # our models by name
+    importlib.import_module("cached_transformers.integrations.timm.timm_models")  # our models by name
     if not timm.is_model(name):
         raise ValueError(f"timm knows no model {name!r} for model.backbone; timm.list_models('pvt*') lists some")
     body = timm.create_model(name, pretrained=False, num_classes=0, **options)

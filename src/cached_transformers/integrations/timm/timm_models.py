@@ -1,6 +1,6 @@
 """Our image models by name in timm: PVT (which timm lacks), and its models with a cache.
 
-    import cached_transformers.integrations.timm_models
+    import cached_transformers.integrations.timm.timm_models
     import timm
 
     model = timm.create_model("pvt_tiny_grc", num_classes=10, drop_path_rate=0.1)
