@@ -32,7 +32,7 @@ def product(q: Tensor, k: Tensor) -> Tensor:
         return wide(q) @ wide(k).mT
 
 
-def own_logits(q: Tensor, k: Tensor) -> Tensor:
+def paired_logits(q: Tensor, k: Tensor) -> Tensor:
     """(...): the logit of each query with the key at its place, in float32 or wider."""
     return (wide(q) * wide(k)).sum(-1) / math.sqrt(q.shape[-1])
 
