@@ -21,12 +21,21 @@ from torch.nn import functional as F
 from cached_transformers.attentions import create_attention
 from cached_transformers.layers.block import ModelOutput
 from cached_transformers.memories import create_memory
-from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS
 from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 ROWS, SEGMENT, VOCABULARY, WIDTH, HEADS, DEPTH = 3, 6, 11, 16, 2, 2
+
+
+MODEL_SIZES: dict[str, dict[str, Any]] = {
+    "language_model": {"vocabulary": VOCABULARY},
+    "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * SEGMENT},
+    "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
+    "encoder_decoder": {"vocabulary": VOCABULARY, "max_length": 2 * SEGMENT, "dropout": 0.0},
+}
+"""What each model needs beside the sizes that all have."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Contract:
         bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
         exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
         models: the models that take these options; None for all that suit the memory.
-        model: options of the model, with and without the memory.
+        model: options of the model, with and without the memory, where the model offers them.
         detached: no gradient flows through the state, whatever `bptt` says.
         exempt: name of a rule, or rule:model, -> why it does not apply.
     """
@@ -314,9 +323,19 @@ WITH_ALL = {"grc": "sequence_classifier", "grc_stream": "language_model"}
 `test_pairs` sees to it that they run with all that they can be paired with."""
 
 
-def attention_spec(name: str) -> dict[str, Any]:
-    """An attention with its sizes for short segments."""
-    return {"name": name, **ATTENTION_CASES[name].options} if name in ATTENTION_CASES else {"name": name}
+ATTENTION_ROWS: dict[str, dict[str, Any]] = {
+    "rfa/gate": {"gate": True},
+    "routing/mean": {"combine": "mean"},
+    "sinkhorn/outputs": {"combine": "outputs"},
+}
+"""Options with which an attention can do less than without them, as "name/label"."""
+
+
+def attention_spec(row: str) -> dict[str, Any]:
+    """An attention, or a row of it, with its sizes for short segments."""
+    name = row.partition("/")[0]
+    options = ATTENTION_CASES[name].options if name in ATTENTION_CASES else {}
+    return {"name": name, **options, **ATTENTION_ROWS.get(row, {})}
 
 
 @dataclass(frozen=True)
@@ -354,18 +373,14 @@ class Case:
         spec = None
         if memory and self.memory != "none":
             spec = {"name": self.name, **self.contract.options, **(options or {})}
-        sizes: dict[str, dict[str, Any]] = {
-            "language_model": {"vocabulary": VOCABULARY},
-            "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * SEGMENT},
-            "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
-        }
         torch.manual_seed(1)
-        own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **sizes[self.model]}
+        own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **MODEL_SIZES[self.model]}
+        offered = MODELS.entry(self.model).options
         built = create_model(
             self.model,
             attention=attention_spec(self.attention),
             memory=spec,
-            **{**own, **self.contract.model, **model},
+            **{**own, **{name: value for name, value in self.contract.model.items() if name in offered}, **model},
         )
         with torch.no_grad():
             for parameter in built.parameters():

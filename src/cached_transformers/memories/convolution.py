@@ -43,6 +43,7 @@ class ConvolutionControl(LayerMemory):
         super().__init__()
         groups = cache_width(width, heads, ratio)
         self.sequence = sequence
+        self.needs = frozenset() if sequence else frozenset({"token_map"})
         self.convolution: nn.Module = (
             nn.Conv1d(width, width, 3, padding=1, groups=groups)
             if sequence

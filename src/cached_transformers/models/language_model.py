@@ -106,7 +106,7 @@ class LanguageModel(StackModel):
         self.dropout, self.output_dropout = nn.Dropout(stack.dropout), nn.Dropout(output_dropout)
         in_layers = "none" if embedded else stack.positions
         self.stack = make_stack(
-            stack, positions=in_layers, fallback="rotary", causal=True, token_ids=True, sequence=True
+            stack, positions=in_layers, fallback="rotary", causal=True, gives=("token_ids", "pieces"), sequence=True
         )
         if shared_biases:
             share_biases(block.attention.positions for block in self.stack.blocks if isinstance(block, Block))

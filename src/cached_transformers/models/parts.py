@@ -14,6 +14,7 @@ themselves: the sentences of an `EncoderDecoder`, whose translations begin at 0 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,11 +25,18 @@ from cached_transformers.layers.block import Block, MemoryWeights, Stack, StackS
 from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.fit import PLACE_WORDS, refuse_misfit
+from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
 
 from .stack_options import StackOptions
+
+WHERE_GIVEN: dict[str, str] = {
+    "token_ids": "a model of tokens, as language_model or sequence_classifier",
+    "token_map": "vision_transformer, or options of the memory that do without (variant='paper' of grc)",
+    "pieces": "language_model or encoder_decoder: a class token in front would have seen the first piece alone",
+}
+"""What some of the models give a memory, and which."""
 
 
 class StackModel(nn.Module):
@@ -57,8 +65,7 @@ def make_stack(
     positions: Positions | str | None = None,
     fallback: str = "none",
     causal: bool = False,
-    class_token: bool = False,
-    token_ids: bool = False,
+    gives: Collection[str] = (),
     memory_length: int | None = None,
     **facts: Any,
 ) -> Stack:
@@ -70,8 +77,8 @@ def make_stack(
             memory's own.
         fallback: name of the scheme where the memory has none of its own.
         causal: no output depends on a later token.
-        class_token: the model puts a token in front of the segment and reads that one alone.
-        token_ids: the model hands the token ids to the stack (`inputs`).
+        gives: words of `seam.fit` for what some models give a memory and others do not: "token_ids" (handed to the
+            stack as `inputs`), "token_map" (`size`), and "pieces" where no token in front stands for the whole segment.
         memory_length: what a layer memory gets as `length` in the place of attention's.
         facts: what memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal and
             norm.
@@ -96,7 +103,7 @@ def make_stack(
     model_memory = first if isinstance(first, ModelMemory) else None
     if causal and spec is not None and not first.causal:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
-    _refuse_place(first, class_token, token_ids)
+    _refuse_place(first, gives)
     slots_of = model_memory if first.insertion == "sublayer" else None
     of_attention = dict(facts)  # which has the memory's tokens in its segments
     if model_memory is not None and "length" in of_attention:
@@ -159,15 +166,13 @@ def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
     )
 
 
-def _refuse_place(memory: LayerMemory | ModelMemory, class_token: bool, token_ids: bool) -> None:
-    """Refuse a memory that needs what the model does not do or give (ValueError)."""
-    words = {*getattr(memory, "needs", ()), *(("pieces",) if getattr(memory, "step", None) is not None else ())}
-    needs = {word: f"memory {type(memory).__name__}" for word in sorted(words & PLACE_WORDS.keys())}
-    if class_token:
-        can, way_out = PLACE_WORDS.keys() - {"pieces"}, "take language_model or encoder_decoder, which read every token"
-        refuse_misfit(needs, can, "a model that reads the class token in front alone", way_out)
-    if not token_ids:
-        refuse_misfit(needs, PLACE_WORDS.keys() - {"token_ids"}, "a model of images", "take a model of tokens")
+def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
+    """Refuse a memory that needs what this model does not give (ValueError)."""
+    words = {*getattr(memory, "needs", ())}
+    if isinstance(memory, ModelMemory) and memory.step is not None:
+        words.add("pieces")
+    for word in sorted(words & WHERE_GIVEN.keys()):
+        refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 
 def acts_in_layers(stack: Stack) -> bool:

@@ -84,9 +84,7 @@ class SequenceClassifier(StackModel):
         self.positions = make_positions(stack.positions or "sinusoidal", **sizes)
         self.dropout = nn.Dropout(stack.dropout)
         in_layers = None if stack.positions is None else self.positions
-        self.stack = make_stack(
-            stack, positions=in_layers, class_token=True, token_ids=True, length=max_length + 1, sequence=True
-        )
+        self.stack = make_stack(stack, positions=in_layers, gives=("token_ids",), length=max_length + 1, sequence=True)
         if stack.positions is None and acts_in_layers(self.stack):
             self.positions = Positions()
         hidden = feed_forward if head_width is None else head_width

@@ -66,6 +66,7 @@ class CachedAttention(LayerMemory):
         super().__init__()
         self.source, self.mix = source, mix
         self.cache, self.branch, self.convolution = cache, branch, convolution
+        self.needs = frozenset() if convolution is None else frozenset({"token_map"})
         self._folded: _Folded | None = None
 
     def read(self, state: State, query: Query, project_kv: ProjectKV | None = None) -> Reading:

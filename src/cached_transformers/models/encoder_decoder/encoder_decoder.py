@@ -114,7 +114,12 @@ class EncoderDecoder(StackModel):
         self.embedding_norm = stack.make_norm() if embedding_norm else nn.Identity()
         self.dropout, self.output_dropout = nn.Dropout(stack.dropout), nn.Dropout(output_dropout)
         self.stack = make_stack(
-            stack, positions=in_layers, memory_length=CACHE_LENGTH, token_ids=True, length=max_length, sequence=True
+            stack,
+            positions=in_layers,
+            memory_length=CACHE_LENGTH,
+            gives=("token_ids", "pieces"),
+            length=max_length,
+            sequence=True,
         )
         if stack.positions is None and acts_in_layers(self.stack):
             self.positions = Positions()
