@@ -30,7 +30,7 @@ def stack_of(reversible: bool, depth: int = 3, **options: Any) -> nn.Module:
     torch.manual_seed(1)
     layers = {name: options.pop(name) for name in ("causal", "positions") if name in options}
     made_of = StackOptions(16, depth, 2, 24, reversible=reversible, **options)
-    return make_stack(made_of, length=9, prefix=0, **layers).double()
+    return make_stack(made_of, length=9, prefix=0, gives=("token_map",), **layers).double()  # 3 x 3
 
 
 def two_streams(stack: Any, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -58,10 +58,12 @@ def test_slots_of_a_memory_stand_where_their_tokens_stood_in_the_stream(kind: st
     assert state.clock_B.tolist() == [3 * tokens] * ROWS
 
 
-def test_padding_takes_no_place_in_the_stream_of_a_classifier() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_padding_takes_no_place_in_the_stream_of_a_classifier(fresh: bool) -> None:
     model, kind = build("sequence_classifier", XL), "sequence_classifier"
     padding = torch.tensor([[False] * 4, [False, True, True, True], [True, True, False, False]])
-    state = stream(model, kind, segments(kind, 3), model.init_state(ROWS), padding=padding)[-1].state
+    first = model.init_state(ROWS) if fresh else None
+    state = stream(model, kind, segments(kind, 3), first, padding=padding)[-1].state
     for row, n in enumerate((15, 6, 9)):
         assert state.layers[0].positions_BMP[row, -n:, 0].tolist() == list(range(n))
 

@@ -1,9 +1,9 @@
 """What the models have in common: a body that is a stack of blocks with a memory, and where its tokens stand.
 
 Positions, in all models: in the layers they count from the beginning of a row's stream, so that a memory knows how far
-away its slots are. Without a state every segment begins at 0; with one it goes on where the row's clock stands, which
-counts the tokens that are no padding, a class token among them (it stands in front of each segment, at a place of its
-own). A model's `max_length` limits a segment, not the stream. `positions=None` takes the memory's own scheme, which
+away its slots are. Without a state a segment begins at 0; with one it goes on where the row's clock stands, which
+counts the tokens that are no padding. A class token is one of them: it stands in front of each segment, at a place of
+its own. A model's `max_length` limits a segment, not the stream. `positions=None` takes the memory's own scheme, which
 acts in the layers, and only where it has none the model's.
 
 What is embedded at the entrance counts alike in models of one text (`LanguageModel`, `SequenceClassifier`); a table of
@@ -28,6 +28,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
+from cached_transformers.state import named_tensors
 
 from .stack_options import StackOptions
 
@@ -178,6 +179,12 @@ def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> 
 def acts_in_layers(stack: Stack) -> bool:
     """Whether a layer has a position scheme, as the memory's own."""
     return any(type(block.attention.positions) is not Positions for block in stack.blocks)  # type: ignore[union-attr]
+
+
+def carries(stack: Stack) -> bool:
+    """Whether a state holds anything beside the clock, so that a memory meets tokens of earlier segments."""
+    fresh = stack.init_state(1)
+    return any(True for _ in named_tensors((fresh.model, fresh.layers)))
 
 
 def embed_places(x_BND: Tensor, positions: Positions, places_BN1: Tensor) -> Tensor:

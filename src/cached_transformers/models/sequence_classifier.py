@@ -25,7 +25,7 @@ from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import LearnedPositions, Positions, make_positions
 
 from .initial_weights import initialise
-from .parts import StackModel, acts_in_layers, embed_places, make_stack
+from .parts import StackModel, acts_in_layers, carries, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class SequenceClassifier(StackModel):
         self.stack = make_stack(stack, positions=in_layers, gives=("token_ids",), length=max_length + 1, sequence=True)
         if stack.positions is None and acts_in_layers(self.stack):
             self.positions = Positions()
+        self._carries = carries(self.stack)
         hidden = feed_forward if head_width is None else head_width
         self.head = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
         if init == "lra":
@@ -116,6 +117,8 @@ class SequenceClassifier(StackModel):
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
             padding = F.pad(padding, (1, 0), value=False)
+        if state is None and self._carries:
+            state = self.stack.init_state(rows, x_BND)
         if state is None:
             places_BN1 = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
         else:

@@ -1,6 +1,6 @@
 """What the stack of a model is made of: one object for all models, filled by a recipe or by keyword arguments.
 
-A model names its five sizes and what it alone has, and takes the rest of the options of its stack by keyword:
+A model names its sizes and what it alone has, and takes the rest of the options of its stack by keyword:
 
     class Classifier(StackModel):
         @takes_stack_options("memory", "attention", "dropout", activation="relu")

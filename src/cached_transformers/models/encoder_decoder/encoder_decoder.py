@@ -22,10 +22,10 @@ from cached_transformers.layers.block import ModelOutput, StackState
 from cached_transformers.layers.token_loss import token_losses
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import BucketedPositions, Positions, make_positions
-from cached_transformers.state import State, map_state, named_tensors
+from cached_transformers.state import State, map_state
 from cached_transformers.state import check as check_state
 
-from ..parts import StackModel, acts_in_layers, embed_places, make_stack
+from ..parts import StackModel, acts_in_layers, carries, embed_places, make_stack
 from ..stack_options import StackKeywords, StackOptions, takes_stack_options
 from .initial_weights import initialise_weights
 from .text_decoder import DecoderCache, Encoded, make_decoder
@@ -132,8 +132,7 @@ class EncoderDecoder(StackModel):
         if shared != "none":
             self.head.weight = self.target_embedding.weight
         self._experts = stack.experts is not None
-        fresh = self.init_state(1)
-        self._carries = any(True for _ in named_tensors((fresh.model, fresh.layers)))
+        self._carries = carries(self.stack)
         self._fresh: dict[torch.dtype, State] = {}
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
