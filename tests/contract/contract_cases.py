@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS
 from cached_transformers.seam.memory import LayerMemory
@@ -431,16 +431,16 @@ def _cases() -> Iterator[Case]:
         for label in every if attention.name == "softmax" else WITH_ALL:
             name = label.partition("/")[0]
             memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
-            if memory.insertion == "kv" and not core.accepts_context:
+            if "context" in memory.needs and "context" not in core.can:
                 continue
-            if CONTRACTS.get(label, Contract()).options.get("joint") and not core.gives_lse:
+            if CONTRACTS.get(label, Contract()).options.get("joint") and "lse" not in core.can:
                 continue
-            if getattr(memory, "masks", False) and not core.supports_bias:
+            if getattr(memory, "masks", False) and "bias" not in core.can:
                 continue
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
-            suited = ["language_model"] if core.supports_causal else []
+            suited = ["language_model"] if "causal" in core.can else []
             if not getattr(memory, "causal", True):
-                suited = [] if core.only_causal else ["sequence_classifier", "vision_transformer"]
+                suited = [] if "bidirectional" not in core.can else ["sequence_classifier", "vision_transformer"]
             if attention.name != "softmax":
                 suited = [model for model in suited if model == WITH_ALL[label]]
             for model in CONTRACTS.get(label, Contract()).models or suited:

@@ -27,7 +27,7 @@ from memories.xl_family import (
 from torch import Tensor
 
 from cached_transformers import state as states
-from cached_transformers.layers.block import Stack
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.segatron import SegatronPositions, paper_widths
 from cached_transformers.tasks import create_model
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
+from .parts.pattern import PatternAttention
 from .softmax import SoftmaxAttention
 
 __all__ = ["Attention", "AttentionOutput", "Call", "PatternAttention", "SoftmaxAttention", "create_attention"]

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, seen_places
+from .parts.pattern import PatternAttention
 from .parts.windows import beside_class_tokens, local_attention
 
 
@@ -56,7 +57,7 @@ class ImageTransformerAttention(PatternAttention):
             unknown size; an unknown order.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,

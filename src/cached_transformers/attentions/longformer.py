@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import AttentionOutput, Call
 
+from .parts.pattern import PatternAttention
 from .parts.windows import attend_all, local_attention
 
 
@@ -60,7 +61,7 @@ class LongformerAttention(PatternAttention):
             negative place; global projections without global tokens or without sizes.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
     place_P: Tensor
 
     def __init__(

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.experiments.benchmarks import attentions, grc, loading, memories, translation, vision
-    from cached_transformers.experiments.reports.page import environment_text
+    from cached_transformers.experiments.reports.wording import environment_text
     from cached_transformers.experiments.run import environment
 
     torch.set_num_threads(arguments.threads)
@@ -112,8 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}
         arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if curves:
-            from cached_transformers.experiments.reports.plots import cost_against_length
-            from cached_transformers.experiments.reports.style import save
+            from cached_transformers.experiments.reports.figures.curves import cost_against_length
+            from cached_transformers.experiments.reports.figures.style import save
 
             print(f"drawn: {save(cost_against_length(curves, attentions.EXACT), arguments.output.with_suffix('.png'))}")
     return 0

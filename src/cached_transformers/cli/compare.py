@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def carry_out(comparison: Comparison, jobs: int, console: Console) -> int:
     """Train what is missing, then write compare.json, compare.md and the report; returns the exit status."""
+    from cached_transformers.experiments.reports.comparison_page import write_compare_report
     from cached_transformers.experiments.reports.markdown import write_markdown
-    from cached_transformers.experiments.reports.report import write_compare_report
 
     comparison.train_missing(jobs, console)
     comparison.score_caches(console)

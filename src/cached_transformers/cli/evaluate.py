@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from cached_transformers.experiments.reports.detection_report import COLUMNS
+from cached_transformers.experiments.reports.detection_table import COLUMNS
 from cached_transformers.experiments.reports.wording import MISSING, Metric
 from cached_transformers.experiments.run import (
     build_dataset,

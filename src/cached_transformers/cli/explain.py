@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
     print("\n\n".join(explain(kind, entry) for kind, entry in found))
     if figure is not None:
-        from cached_transformers.experiments.reports.style import save
+        from cached_transformers.experiments.reports.figures.style import save
 
         print(f"\nwritten: {save(figure, arguments.plot)}")
     return 0
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
-    from cached_transformers.experiments.reports.attention_patterns import DRAWS, TOKENS, pattern_figure
-    from cached_transformers.experiments.reports.style import SUFFIXES
+    from cached_transformers.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
+    from cached_transformers.experiments.reports.figures.style import SUFFIXES
 
     if arguments.name not in ATTENTIONS:
         raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
 from cached_transformers.resources import recipes_folder
+from cached_transformers.seam.memory import STANDS
 from cached_transformers.yaml_tree import parse_yaml
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
@@ -75,9 +76,18 @@ def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[s
     """Name, summary and paper of each registered part, and facts from its registration or its class."""
     return [
         {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
+        | {fact: entry.info.get(fact, _of_class(entry.factory, fact)) for fact in facts}
         for entry in registry
     ]
+
+
+def _of_class(kind: Any, fact: str) -> Any:
+    from cached_transformers.seam.attention import in_words
+
+    if fact == "insertion":
+        return ", ".join(name for word, name in STANDS.items() if word in getattr(kind, "needs", ())) or "none"
+    value = getattr(kind, fact, None)
+    return in_words(value) if isinstance(value, frozenset) else value
 
 
 def recipe_rows() -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cached_transformers.experiments.reports import paper_figures
-from cached_transformers.experiments.reports.feature_maps import LayerMaps, collect_layer_maps
-from cached_transformers.experiments.reports.paper_figures import PLAIN, FormPoint, HeadShares
+from cached_transformers.experiments.reports.collect import LayerMaps, collect_layer_maps
+from cached_transformers.experiments.reports.figures import paper
+from cached_transformers.experiments.reports.figures.paper import PLAIN, FormPoint, HeadShares
 from cached_transformers.experiments.reports.run_folder import (
     Comparison,
     Run,
@@ -63,9 +63,9 @@ def figure_1(folders: Sequence[Path], output: Path) -> Figure:
         shown = ["" if x is None else x for x in (mean, low, high)]
         rows.append([p.backbone, p.form, p.operations, *shown, " ".join(map(str, p.values))])
     header = ["backbone", "form", "operations", f"mean {metric}", "low", "high", "values by seed"]
-    paper_figures.write_table(output.with_suffix(".csv"), header, rows)
+    paper.write_table(output.with_suffix(".csv"), header, rows)
     of = "one forward pass in training, per image" if training else "one forward pass of one image in evaluation"
-    return paper_figures.accuracy_against_flops(points, metric, of)
+    return paper.accuracy_against_flops(points, metric, of)
 
 
 def figure_4(folders: Sequence[Path], output: Path, images: Sequence[Path], layers: Sequence[int] | None) -> Figure:
@@ -87,10 +87,10 @@ def figure_4(folders: Sequence[Path], output: Path, images: Sequence[Path], laye
     if not maps:
         raise ValueError(f"the model of {folders[0]} has no cached layer whose tokens are a map of the image")
     chosen = _chosen(maps, layers)
-    paper_figures.write_maps(output.with_suffix(".json"), names, chosen)
+    paper.write_maps(output.with_suffix(".json"), names, chosen)
     mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
     pixels = (inputs_NCHW * std + mean).permute(0, 2, 3, 1)
-    return paper_figures.photograph_maps(pixels.expand(-1, -1, -1, 3).numpy(), chosen)
+    return paper.photograph_maps(pixels.expand(-1, -1, -1, 3).numpy(), chosen)
 
 
 def figure_5(folders: Sequence[Path], output: Path) -> Figure:
@@ -112,8 +112,8 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
                 rows += [[name, run.summary.get("seed", ""), layer, head, x] for head, x in enumerate(heads, start=1)]
     if not variants:
         raise ValueError(f"no gates.json in {listed(folders)}: only models with a gated memory have gates")
-    paper_figures.write_table(output.with_suffix(".csv"), ["variant", "seed", "layer", "head", "share"], rows)
-    return paper_figures.head_shares(variants)
+    paper.write_table(output.with_suffix(".csv"), ["variant", "seed", "layer", "head", "share"], rows)
+    return paper.head_shares(variants)
 
 
 def initial_share(run: Run) -> float | None:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--images and --layers are of fig4; drop them for {arguments.kind}")
     if arguments.kind == "report":
         return _write_reports(arguments)
-    from cached_transformers.experiments.reports.style import SUFFIXES, save
+    from cached_transformers.experiments.reports.figures.style import SUFFIXES, save
 
     output = arguments.output or arguments.folders[0] / f"{arguments.kind}.png"
     if output.suffix.lower() not in SUFFIXES:  # before the work, not after it
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
     """Draw one of the paper's figures; its numbers go into a file of the same name beside it."""
-    from cached_transformers.experiments.reports.style import save
+    from cached_transformers.experiments.reports.figures.style import save
 
     from . import paper_figures
 
@@ -105,7 +105,8 @@ def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
 
 
 def _write_reports(arguments: argparse.Namespace) -> int:
-    from cached_transformers.experiments.reports.report import write_compare_report, write_run_report
+    from cached_transformers.experiments.reports.comparison_page import write_compare_report
+    from cached_transformers.experiments.reports.run_page import write_run_report
 
     if arguments.output is not None:
         raise ValueError(f"--output {arguments.output} does not apply: each report is written into its own folder")
@@ -134,7 +135,7 @@ def _write_reports(arguments: argparse.Namespace) -> int:
 
 
 def _curves(folders: list[Path]) -> Figure:
-    from cached_transformers.experiments.reports.plots import learning_curves
+    from cached_transformers.experiments.reports.figures.curves import learning_curves
 
     runs, comparisons = _read(folders)
     records = {name: [run.records for run in group] for name, group in runs.items()}
@@ -143,7 +144,7 @@ def _curves(folders: list[Path]) -> Figure:
 
 
 def _gates(folders: list[Path]) -> Figure:
-    from cached_transformers.experiments.reports.plots import gates
+    from cached_transformers.experiments.reports.figures.gates_and_maps import gates
 
     runs, comparisons = _read(folders)
     layers = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
@@ -154,7 +155,7 @@ def _gates(folders: list[Path]) -> Figure:
 
 
 def _maps(folders: list[Path]) -> Figure:
-    from cached_transformers.experiments.reports.plots import feature_maps
+    from cached_transformers.experiments.reports.figures.gates_and_maps import feature_maps
 
     if len(folders) != 1 or not is_run(folders[0]):
         raise ValueError(f"`cached plot maps` draws one run; {_listed(folders)} is not the folder of one run")
@@ -165,7 +166,7 @@ def _maps(folders: list[Path]) -> Figure:
 
 
 def _flops(folders: list[Path]) -> Figure:
-    from cached_transformers.experiments.reports.plots import Point, metric_against_flops
+    from cached_transformers.experiments.reports.figures.scores import Point, metric_against_flops
 
     comparisons = [comparison for folder in folders for comparison in find_comparisons(folder)]
     metrics = sorted({comparison.metric for comparison in comparisons})

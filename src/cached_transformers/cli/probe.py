@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     _write(path, result)
     _print(result, console)
     try:
-        from cached_transformers.experiments.reports.probe_report import write_probe_report
+        from cached_transformers.experiments.reports.probe_page import write_probe_report
 
         path = write_probe_report(arguments.out)
     except ImportError as error:
@@ -242,7 +242,7 @@ def _told(console: Console, trial: Trial, result: dict[str, Any]) -> None:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    from cached_transformers.experiments.reports.probe_report import accuracy_text, table_columns, table_rows
+    from cached_transformers.experiments.reports.probe_page import accuracy_text, table_columns, table_rows
 
     title = f"right answers in per cent, {result['distance']} segments after the cue"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")

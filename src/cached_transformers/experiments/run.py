@@ -333,8 +333,7 @@ def memory_name(config: RunConfig) -> str:
 
 def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World) -> None:
     """Write `gates.json` and, for images, `feature_maps.npz`, when the model has a gated memory."""
-    from .reports.feature_maps import collect_feature_maps
-    from .reports.gates import collect_gates
+    from .reports.collect import collect_feature_maps, collect_gates
 
     with untouched(model):
         gates = collect_gates(model)
@@ -374,7 +373,7 @@ def write_evaluation(folder: Path, result: dict[str, Any]) -> None:
 
 def write_report(folder: Path, reporter: Reporter) -> None:
     """Write `report.html`, or say why not."""
-    from .reports.report import write_run_report
+    from .reports.run_page import write_run_report
 
     try:
         path = write_run_report(folder)

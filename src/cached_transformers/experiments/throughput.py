@@ -30,7 +30,7 @@ def reproduce(table: Throughput, arguments: argparse.Namespace) -> int:
     import torch
 
     from .benchmarks import vision
-    from .reports.page import environment_text
+    from .reports.wording import environment_text
     from .run import environment
 
     settings = table.options(scale, arguments.overrides)

@@ -7,7 +7,7 @@ import pkgutil
 from typing import Any, TypeAlias
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Recalled, Trace
+from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
 
 from .attention_cache import AttentionCache
 from .compressive import Compressive
@@ -47,10 +47,10 @@ __all__ = [
     "Query",
     "ReadTwice",
     "Reading",
-    "Recalled",
     "RecurrentMemory",
     "Segatron",
     "StreamGRC",
+    "Tokens",
     "Trace",
     "TransformerXL",
     "create_memory",

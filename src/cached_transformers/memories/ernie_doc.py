@@ -120,7 +120,7 @@ class ErnieDoc(LayerMemory):
         ValueError: a size below 1, an unknown start, or `longest` without `relative`.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,

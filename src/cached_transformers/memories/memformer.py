@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Trace
+from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
 
 from .parts.memory_tokens import carried_norm
+from .parts.slot_attention import SlotAttention
 
 
 class Slots(NamedTuple):
@@ -92,7 +93,7 @@ class Memformer(ModelMemory):
             divide; an unknown norm.
     """
 
-    insertion = "sublayer"
+    needs = frozenset({"state", "slots"})
 
     def __init__(
         self,
@@ -132,15 +133,11 @@ class Memformer(ModelMemory):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def enter(
-        self,
-        state: Slots,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
-        return Entry(x_BND, positions_BNP, padding_BN, slots_BMD=self._slots(state))
+    def slot_attention(self, index: int) -> SlotAttention:
+        return SlotAttention(self.width, self.heads)
+
+    def enter(self, state: Slots, tokens: Tokens) -> Entry:
+        return Entry(tokens, slots=(self._slots(state),))
 
     def exit(self, state: Slots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Slots, None]:
         padding_BN = traces[0].query.padding_BN

@@ -115,7 +115,7 @@ class Memorizing(LayerMemory):
     Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
     attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
     is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
-    (`gives_lse`), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
+    ("lse"), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
     and compiled code breaks at the search.
 
     Args:
@@ -135,7 +135,7 @@ class Memorizing(LayerMemory):
             choice. ImportError: faiss is asked for and not installed.
     """
 
-    insertion: Literal["kv", "head", "none"] = "head"  # "none" in the layers that have no store
+    needs = frozenset({"state", "head"})  # nothing in the layers that have no store
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Memorizing(LayerMemory):
         if layer is None and depth is not None:
             layer = math.ceil(0.75 * depth)
         self.here = index is None or layer is None or index + 1 == layer
-        self.insertion, self.wants_lse = "head" if self.here else "none", joint and self.here
+        self.needs = self.needs | {"lse"} if joint and self.here else self.needs if self.here else frozenset()
         self.index = NeighbourIndex(faiss_index) if store == "faiss" else None
         if self.here:
             self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
@@ -218,7 +218,9 @@ class Memorizing(LayerMemory):
     def write(self, state: State, trace: Trace) -> tuple[State, None]:
         if not self.here:
             return state, None
-        return store(state, unit(trace.k_BHNE), trace.v_BHNE, trace.query.padding_BN), None
+        k_BHNE, v_BHNE = trace.query.k_BHNE, trace.query.v_BHNE
+        assert k_BHNE is not None and v_BHNE is not None
+        return store(state, unit(k_BHNE), v_BHNE, trace.query.padding_BN), None
 
     def close_gate(self) -> None:
         if self.here:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
 
 from .parts.rows import Rows, empty_rows
@@ -164,8 +164,7 @@ class Segatron(ModelMemory):
             that a bidirectional model has no use for; when run, no token ids.
     """
 
-    insertion = "kv"
-    needs = frozenset({"token_ids"})
+    needs = frozenset({"state", "context", "kv_projection", "token_ids"})
 
     def __init__(
         self,
@@ -214,14 +213,8 @@ class Segatron(ModelMemory):
         zeros = torch.zeros(2, batch_size, dtype=torch.long, device=like.device)
         return SegatronState(*zeros)
 
-    def enter(
-        self,
-        state: SegatronState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def enter(self, state: SegatronState, tokens: Tokens) -> Entry:
+        inputs, padding_BN = tokens.inputs_BN, tokens.padding_BN
         if inputs is None:
             raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
         here, behind = [], []
@@ -234,8 +227,8 @@ class Segatron(ModelMemory):
             behind.append(begun_B[:, None] + ended_BN.cumsum(1))
             here.append(behind[-1] - ended_BN.long())
         # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
-        positions_BNP = torch.cat([positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
-        return Entry(x_BND, positions_BNP, padding_BN)
+        positions_BNP = torch.cat([tokens.positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
+        return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
         positions_BNP = traces[0].query.positions_BNP

@@ -45,7 +45,7 @@ class TransformerXL(LayerMemory):
         ValueError: a length below 1.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import insist
-from cached_transformers.layers.block import Block, ModelOutput, StackState
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
 from cached_transformers.state import State, map_state

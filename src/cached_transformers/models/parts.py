@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from cached_transformers.attentions import create_attention
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
-from cached_transformers.layers.block import Block, MemoryWeights, Stack, StackState
+from cached_transformers.layers.block import Block, MemoryWeights
+from cached_transformers.layers.context_attention import ContextAttention
+from cached_transformers.layers.stack import Stack, StackState
 from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
@@ -91,7 +93,7 @@ def make_stack(
     width, depth, heads = options.width, options.depth, options.heads
     memory, attention = options.memory, options.attention
     spec = memory_spec(memory)
-    if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
+    if causal and spec is not None and "whole_segment" in getattr(MEMORIES.entry(spec[0]).factory, "needs", ()):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     # Both branches of a memory layer drop alike.
     facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
@@ -102,13 +104,12 @@ def make_stack(
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
-    if causal and spec is not None and not first.causal:
+    if causal and spec is not None and "whole_segment" in first.needs:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
     _refuse_place(first, gives)
-    slots_of = model_memory if first.insertion == "sublayer" else None
     of_attention = dict(facts)  # which has the memory's tokens in its segments
     if model_memory is not None and "length" in of_attention:
-        of_attention["length"] += model_memory.around
+        of_attention["length"] += model_memory.extra_tokens
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -118,7 +119,8 @@ def make_stack(
         scheme = (model_memory or own).position_scheme() if positions is None else positions
         if not isinstance(scheme, Positions):
             scheme = make_positions(scheme or fallback, width=width, heads=heads)
-        layer = SelfAttention(
+        alone = model_memory is not None and "context_alone" in model_memory.needs
+        layer = (ContextAttention if alone else SelfAttention)(
             width,
             heads,
             core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **of_attention),
@@ -133,15 +135,14 @@ def make_stack(
             dropout=options.dropout,
             head_width=options.head_width,
             scale=options.attention_scale,
-            own_keys=model_memory is None or model_memory.own_keys,
-            keys=model_memory is None or model_memory.layer_keys(index),
+            **({} if model_memory is None else model_memory.layer_options(index)),
         )
         positionwise = feed_forward_of(options, index)
-        separate = model_memory is not None and model_memory.own_weights
+        separate = model_memory is not None and "own_weights" in model_memory.needs
         return Block(
             layer,
             positionwise,
-            slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
+            slot_attention=None if model_memory is None else model_memory.slot_attention(index),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=options.drop_path * index / max(depth - 1, 1),
             norms=(options.make_norm(), options.make_norm()) if options.norm == "post" else None,
@@ -169,10 +170,7 @@ def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
 
 def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
     """Refuse a memory that needs what this model does not give (ValueError)."""
-    words = {*getattr(memory, "needs", ())}
-    if isinstance(memory, ModelMemory) and memory.step is not None:
-        words.add("pieces")
-    for word in sorted(words & WHERE_GIVEN.keys()):
+    for word in sorted(memory.needs & WHERE_GIVEN.keys()):
         refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 

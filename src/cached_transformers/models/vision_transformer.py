@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import LearnedPositions
 

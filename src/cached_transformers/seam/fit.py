@@ -26,7 +26,9 @@ CORE_WORDS: dict[str, str] = {
 """What an attention core may be able to do."""
 
 PLACE_WORDS: dict[str, str] = {
+    "state": "a state that is carried from segment to segment",
     "head": "a second result per head, mixed with the attention's",
+    "context_alone": "layers whose tokens attend the memory and nothing of their own segment",
     "kv_projection": "keys and values made of stored hidden states by the layer's own projections",
     "tokens_round": "tokens of the memory round those of the segment",
     "slots": "a cross-attention over slots in every block",

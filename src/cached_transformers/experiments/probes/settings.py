@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ModelMemory
+from cached_transformers.seam.memory import ModelMemory
 
 from .protocol import Sizes
 from .tasks import ProbeTask
@@ -118,7 +118,7 @@ def stream_memories() -> list[str]:
     found = []
     for entry in MEMORIES:
         kind: Any = entry.factory
-        states = issubclass(kind, ModelMemory) or kind.init_state is not LayerMemory.init_state
-        if kind.causal and not getattr(kind, "shared", False) and states:
+        states = issubclass(kind, ModelMemory) or "state" in kind.needs
+        if "whole_segment" not in kind.needs and states:
             found.append(entry.name)
     return found

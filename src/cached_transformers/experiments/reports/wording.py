@@ -98,6 +98,12 @@ def pair_name(row: Mapping[str, Any]) -> str:
     return f"{row['name']} {MINUS} {row['against']}" if "against" in row else str(row["name"])
 
 
+def environment_text(environment: Mapping[str, Any] | None) -> str:
+    """The environment of a run in one line: `torch 2.7, python 3.12, ...`; its date has a line of its own."""
+    shown = {key: value for key, value in (environment or {}).items() if key != "date" and value not in (None, "")}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
+
+
 def comparison_summary(
     statistics: Sequence[Mapping[str, Any]],
     reference: str,

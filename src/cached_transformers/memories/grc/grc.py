@@ -216,7 +216,7 @@ class StreamGRC(LayerMemory):
     Args: as `GRC`, without what concerns maps and evaluation; `length` defaults to 64 slots.
     """
 
-    insertion = "head"
+    needs = frozenset({"state", "head"})
 
     def __init__(
         self,
@@ -285,5 +285,5 @@ class StreamGRC(LayerMemory):
             self.branch.gate_H.fill_(-torch.inf)
 
     def mixing_ratio(self) -> Tensor:
-        """sigmoid(lambda), (H,): the share of the memory in each head."""
+        """sigmoid(lambda), (H,): the share of the memory in each head; reports draw it."""
         return torch.sigmoid(self.branch.gate_H)

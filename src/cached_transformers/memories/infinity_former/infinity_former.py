@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from cached_transformers.memories.grc.gated_recurrent_cache import one_of
 from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions, RelativePositions
 
 from . import continuous_signal as signal
@@ -89,7 +89,7 @@ class InfinityFormer(LayerMemory):
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection", "head"})
     centre_C: Tensor
     width_C: Tensor
     first_LC: Tensor
@@ -205,8 +205,9 @@ class InfinityFormer(LayerMemory):
     def _in(self, dtype: torch.dtype) -> signal.Bumps:
         return signal.Bumps(self.centre_C.to(dtype), self.width_C.to(dtype))
 
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
+    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         assert reading.output_BHNE is not None
+        y_BND = super().project(y_BHNE, query, reading, linear, weights)
         # Without a signal z is 0, and so is its projection.
         return y_BND + self.output(reading.output_BHNE.transpose(1, 2).flatten(2)).to(y_BND.dtype)
 

@@ -1,4 +1,4 @@
-"""The report of `cached probe`: the table, and right answers against distance."""
+"""The page of `cached probe`: the table, and right answers against distance."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .page import Cell, environment_text, facts, figure, page, paragraph, table, write_page
-from .plots import blank_figure
-from .style import MUTED, inline_svg, looks, style
+from .figures.style import MUTED, blank_figure, inline_svg, looks, style
+from .page import Block, Cell, Header, Heading, Picture, Section, Table, Text, write_page
+from .wording import environment_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ TITLE = "What memories hold"
 REACHES = ("within reach", "out of reach")
 
 
-class Row(NamedTuple):
+class ProbeRow(NamedTuple):
     """A memory's row of the table: the trainings behind each column."""
 
     name: str
@@ -32,14 +32,14 @@ def table_columns(content: Mapping[str, Any]) -> list[str]:
     return [f"{task}, {arm}" for task in content["tasks"] for arm in REACHES]
 
 
-def table_rows(content: Mapping[str, Any]) -> list[Row]:
+def table_rows(content: Mapping[str, Any]) -> list[ProbeRow]:
     """A row for no memory, which counts under "within reach", and one for each memory."""
 
     def row(memory: str, arms: Sequence[str]) -> list[list[Mapping[str, Any]]]:
         return [select(content["results"], task, memory, arm) for task in content["tasks"] for arm in arms]
 
-    plain = Row("no memory", row("none", ("no memory", "")))
-    return [plain, *(Row(memory, row(memory, REACHES)) for memory in content["memories"])]
+    plain = ProbeRow("no memory", row("none", ("no memory", "")))
+    return [plain, *(ProbeRow(memory, row(memory, REACHES)) for memory in content["memories"])]
 
 
 def accuracy_text(trainings: Sequence[Mapping[str, Any]]) -> str:
@@ -91,41 +91,36 @@ def write_probe_report(folder: Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    return write_page(folder / "report.html", page(TITLE, probe_section(folder / "probe.json", 1, "p")))
+    return write_page(folder, TITLE, [probe_section(folder / "probe.json", 1, "p")])
 
 
-def probe_section(path: Path, level: int, identifier: str) -> str:
+def probe_section(path: Path, level: int, identifier: str) -> Section:
     """The part of a page that tells of one probe.json.
 
     Args:
         level: of its heading. identifier: unique in the page; prefixes the ids of its figures.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
-    rows: list[list[Cell | str]] = [[row.name, *map(_cell, row.trainings)] for row in table_rows(content)]
     seeds = max(r["seed"] for r in content["results"]) + 1
-    parts = [
-        f"<section><header><h{level}>{TITLE}</h{level}>",
-        facts(
-            {
-                "command": content["command"],
-                "date": content["date"],
-                "seeds": seeds,
-                "environment": environment_text(content["environment"]),
-            }
-        ),
-        "</header>",
-        paragraph(
+    about = {"command": content["command"], "date": content["date"], "seeds": seeds}
+    blocks: list[Block] = [
+        Header(level, TITLE, about | {"environment": environment_text(content["environment"])}),
+        Text(
             f"Share of right answers in per cent, {content['distance']} segments after the cue, on episodes that were "
             "not trained on. Within reach: the options let the memory span the distance. Out of reach: they do not, "
             "by its theory; empty where it knows no bound. Without a memory nothing but guessing is possible.",
             "summary",
         ),
-        table(["memory", *table_columns(content)], rows, f"Seeds: {seeds}. Training ends early when solved."),
-        *(paragraph(f"{name}: {note}.", "note") for name, note in content["notes"].items()),
+        Table(
+            ["memory", *table_columns(content)],
+            [[row.name, *map(_cell, row.trainings)] for row in table_rows(content)],
+            f"Seeds: {seeds}. Training ends early when solved.",
+        ),
+        *(Text(f"{name}: {note}.", "note") for name, note in content["notes"].items()),
     ]
     for index, task in enumerate(content["tasks"]):
         description = f"right answers against distance, {task}"
         drawn = inline_svg(distance_figure(content, task), f"{identifier}{index}", description)
         caption = f"{task}: trained at a distance of {content['distance']} segments (dotted), tried at others."
-        parts += [f"<h{level + 1}>{task}</h{level + 1}>", figure(drawn, caption)]
-    return "\n".join([*parts, "</section>"])
+        blocks += [Heading(level + 1, task), Picture(drawn, caption)]
+    return Section(blocks)

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from cached_transformers.experiments.statistics import mean_interval
 
-from .feature_maps import LayerMaps
-from .plots import blank_figure
-from .style import INK, MUTED, SERIES, SURFACE, style
-from .wording import Metric, short_count
+from ..collect import LayerMaps
+from ..wording import Metric, short_count
+from .gates_and_maps import map_grid
+from .style import INK, MUTED, SERIES, SURFACE, blank_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,9 +73,9 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
     ax = axes[0][0]
     with style():
         for backbone in backbones:
-            own = [p for p in points if p.backbone == backbone]
-            plain = next((p for p in own if p.form == PLAIN), None)
-            for p in own:
+            forms_of_it = [p for p in points if p.backbone == backbone]
+            plain = next((p for p in forms_of_it if p.form == PLAIN), None)
+            for p in forms_of_it:
                 mean, low, high = mean_interval(p.values)
                 y, colour = measure.scale * mean, colours[backbone]
                 if plain is not None and p is not plain:
@@ -84,7 +84,7 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
                 if low is not None and high is not None:
                     span = [[y - measure.scale * low], [measure.scale * high - y]]
                     ax.errorbar([p.operations], [y], yerr=span, color=colour, capsize=3, lw=1.2, zorder=2)
-                if p is (plain or own[0]):
+                if p is (plain or forms_of_it[0]):
                     label = ax.annotate(backbone, (p.operations, y), xytext=(-9, 0), textcoords="offset points")
                     label.set(color=colour, ha="right", va="center", fontsize=9)
                 face = SURFACE if p.form == PLAIN else colour
@@ -127,25 +127,11 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
     Raises:
         ValueError: no image or no layer, or maps of other images.
     """
-    if not len(images) or not layers or any(len(layer.own) != len(images) for layer in layers):
+    if not len(images) or not layers or any(len(layer.self_attention) != len(images) for layer in layers):
         raise ValueError(f"figure 4 needs images, and layers with a map of each of the {len(images)}")
-    rows, columns = len(images), 1 + 2 * len(layers)
-    figure, axes = blank_figure(1.55 * columns, 1.78 * rows + 0.5, rows, columns)
-    with style():
-        for n, row in enumerate(axes):
-            row[0].imshow(np.clip(images[n], 0, 1), interpolation="nearest")
-            maps = [data[n] for layer in layers for data in (layer.own, layer.memory)]
-            for ax, data in zip(row[1:], maps, strict=True):
-                ax.imshow(data, cmap="cividis", interpolation="nearest")
-                ax.set_xlabel(f"{data.min():.3g} to {data.max():.3g}", fontsize=8, color=MUTED, labelpad=3)
-            for ax in row:
-                ax.set(xticks=[], yticks=[])
-                ax.grid(False)
-                ax.spines[:].set_visible(False)
-        titles = ["photograph"] + [f"{kind}, layer {a.number}" for a in layers for kind in ("self", "cache")]
-        for ax, title in zip(axes[0], titles, strict=True):
-            ax.set_title(title, fontsize=9, loc="center", pad=6)
-    return figure
+    kinds = (("self", "self_attention"), ("cache", "memory"))
+    maps = [(f"{kind}, layer {layer.number}", getattr(layer, name)) for layer in layers for kind, name in kinds]
+    return map_grid(images, maps, "photograph", (1.55, 1.78, 0.5), ends=True)
 
 
 def head_shares(variants: Sequence[HeadShares]) -> Figure:
@@ -211,7 +197,10 @@ def write_maps(path: Path, names: Sequence[str], layers: Sequence[LayerMaps]) ->
     """Write the maps of figure 4 as JSON: for each image and layer the norms of self-attention and cache."""
     content = [
         {"image": name, "layer": layer.number, "module": layer.name}
-        | {kind: np.round(data[n], 6).tolist() for kind, data in (("self", layer.own), ("cache", layer.memory))}
+        | {
+            kind: np.round(data[n], 6).tolist()
+            for kind, data in (("self", layer.self_attention), ("cache", layer.memory))
+        }
         for n, name in enumerate(names)
         for layer in layers
     ]

@@ -7,14 +7,16 @@ any of the common colour deficiencies.
 
 from __future__ import annotations
 
-import base64
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
 
 from cached_transformers.extras import require
 
@@ -107,6 +109,33 @@ def style() -> AbstractContextManager[None]:
     )
 
 
+def blank_figure(
+    width: float, height: float, rows: int, columns: int, widths: Sequence[float] | None = None
+) -> tuple[Figure, Any]:
+    """A figure of `width` x `height` inches, its settings ours, and its axes as an array (rows, columns)."""
+    module = require("matplotlib.figure", extra="plot")
+    with style():
+        figure = module.Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
+    return figure, axes
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Move labels apart until neighbours are `gap` away, as little as that takes and without changing their order."""
+    order = np.argsort(values)
+    placed = np.asarray(values, dtype=float)[order]
+    for _ in range(200):
+        overlap = gap - np.diff(placed)
+        if len(placed) < 2 or overlap.max() <= 1e-9 * abs(gap):
+            break
+        push = np.clip(overlap, 0, None) / 2
+        placed[:-1] -= push
+        placed[1:] += push
+    result = np.empty_like(placed)
+    result[order] = placed
+    return [float(v) for v in result]
+
+
 def save(figure: Figure, path: str | Path) -> Path:
     """Write a figure as PNG, SVG or PDF, by the suffix of `path`; missing folders are made.
 
@@ -123,15 +152,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def png_data_uri(figure: Figure) -> str:
-    """The figure as a `data:` address holding a PNG."""
-    buffer = io.BytesIO()
-    with style():
-        figure.savefig(buffer, format="png", bbox_inches="tight")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def inline_svg(figure: Figure, identifier: str, description: str) -> str:
+def inline_svg(figure: Figure, identifier: str, description: str) -> Markup:
     """The figure as an `<svg>` element for HTML: themed by CSS variables, described for screen readers.
 
     Args:
@@ -157,14 +178,4 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
         f'aria-label="{escape(description)}" viewBox="0 0 {width} {height}" '
         f'style="min-width: {float(width) * 0.7:.0f}px; max-width: {float(width) * 1.25:.0f}px">'
     )
-    return opening + svg[svg.index(">") + 1 :].strip()
-
-
-def css_variables() -> str:
-    """CSS that defines the colours of `inline_svg`: light, dark where the reader prefers it, light again on paper."""
-    light = " ".join(f"--{name}: {pair[0]};" for name, pair in COLOURS.items())
-    dark = " ".join(f"--{name}: {pair[1]};" for name, pair in COLOURS.items())
-    return (
-        f":root {{ color-scheme: light; {light} }}\n"
-        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}"
-    )
+    return Markup(opening + svg[svg.index(">") + 1 :].strip())

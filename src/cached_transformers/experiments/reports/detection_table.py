@@ -1,12 +1,11 @@
-"""Average precisions of a detector as a table of a run's report."""
+"""Average precisions of a detector as a table of a run's page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from .page import Cell, table
+from .page import Block, Row, Table, titled
 from .wording import Metric
 
 COLUMNS = {
@@ -23,17 +22,14 @@ CAPTION = (
 )
 
 
-def average_precisions(summary: Mapping[str, Any], level: int = 3) -> str:
-    """Table of boxes and masks by column of `COLUMNS`, at the best step, at the end and on the test split; empty text
-    for a run that is none of a detector."""
-    rows: list[list[Cell | str]] = []
+def average_precisions(summary: Mapping[str, Any]) -> list[Block]:
+    """Table of boxes and masks by column of `COLUMNS`, at the best step, at the end and on the test split; nothing for
+    a run that is none of a detector."""
+    rows: list[Row] = []
     for label, key in (("best on validation", "best"), ("at the end", "final"), ("test", "test")):
         values = summary.get(key) or {}
         for kind in ("box", "mask"):
             if f"{kind}_ap" in values:
                 shown = [Metric(f"{kind}_{part}").value(values[f"{kind}_{part}"], unit=False) for part in COLUMNS]
                 rows.append([kind, *shown, f"{label}, step {values['step']:,}"])
-    if not rows:
-        return ""
-    heading = f"<h{level}>{escape('Average precision')}</h{level}>"
-    return heading + table(["", *COLUMNS.values(), "at"], rows, CAPTION)
+    return titled("Average precision", Table(["", *COLUMNS.values(), "at"], rows, CAPTION)) if rows else []

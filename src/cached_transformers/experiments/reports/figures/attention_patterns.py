@@ -25,8 +25,7 @@ from cached_transformers.attentions import Attention, AttentionSpec, create_atte
 from cached_transformers.extras import require
 from cached_transformers.registry import ATTENTIONS
 
-from .plots import blank_figure
-from .style import MUTED, SERIES, style
+from .style import MUTED, SERIES, blank_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,7 +98,7 @@ def attention_patterns(
     """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
     with torch.random.fork_rng(devices=[]):
         core = _core(attention, max(tokens, 1), causal=False)
-    forms = {"all keys": (False, not core.only_causal), "causal": (True, core.supports_causal)}
+    forms = {"all keys": (False, "bidirectional" in core.can), "causal": (True, "causal" in core.can)}
     return [
         Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
         for title, (causal, there) in forms.items()
@@ -169,8 +168,8 @@ def describe(attention: AttentionSpec) -> str:
     given: Mapping[str, Any] = {"name": attention} if isinstance(attention, str) else attention
     entry = ATTENTIONS.entry(str(given.get("name")))
     options = {name: given.get(name, option.default) for name, option in entry.options.items()}
-    told = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
-    return f"{entry.name}{f' ({told})' if told else ''}: order {entry.info.get('order', 'unknown')}"
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
+    return f"{entry.name}{f' ({shown})' if shown else ''}: order {entry.info.get('order', 'unknown')}"
 
 
 def _signed_root(weight: Any) -> Any:
