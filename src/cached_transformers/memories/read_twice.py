@@ -176,6 +176,8 @@ class ReadTwice(ModelMemory):
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})
+        if block_length is not None:
+            self.needs = self.needs | {"pieces"}
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
