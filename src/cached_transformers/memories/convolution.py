@@ -21,6 +21,9 @@ from .parts.memory_branch import PositionalConvolution
 @MEMORIES.register(
     "convolution",
     paper="arXiv:2312.12742 (control)",
+    title="Cached Transformers",
+    carries="nothing: the released code's convolution, a control",
+    purpose="a control that carries nothing",
     equations="y + conv3x3(x), D channels in ratio * D groups, class tokens excluded",
     state="none",
     cost="9 N D / ratio multiply-adds per row and layer",

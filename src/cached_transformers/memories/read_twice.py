@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
@@ -83,11 +84,15 @@ class ReadTwiceState(NamedTuple):
 @MEMORIES.register(
     "read_twice",
     paper="arXiv:2105.04241",
+    title="ReadTwice",
+    carries="summaries of all blocks, for a second read",
+    purpose="a whole document, read more than once",
     equations="second read: x + side attention over summaries s_b = summary(H_b) of the first read, and a no-op key",
     state="per row, for the whole model: M (4 D + 16) + 16 bytes",
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",
     reach="all blocks of a document that the table holds, in both directions with scope='document'",
     gradient="through the summaries into the first read of every block that bptt covers",
+    probe=Probing(fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
 )
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).

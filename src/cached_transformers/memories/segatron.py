@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Rows, empty_rows
 from .transformer_xl import TransformerXL
@@ -135,12 +136,16 @@ class SegatronLayer(TransformerXL):
 @MEMORIES.register(
     "segatron",
     paper="arXiv:2004.14996",
+    title="Segatron-XL",
+    carries="the last inputs of every layer, with places in tokens, sentences and paragraphs",
+    purpose="the last tokens as they were",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
