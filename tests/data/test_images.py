@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cached_transformers.data import stratified_split
-from cached_transformers.data.base import LabelledDataset
+from cached_transformers.data.dataset import LabelledDataset
 from cached_transformers.tasks import Digits, ImageFolder, create_dataset
-from cached_transformers.tasks.classification.images.base import random_shift
+from cached_transformers.tasks.classification.images.dataset import random_shift
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -182,7 +182,7 @@ def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[Lay
 
 
 def _photographs(files: Sequence[Path], known: Any) -> tuple[torch.Tensor, list[str]]:
-    from cached_transformers.data.decoding import open_picture
+    from cached_transformers.data.image_files import open_picture
     from cached_transformers.tasks.classification.images.augmentation import central_square
 
     pictures = []

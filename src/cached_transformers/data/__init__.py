@@ -1,9 +1,10 @@
-"""What the data of several tasks share: rows and batches, files on disk, images decoded, texts as tokens."""
+"""What the data of several tasks share: batches and splits, files and archives on disk, images, texts as tokens."""
 
 from __future__ import annotations
 
-from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
-from .decoding import BadFile
+from .dataset import Batch, Dataset, LabelledDataset, majority_accuracy
+from .image_files import BadFile
+from .splits import SPLITS, stratified_split
 from .store import cache_folder
 from .text import TextDataset
 

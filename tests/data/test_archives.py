@@ -6,9 +6,9 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
+from cached_transformers.data import archives
+from cached_transformers.data.archives import Listing, Tar, plain_tar
 from cached_transformers.tasks import ImageFolder
-from cached_transformers.tasks.classification.images import packed
-from cached_transformers.tasks.classification.images.packed import Listing, plain_tar, tar_index
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
 
@@ -39,14 +39,14 @@ def test_an_archive_gives_the_items_of_its_folder(folder, archive):
 
 def test_an_index_is_made_once_and_again_when_the_archive_changes(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "a.tar", {"x/0.png": b"abc"}, folders=("empty/",))
-    index = tar_index(path)
+    index = Tar(path)
     assert (index.names, index.folders, index.sizes.tolist()) == (["x/0.png"], ["empty"], [3])
-    made = packed._index_arrays
+    made = archives._index_arrays
     calls = []
-    monkeypatch.setattr(packed, "_index_arrays", lambda p: calls.append(p) or made(p))
-    assert tar_index(path).names == ["x/0.png"] and not calls
+    monkeypatch.setattr(archives, "_index_arrays", lambda p: calls.append(p) or made(p))
+    assert Tar(path).names == ["x/0.png"] and not calls
     write_tar(path, {"x/0.png": b"abc", "y/1.png": b"defg"})
-    assert tar_index(path).names == ["x/0.png", "y/1.png"] and len(calls) == 1
+    assert Tar(path).names == ["x/0.png", "y/1.png"] and len(calls) == 1
     listing = Listing(path)
     assert [listing.read(name) for name in listing.names] == [b"abc", b"defg"]
 

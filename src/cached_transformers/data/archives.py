@@ -5,54 +5,41 @@ tar is a row of 512-byte headers with the content behind each; the index says wh
 headers and kept in the cache folder (`store.py`) under path, size and time of change of the archive. A compressed tar
 has no places to go to: it is unpacked once, to a plain tar in the cache folder. Members of a zip are compressed one by
 one.
+
+Why not a library: torchvision's readers want archives unpacked; webdataset reads tars from front to back and shuffles
+within a buffer, so that an epoch cannot go on from its middle, and Hugging Face `datasets` copies what it reads into
+files of its own. `tarfile` and `zipfile` find the members here, and reading is a seek.
 """
 
 from __future__ import annotations
 
 import bz2
+import copy
 import gzip
 import hashlib
 import lzma
 import os
-import shutil
 import struct
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cached_transformers.data.store import Arrays, cache_folder, load_or_build
+from .store import Arrays, cache_folder, load_or_build, write_atomically
 
-_DECOMPRESS: dict[str, Callable[..., Any]] = {
+ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error)
+"""What the standard library raises at a damaged archive or compressed file."""
+_OPENERS: dict[str, Callable[..., Any]] = {
     ".xz": lzma.open,
     ".gz": gzip.open,
     ".tgz": gzip.open,
     ".bz2": bz2.open,
 }
-ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
-_DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error)
-
-
-def is_archive(path: Path) -> bool:
-    """Whether the name is that of an archive which `Listing` reads."""
-    return path.name.lower().endswith(ARCHIVES)
-
-
-def only_archive(path: Path) -> Path:
-    """The archive in a folder that holds nothing else; otherwise the path itself.
-
-    Raises:
-        FileNotFoundError: there is no such path.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; give the folder or archive as data.path=...")
-    inside = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else []
-    return inside[0] if len(inside) == 1 and is_archive(inside[0]) else path
 
 
 class Listing:
@@ -63,6 +50,9 @@ class Listing:
         open_tars: whether plain tars in a folder count as folders of their name: `a/b.tar` holding `c` becomes `a/b/c`.
 
     Attributes:
+        root: what names are relative to: the folder or archive, or a folder in it.
+        archive: the archive; None for a folder.
+        folder: where in the archive or folder the names begin, with a slash behind it, or "".
         names: of files, with slashes, sorted; hidden ones are left out.
         folders: of every folder, empty ones included.
 
@@ -74,25 +64,32 @@ class Listing:
     def __init__(self, root: Path, open_tars: bool = False) -> None:
         if not root.exists():
             raise FileNotFoundError(f"{root} does not exist; give the folder or archive as data.path=...")
-        self.root = root
-        self._archive: _Tar | _Zip | None = None
-        self._inner: dict[str, tuple[_Tar, int]] = {}
+        self.root, self.folder = root, ""
+        self.archive = None if root.is_dir() else root
+        self._members: Tar | _Zip | None = None
+        self._inner: dict[str, tuple[Tar, int]] = {}
         if root.is_dir():
             names, folders = _walk(root)
             if open_tars:
                 names, folders = self._opened(names, folders)
-        elif is_archive(root):
+        elif root.name.lower().endswith(ARCHIVES):
             try:
-                self._archive = _Zip(root) if root.name.lower().endswith(".zip") else _Tar(plain_tar(root))
-            except _DAMAGE as error:
+                self._members = _Zip(root) if root.name.lower().endswith(".zip") else Tar(plain_tar(root))
+            except DAMAGE as error:
                 raise ValueError(f"{root} cannot be read: {error}; the archive is damaged, fetch it again") from error
-            names, folders = self._archive.names, self._archive.folders
+            names, folders = self._members.names, self._members.folders
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
-        self._place = {name: index for index, name in enumerate(names) if not _hidden(name)}
-        self.names = sorted(self._place, key=lambda name: name.split("/"))
+        self._place = {name: index for index, name in enumerate(names)}
+        self.names = sorted((name for name in self._place if not _hidden(name)), key=lambda name: name.split("/"))
         parents = {parent for name in self.names for parent in _parents(name)}
         self.folders = parents | {folder for folder in folders if folder and not _hidden(folder)}
+
+    def __contains__(self, name: str) -> bool:
+        if self.folder + name in self._place:
+            return True
+        # What a folder's list does not have may still be a file: names with ".." or from the root on.
+        return self.archive is None and "/" in name and (self.root / name).is_file()
 
     def read(self, name: str) -> bytes:
         """Content of a file.
@@ -100,12 +97,26 @@ class Listing:
         Raises:
             OSError: it cannot be read. ValueError: it is damaged in its archive.
         """
-        if name in self._inner:
-            tar, place = self._inner[name]
+        if self._members is not None:
+            return self._members.read(self._place[self.folder + name])
+        if self.folder + name in self._inner:
+            tar, place = self._inner[self.folder + name]
             return tar.read(place)
-        if self._archive is None:
-            return (self.root / name).read_bytes()
-        return self._archive.read(self._place[name])
+        return (self.root / name).read_bytes()
+
+    def inside(self, folder: str) -> Listing:
+        """The files below one of the folders ("" is the root), by their names from there on."""
+        if not folder:
+            return self
+        view, prefix = copy.copy(self), f"{folder}/"
+        view.root, view.folder = self.root / folder, self.folder + prefix
+        view.names = [name.removeprefix(prefix) for name in self.names if name.startswith(prefix)]
+        view.folders = {name.removeprefix(prefix) for name in self.folders if name.startswith(prefix)}
+        return view
+
+    def subfolders(self) -> list[str]:
+        """Names of the folders directly in the root, sorted."""
+        return sorted(name for name in self.folders if "/" not in name)
 
     def _opened(self, names: list[str], folders: list[str]) -> tuple[list[str], list[str]]:
         """The same lists with the members of every plain tar in the tar's place."""
@@ -114,57 +125,35 @@ class Listing:
             if not name.endswith(".tar") or _hidden(name):
                 found.append(name)
                 continue
-            tar, stem = _Tar(self.root / name), name.removesuffix(".tar")
+            tar, stem = Tar(self.root / name), name.removesuffix(".tar")
             folders = [*folders, stem, *(f"{stem}/{inner}" for inner in tar.folders)]
-            for place, inner in enumerate(tar.names):
-                self._inner[f"{stem}/{inner}"] = (tar, place)
-                found.append(f"{stem}/{inner}")
+            inside = {f"{stem}/{inner}": (tar, place) for place, inner in enumerate(tar.names)}
+            self._inner.update(inside)
+            found += inside
         return found, folders
 
-    def subfolders(self, folder: str = "") -> list[str]:
-        """Names of the folders directly in `folder` ("" is the root), sorted."""
-        prefix = f"{folder}/" if folder else ""
-        inside = (f[len(prefix) :] for f in self.folders if f.startswith(prefix))
-        return sorted(name for name in inside if name and "/" not in name)
 
-    def below(self, folder: str) -> list[str]:
-        """Names of all files below a folder."""
-        prefix = f"{folder}/" if folder else ""
-        return [name for name in self.names if name.startswith(prefix)]
+def open_listing(path: str | Path, expected: str) -> Listing:
+    """The files of a folder or archive; of the archive in a folder that holds nothing else.
 
-    def top(self) -> str:
-        """The folder in which an archive holds everything, "" if there is none (as with folders)."""
-        found = ""
-        while self._archive is not None:
-            inside = self.subfolders(found)
-            if len(inside) != 1 or any("/" not in n[len(found) :].lstrip("/") for n in self.below(found)):
-                break
-            found = f"{found}/{inside[0]}".lstrip("/")
-        return found
+    An archive that has everything in one folder counts as that folder.
 
-
-@dataclass(frozen=True)
-class TarIndex:
-    """Where the files of one plain tar lie.
-
-    Attributes:
-        names: of regular files, in their order. offsets, sizes: of their contents in bytes. folders: of its folders.
-    """
-
-    names: list[str]
-    offsets: np.ndarray
-    sizes: np.ndarray
-    folders: list[str]
-
-
-def tar_index(path: Path) -> TarIndex:
-    """The index of a plain tar, from the cache folder or made by one pass.
+    Args:
+        expected: what should be there, for the message.
 
     Raises:
-        ValueError: it is no tar, or it ends too early.
+        FileNotFoundError: there is no such path.
+        ValueError: see `Listing`.
     """
-    arrays = load_or_build("tar-index", identity(path), lambda: _index_arrays(path))
-    return TarIndex(_strings(arrays["names"]), arrays["offsets"], arrays["sizes"], _strings(arrays["folders"]))
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise FileNotFoundError(f"{root} does not exist; expected {expected}")
+    inside = [file for file in root.iterdir() if not file.name.startswith(".")] if root.is_dir() else []
+    alone = len(inside) == 1 and inside[0].is_file() and inside[0].name.lower().endswith(ARCHIVES)
+    listing = Listing(inside[0] if alone else root)
+    while listing.archive and len(listing.subfolders()) == 1 and all("/" in name for name in listing.names):
+        listing = listing.inside(listing.subfolders()[0])
+    return listing
 
 
 def identity(path: Path) -> dict[str, object]:
@@ -189,37 +178,43 @@ def plain_tar(path: Path) -> Path:
     Raises:
         OSError: no place to write; the message says how to choose another folder. Damage shows as other errors.
     """
-    opener = _DECOMPRESS.get(path.suffix.lower())
+    opener = _OPENERS.get(path.suffix.lower())
     if opener is None:
         return path
     digest = hashlib.sha256(repr(sorted(identity(path).items())).encode()).hexdigest()[:24]
     target = cache_folder() / f"unpacked-{digest}.tar"
     if target.is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with opener(path) as packed, temporary.open("wb") as out:
-            shutil.copyfileobj(packed, out, 1 << 20)
-        os.replace(temporary, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with opener(path) as packed:
+            write_atomically(target, iter(lambda: packed.read(1 << 20), b""))
     except OSError as error:
         if error.errno is not None:
             hint = "set CACHED_TRANSFORMERS_CACHE to a folder with room, or unpack the archive and give its folder"
             raise OSError(error.errno, f"{path} could not be unpacked to {target.parent} ({error}); {hint}") from error
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 
-class _Tar:
+class Tar:
+    """A plain tar, with its index from the cache folder or made by one pass.
+
+    Attributes:
+        names: of regular files, in their order. offsets, sizes: of their contents in bytes. folders: of its folders.
+
+    Raises:
+        ValueError: it is no tar, or it ends too early.
+    """
+
     def __init__(self, path: Path) -> None:
-        index = tar_index(path)
-        self.path, self.names, self.folders = path, index.names, index.folders
-        self._offsets, self._sizes = index.offsets, index.sizes
+        arrays = load_or_build("tar-index", identity(path), lambda: _index_arrays(path))
+        self.path, self.offsets, self.sizes = path, arrays["offsets"], arrays["sizes"]
+        self.names, self.folders = _strings(arrays["names"]), _strings(arrays["folders"])
 
     def read(self, place: int) -> bytes:
-        return read_at(self.path, int(self._offsets[place]), int(self._sizes[place]))
+        """Content of the file at this place in `names`."""
+        return read_at(self.path, int(self.offsets[place]), int(self.sizes[place]))
 
 
 class _Zip:
@@ -230,21 +225,24 @@ class _Zip:
         files = [info for info in infos if not info.is_dir()]
         self.names = [info.filename for info in files]
         self.folders = [info.filename.rstrip("/") for info in infos if info.is_dir()]
-        self._places = np.array([(i.header_offset, i.compress_size, i.compress_type) for i in files], dtype=np.int64)
-        self._places = self._places.reshape(len(files), 3)
-        odd = {i.compress_type for i in files} - {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-        if odd:
-            raise ValueError(f"{path} is compressed in a way that is not read here (methods {sorted(odd)}); unpack it")
+        places = [(i.header_offset, i.compress_size, i.compress_type, i.CRC) for i in files]
+        self._places = np.array(places, dtype=np.int64).reshape(len(files), 4)
 
     def read(self, place: int) -> bytes:
-        header, size, method = (int(number) for number in self._places[place])
-        # The local header repeats name and extra field, with lengths of its own (PKWARE APPNOTE, 4.3.7).
-        name, extra = struct.unpack("<HH", read_at(self.path, header + 26, 4))
-        content = read_at(self.path, header + 30 + name + extra, size)
+        header, size, method, checksum = (int(number) for number in self._places[place])
         try:
-            return content if method == zipfile.ZIP_STORED else zlib.decompress(content, -15)
-        except zlib.error as error:
+            if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # rare, and found by name: slower
+                with zipfile.ZipFile(self.path) as archive:
+                    return archive.read(self.names[place])
+            # The local header repeats name and extra field, with lengths of its own (PKWARE APPNOTE, 4.3.7).
+            name, extra = struct.unpack("<HH", read_at(self.path, header + 26, 4))
+            content = read_at(self.path, header + 30 + name + extra, size)
+            content = content if method == zipfile.ZIP_STORED else zlib.decompress(content, -15)
+            if zlib.crc32(content) != checksum:
+                raise zlib.error("its checksum differs")
+        except (zlib.error, zipfile.BadZipFile, lzma.LZMAError) as error:
             raise ValueError(f"{self.path}:{self.names[place]} is damaged: {error}") from error
+        return content
 
 
 def _index_arrays(path: Path) -> Arrays:
@@ -262,17 +260,11 @@ def _index_arrays(path: Path) -> Arrays:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen; millions do not fit
     except tarfile.TarError as error:
         raise ValueError(f"{path} is no tar archive, or damaged: {error}; fetch it again") from error
-    _whole(path, offsets, sizes, names)
+    length = path.stat().st_size
+    if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile takes the end for the end
+        raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end}); fetch it again")
     numbers = {"offsets": np.array(offsets, dtype=np.int64), "sizes": np.array(sizes, dtype=np.int64)}
     return {**numbers, "names": _joined(names), "folders": _joined(folders)}
-
-
-def _whole(path: Path, offsets: list[int], sizes: list[int], names: list[str]) -> None:
-    """Refuse a tar that was cut short: tarfile takes the end for the end."""
-    length = path.stat().st_size
-    if offsets and offsets[-1] + sizes[-1] > length:
-        end = offsets[-1] + sizes[-1]
-        raise ValueError(f"{path} ends after {length} bytes, within {names[-1]} (up to {end}); fetch it again")
 
 
 def _joined(names: Iterable[str]) -> np.ndarray:
