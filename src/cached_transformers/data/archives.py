@@ -24,7 +24,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,9 @@ class Listing:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
         self._place = {name: index for index, name in enumerate(names)}
         self.names = sorted((name for name in self._place if not _hidden(name)), key=lambda name: name.split("/"))
-        parents = {parent for name in self.names for parent in _parents(name)}
-        self.folders = parents | {folder for folder in folders if folder and not _hidden(folder)}
+        filled = {name.rpartition("/")[0] for name in self.names}
+        every = {parent.as_posix() for folder in filled for parent in PurePosixPath(folder, "_").parents}
+        self.folders = (every | {folder for folder in folders if not _hidden(folder)}) - {"", "."}
 
     def __contains__(self, name: str) -> bool:
         if self.folder + name in self._place:
@@ -240,7 +241,9 @@ class _Zip:
             content = content if method == zipfile.ZIP_STORED else zlib.decompress(content, -15)
             if zlib.crc32(content) != checksum:
                 raise zlib.error("its checksum differs")
-        except (zlib.error, zipfile.BadZipFile, lzma.LZMAError) as error:
+        except DAMAGE as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the disk's fault, not the archive's
+                raise
             raise ValueError(f"{self.path}:{self.names[place]} is damaged: {error}") from error
         return content
 
@@ -288,8 +291,3 @@ def _walk(root: Path) -> tuple[list[str], list[str]]:
 
 def _hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split("/")[:-1]
-    return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]

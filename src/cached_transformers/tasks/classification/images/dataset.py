@@ -227,8 +227,10 @@ class EncodedImages(ImageDataset):
         """
         try:
             content, name = self.encoded(index)
-        except OSError as error:
-            raise BadFile(error.filename or f"item {index} of {self.name!r}", error) from error
+        except BadFile:
+            raise
+        except (OSError, ValueError) as error:  # a member of an archive may be damaged, too
+            raise BadFile(getattr(error, "filename", None) or f"item {index} of {self.name!r}", error) from error
         return open_picture(content, name, self.channels)
 
     def pixels(self, index: int) -> Tensor:
