@@ -16,7 +16,7 @@ import lzma
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,44 +35,90 @@ PIXEL_BYTES = 3 * 32 * 32
 RECORD_BYTES = 1 + PIXEL_BYTES
 
 
-class _Kind(NamedTuple):
-    """One of the two data sets, and the files of each side: what they match, and what a message calls them."""
-
-    title: str
-    classes: int
-    label_bytes: int
-    files: dict[str, tuple[str, str]]
-    pickled: str
-
-
-_TEN = _Kind(
-    "CIFAR-10",
-    10,
-    1,
-    {
-        "train": (r"data_batch_\d+\.bin(\.xz)?", "data_batch_1.bin ... data_batch_5.bin"),
-        "test": (r"test_batch\.bin(\.xz)?", "test_batch.bin"),
-    },
-    "data_batch_1",
-)
-_SIDES = {"train": (r"train\.bin(\.xz)?", "train.bin"), "test": (r"test\.bin(\.xz)?", "test.bin")}
-_HUNDRED = _Kind("CIFAR-100", 100, 2, _SIDES, "train")
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class _CIFAR(StoredImages):
-    """What the two have in common."""
+    """What the two have in common.
 
-    kind: ClassVar[_Kind]
+    Attributes:
+        files: what the files of each side match, and what a message calls them. pickled: one of the version for Python.
+    """
+
+    title, count, label_bytes, pickled = "", 0, 0, ""
+    files: ClassVar[dict[str, tuple[str, str]]] = {}
     path: str | Path
 
     def _read(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
         side = "test" if self.split == "test" else "train"
-        images, labels, names = _read_side(self.path, self.kind, side)
+        images, labels, names = self._read_side(side)
         if side == "train":
             chosen = self._dealt(self.path, labels, "validation")
             images, labels = images[chosen], labels[chosen]
         return images, labels, names
+
+    def _read_side(self, side: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Images, labels and class names of the training or the test side."""
+        pattern, expected = self.files[side]
+        listing = open_listing(self.path, f"a folder with {expected}")
+        # In an archive the batches may lie anywhere; below a folder there may be other copies of them.
+        files = [name for name in listing.names if listing.archive or "/" not in name]
+        found = [name for name in files if re.fullmatch(pattern, PurePosixPath(name).name)]
+        if not found and side in listing.folders:
+            return self._decoded(listing.inside(side))
+        if not found:
+            hint = "; this is the version for Python, the binary version is needed"
+            pickled = any(PurePosixPath(name).name == self.pickled for name in listing.names)
+            message = f"{listing.root} holds no {expected} (or .bin.xz)"
+            raise FileNotFoundError(f"{message}{hint if pickled else f', and no folder {side}/ of classes'}")
+        if len({PurePosixPath(name).name.removesuffix(".xz") for name in found}) < len(found):
+            raise ValueError(f"{listing.root} holds a batch twice, plain and compressed; remove one of them")
+        batches = [self.records(listing.read(name), listing.root / name) for name in found]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        return images, labels, self._class_names(listing)
+
+    @classmethod
+    def records(cls, content: bytes, name: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Images and labels of the content of a binary file; see `read_batch`."""
+        try:
+            content = lzma.decompress(content) if name.suffix == ".xz" else content
+        except lzma.LZMAError as error:
+            raise ValueError(f"{name} is damaged: {error}") from error
+        size = cls.label_bytes + PIXEL_BYTES
+        if not content or len(content) % size:
+            message = f"{name} holds {len(content)} bytes, not a whole number of {size}-byte records"
+            raise ValueError(f"{message}; fetch the binary version of {cls.title} again")
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
+        labels = records[:, cls.label_bytes - 1]
+        if labels.max() >= cls.count:
+            record = int(np.argmax(labels >= cls.count))
+            message = f"{name}, record {record}: label {labels[record]} must lie in 0..{cls.count - 1}"
+            raise ValueError(f"{message}; is it {cls.title}?")
+        return records[:, cls.label_bytes :].reshape(-1, 3, 32, 32), labels
+
+    def _class_names(self, listing: Listing) -> list[str]:
+        if self.count == len(CLASSES):
+            return list(CLASSES)
+        listed = [name for name in listing.names if PurePosixPath(name).name == "fine_label_names.txt"]
+        names = listing.read(listed[0]).decode("utf-8").split() if listed else [f"class {n}" for n in range(self.count)]
+        if len(names) != self.count:
+            raise ValueError(f"{listing.root / listed[0]} names {len(names)} classes, {self.title} has {self.count}")
+        return names
+
+    def _decoded(self, listing: Listing) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Image files below class folders, as pixels; decoded once, and kept in the cache folder."""
+        names = listing.subfolders()
+        if len(names) != self.count:
+            raise ValueError(f"{listing.root} holds {len(names)} classes, {self.title} has {self.count}")
+        require("PIL.Image", extra="vision")
+        files = labelled(listing, names, "stop")
+
+        def build() -> dict[str, np.ndarray]:
+            images = np.empty((len(files.names), 3, 32, 32), dtype=np.uint8)
+            for index, name in enumerate(files.names):
+                picture = open_picture(listing.read(name), listing.root / name)
+                images[index] = np.asarray(central_square(picture, 32)).transpose(2, 0, 1)
+            return {"images": images}
+
+        return load_or_build("images", {**_identity(files), "size": 32}, build)["images"], files.labels, names
 
 
 @DATASETS.register("cifar10")
@@ -92,7 +138,11 @@ class CIFAR10(_CIFAR):
         ValueError: a damaged batch or file (named), or a share that leaves the split empty.
     """
 
-    name, kind = "cifar10", _TEN
+    name, title, count, label_bytes, pickled = "cifar10", "CIFAR-10", 10, 1, "data_batch_1"
+    files: ClassVar = {
+        "train": (r"data_batch_\d+\.bin(\.xz)?", "data_batch_1.bin ... data_batch_5.bin"),
+        "test": (r"test_batch\.bin(\.xz)?", "test_batch.bin"),
+    }
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of its 50,000 training images
 
 
@@ -113,7 +163,8 @@ class CIFAR100(_CIFAR):
         ValueError: a damaged file (named), or a share that leaves the split empty.
     """
 
-    name, kind = "cifar100", _HUNDRED
+    name, title, count, label_bytes, pickled = "cifar100", "CIFAR-100", 100, 2, "train"
+    files: ClassVar = {side: (rf"{side}\.bin(\.xz)?", f"{side}.bin") for side in ("train", "test")}
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)  # of its 50,000 training images
 
 
@@ -125,76 +176,7 @@ def read_batch(file: str | Path) -> tuple[np.ndarray, np.ndarray]:
         ValueError: the file is damaged, is no whole number of records, or holds a label above 9.
     """
     file = Path(file)
-    return _records(file.read_bytes(), file, _TEN)
-
-
-def _records(content: bytes, name: Path, kind: _Kind) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        content = lzma.decompress(content) if name.suffix == ".xz" else content
-    except lzma.LZMAError as error:
-        raise ValueError(f"{name} is damaged: {error}") from error
-    size = kind.label_bytes + PIXEL_BYTES
-    if not content or len(content) % size:
-        message = f"{name} holds {len(content)} bytes, not a whole number of {size}-byte records"
-        raise ValueError(f"{message}; fetch the binary version of {kind.title} again")
-    records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
-    labels = records[:, kind.label_bytes - 1]
-    if labels.max() >= kind.classes:
-        record = int(np.argmax(labels >= kind.classes))
-        message = f"{name}, record {record}: label {labels[record]} must lie in 0..{kind.classes - 1}"
-        raise ValueError(f"{message}; is it {kind.title}?")
-    return records[:, kind.label_bytes :].reshape(-1, 3, 32, 32), labels
-
-
-def _read_side(path: str | Path, kind: _Kind, side: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images, labels and class names of the training or the test side."""
-    pattern, expected = kind.files[side]
-    listing = open_listing(path, f"a folder with {expected}")
-    # In an archive the batches may lie anywhere; below a folder there may be other copies of them.
-    files = [name for name in listing.names if listing.archive or "/" not in name]
-    found = [name for name in files if re.fullmatch(pattern, PurePosixPath(name).name)]
-    if not found and side in listing.folders:
-        return _decoded(listing.inside(side), kind)
-    if not found:
-        hint = "; this is the version for Python, the binary version is needed"
-        pickled = any(PurePosixPath(name).name == kind.pickled for name in listing.names)
-        message = f"{listing.root} holds no {expected} (or .bin.xz)"
-        raise FileNotFoundError(f"{message}{hint if pickled else f', and no folder {side}/ of classes'}")
-    if len({PurePosixPath(name).name.removesuffix(".xz") for name in found}) < len(found):
-        raise ValueError(f"{listing.root} holds a batch twice, plain and compressed; remove one of them")
-    batches = [_records(listing.read(name), listing.root / name, kind) for name in found]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-    return images, labels, _class_names(listing, kind)
-
-
-def _class_names(listing: Listing, kind: _Kind) -> list[str]:
-    if kind.classes == len(CLASSES):
-        return list(CLASSES)
-    listed = [name for name in listing.names if PurePosixPath(name).name == "fine_label_names.txt"]
-    if not listed:
-        return [f"class {index}" for index in range(kind.classes)]
-    names = listing.read(listed[0]).decode("utf-8").split()
-    if len(names) != kind.classes:
-        raise ValueError(f"{listing.root / listed[0]} names {len(names)} classes, {kind.title} has {kind.classes}")
-    return names
-
-
-def _decoded(listing: Listing, kind: _Kind) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Image files below class folders, as pixels; decoded once, and kept in the cache folder."""
-    names = listing.subfolders()
-    if len(names) != kind.classes:
-        raise ValueError(f"{listing.root} holds {len(names)} classes, {kind.title} has {kind.classes}")
-    require("PIL.Image", extra="vision")
-    files = labelled(listing, names, "stop")
-
-    def build() -> dict[str, np.ndarray]:
-        images = np.empty((len(files.names), 3, 32, 32), dtype=np.uint8)
-        for index, name in enumerate(files.names):
-            picture = open_picture(listing.read(name), listing.root / name)
-            images[index] = np.asarray(central_square(picture, 32)).transpose(2, 0, 1)
-        return {"images": images}
-
-    return load_or_build("images", {**_identity(files), "size": 32}, build)["images"], files.labels, names
+    return CIFAR10.records(file.read_bytes(), file)
 
 
 def _identity(files: LabelledFiles) -> dict[str, object]:
