@@ -7,7 +7,7 @@ has no places to go to: it is unpacked once, to a plain tar in the cache folder.
 one.
 
 Why not a library: torchvision's readers want archives unpacked; webdataset reads tars from front to back and shuffles
-within a buffer, so that an epoch cannot go on from its middle, and Hugging Face `datasets` copies what it reads into
+within a buffer, so that an epoch cannot go on from its middle; Hugging Face `datasets` unpacks or copies archives into
 files of its own. `tarfile` and `zipfile` find the members here, and reading is a seek.
 """
 

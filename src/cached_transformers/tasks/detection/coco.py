@@ -1,7 +1,7 @@
 """Detection and instance segmentation on data in COCO's format ("coco"): any categories, any number of images.
 
 Paper: Lin et al., "Microsoft COCO: Common Objects in Context" (arXiv:1405.0312). Annotations are read and masks decoded
-by pycocotools, the format's own library.
+by pycocotools, the format's own library. torchvision's CocoDetection reads folders alone, and checks no annotation.
 
 Shape legend: N objects, C channels, H height, W width.
 """

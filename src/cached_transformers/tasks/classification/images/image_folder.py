@@ -1,7 +1,7 @@
 """Folders (or archives) of image files, a folder for each class ("image_folder").
 
-torchvision's ImageFolder lists folders alone: it opens no archive, deals no splits, and stops at an empty class without
-naming them all. The list is the least of the work, so ours serves for both.
+Why not torchvision's ImageFolder: it lists folders, and opens no archive; it knows no splits, and no rule for bad files.
+One listing serves for both here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Source: Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge" 
 the same images, and those of ImageNet-22k, from tar shards, which suits network file systems better.
 
 Why not torchvision's ImageNet: it unpacks every archive first, and takes the classes of the validation images from the
-development kit alone, by way of a file that torch unpickles.
+development kit alone.
 """
 
 from __future__ import annotations
