@@ -1,4 +1,12 @@
-"""What the data of several tasks share: batches and splits, files and archives on disk, images, texts as tokens."""
+"""What the data of several tasks share.
+
+- dataset, splits: what a data set is; training, validation and test
+- store, archives: arrays kept on disk; the files of folders, zips and tars by name
+- image_files: image files to pictures
+- text_files, text: texts on disk; a corpus as token ids
+- tokenizers, subwords: bytes, words, byte pairs and special ids of a text; subwords of pairs of texts
+- pairs, huggingface: a source and a target; data sets of the Hugging Face hub
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Folders (or archives) of image files, a folder for each class ("image_folder").
 
-Why not torchvision's ImageFolder: it lists folders, and opens no archive; it knows no splits, and no rule for bad files.
-One listing serves for both here.
+Why not torchvision's ImageFolder: it opens no archive, and has no splits and no rule for bad files. One listing serves
+for folders and archives here.
 """
 
 from __future__ import annotations

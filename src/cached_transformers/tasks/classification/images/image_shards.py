@@ -5,9 +5,9 @@ name up to the first dot: `0001.jpg`, `0001.cls`. Every shard is indexed once (`
 read in any order by offset, so data order, resume and workers are those of every other data set. The index holds
 numbers alone: fourteen million images take some 350 MB.
 
-Why not webdataset: its streams shuffle in a buffer, so the order depends on the number of workers (seen with 1.0.2), and
-an epoch cannot go on from its middle; it knows a label when it reads it, too late to deal splits with equal shares of
-every class, and a shard that was cut short stops a run only when its turn comes. Hugging Face `datasets` copies the
+Why not webdataset: its streams shuffle in a buffer, so the order depends on the number of workers (seen with 1.0.2)
+and an epoch cannot go on from its middle; it knows a label when it reads it, too late to deal splits with equal shares
+of every class; and a shard that was cut short stops a run only when its turn comes. Hugging Face `datasets` copies the
 shards into files of its own.
 """
 
