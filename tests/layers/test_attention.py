@@ -314,7 +314,7 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keys": False, "shared_query_key": True}, r"queries keys, which keys=False leaves out"),
+        ({"shared_query_key": True}, r"makes the queries keys, which this layer has none of"),
         ({"core": Bare()}, r"a layer of context alone needs context .*, which attention Bare does not give"),
         ({"memory": Weighing()}, r"memory Weighing weighs the keys of the segment"),
     ],
