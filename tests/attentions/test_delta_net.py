@@ -17,7 +17,7 @@ from cached_transformers.attentions.parts.building_blocks import causal_scan
 from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.seam.attention import in_words
+from cached_transformers.seam.fit import in_words
 
 
 def core_of(**options: Any) -> DeltaNet:

@@ -47,6 +47,8 @@ MODES = ("layers", "row", "col", "sum", "sequential")
 @ATTENTIONS.register(
     "axial",
     paper="arXiv:1912.12180",
+    title="Axial attention",
+    purpose="a regular pattern",
     equation="softmax over one row, or one column, of (q k^T / sqrt(E)) v; by turns of layers, summed, or in sequence",
     order="N sqrt(N)",
     cost="row: N C (E + V) multiply-adds a head; col: N R (E + V); sum and sequential: both, and the row twice for "

@@ -58,6 +58,8 @@ from .parts.sizes import head_width
 @ATTENTIONS.register(
     "bp_transformer",
     paper="arXiv:1911.04070",
+    title="BP-Transformer",
+    purpose="a regular pattern",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
     cost="N (6 K J (E + V) + T E) multiply-adds a head (causal 4 K J), J <= 2 + log2(N / K) levels, T types",

@@ -49,6 +49,8 @@ from .parts.sizes import at_least_one, head_width
 @ATTENTIONS.register(
     "clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="softmax(Q_c k^T / sqrt(E)) v, Q_c the mean of the query's cluster",
     order="N C, C clusters",
     cost="N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a head, R bits, T iterations",
@@ -158,6 +160,8 @@ class ClusteredAttention(Attention):
 @ATTENTIONS.register(
     "improved_clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
     "m = sum_T A_c",
     order="N (C + K), C clusters, K best keys",

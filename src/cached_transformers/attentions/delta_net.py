@@ -47,6 +47,8 @@ from .parts.sizes import at_least_one, head_width
 @ATTENTIONS.register(
     "delta_net",
     paper="arXiv:2102.11174",
+    title="Delta Net",
+    purpose="a state of fixed size, linear in N",
     equation="S_t = S_(t-1) + phi(k_t) beta_t (v_t - S_(t-1)^T phi(k_t))^T,  out_t = S_t^T phi(q_t)",
     order="N",
     cost="N (C (5 F + 3 E) / 2 + 3 F E + D) multiply-adds a head for F features (2 E with dpfp), in chunks of C tokens",

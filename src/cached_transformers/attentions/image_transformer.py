@@ -37,6 +37,8 @@ from .parts.windows import beside_class_tokens, local_attention
 @ATTENTIONS.register(
     "image_transformer",
     paper="arXiv:1802.05751",
+    title="Image Transformer",
+    purpose="a regular pattern",
     equation="softmax over the block of i and the memory round it of (q k^T / sqrt(E)) v",
     order="N (b + m)",
     cost="N (b + 2 m) (E + V) multiply-adds a head for b = block and m = memory, N (b + m) (E + V) causally; "

@@ -49,6 +49,8 @@ STEPS = 2**20
 @ATTENTIONS.register(
     "informer",
     paper="arXiv:2012.07436",
+    title="Informer",
+    purpose="fewer queries",
     equation="softmax(q k^T / sqrt(E)) v for the u queries of largest max_s q k_s - mean_s q k_s, mean(v) for others",
     order="N ln N",
     cost="N U E + u M (E + V) multiply-adds a head, u = c ceil(ln N), U = c ceil(ln M)",

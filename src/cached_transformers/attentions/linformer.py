@@ -37,6 +37,8 @@ SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 @ATTENTIONS.register(
     "linformer",
     paper="arXiv:2006.04768",
+    title="Linformer",
+    purpose="fewer keys",
     equation="softmax(q (E^T K)^T / sqrt(E)) F^T V",
     order="N S, S slots",
     cost="S (M + N) (E + V) multiply-adds a head",

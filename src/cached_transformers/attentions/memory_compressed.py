@@ -81,6 +81,8 @@ class Compression(nn.Module):
 @ATTENTIONS.register(
     "memory_compressed",
     paper="arXiv:1801.10198",
+    title="Memory-compressed attention",
+    purpose="fewer keys",
     equation="softmax(q conv(K)^T / sqrt(E)) conv(V), stride C",
     order="N^2 / C, C tokens a slot",
     cost="M (E^2 + V^2) + N M (E + V) / C multiply-adds a head, M H (E^2 + V^2) with a full convolution",

@@ -62,6 +62,8 @@ class Sorted(NamedTuple):
 @ATTENTIONS.register(
     "reformer",
     paper="arXiv:2001.04451",
+    title="Reformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own and the previous chunk in bucket order, in any round; keys q/||q||",
     order="N log N",
     cost="R N (E buckets / 2 + 2 C (E + V)) multiply-adds a head for chunks of C",

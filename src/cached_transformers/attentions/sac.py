@@ -170,6 +170,8 @@ class EdgePredictor(nn.Module):
 @ATTENTIONS.register(
     "sac",
     paper="arXiv:2003.09833",
+    title="SAC",
+    purpose="keys chosen by content",
     equation="softmax over a token and the A tokens that a recurrent predictor chose for it",
     order="N A (the choice N^2 A)",
     cost="N (A + 1) (E + V) multiply-adds a head; the choice N A (8 F^2 + N F) for all heads",

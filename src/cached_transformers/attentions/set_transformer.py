@@ -45,6 +45,8 @@ from .parts.sizes import head_width
 @ATTENTIONS.register(
     "set_transformer",
     paper="arXiv:1810.00825",
+    title="Set Transformer",
+    purpose="fewer keys",
     equation="softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v",
     order="N P, P inducing points",
     cost="P (N + M) (E + V) multiply-adds a head; P M E more with induced_keys",

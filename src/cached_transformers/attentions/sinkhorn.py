@@ -46,6 +46,8 @@ from .parts.sizes import at_least_one
 @ATTENTIONS.register(
     "sinkhorn",
     paper="arXiv:2002.11296",
+    title="Sparse Sinkhorn Attention",
+    purpose="keys chosen by content",
     equation="softmax over the own block and a mixture of blocks by a doubly stochastic matrix, exp of balanced scores",
     order="N W + N^2 / W",
     cost="(2 N W + N^2 / W) (E + V) + (N / W)^2 E multiply-adds a head for blocks of W",

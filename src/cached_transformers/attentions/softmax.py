@@ -25,6 +25,8 @@ from .parts.keys import visible, with_context
 @ATTENTIONS.register(
     "softmax",
     paper="arXiv:1706.03762",
+    title="Attention Is All You Need",
+    purpose="exact attention",
     equation="softmax(q k^T / sqrt(E) + bias) v",
     order="N^2",
     cost="2 N (M + N) E multiply-adds a head; memory O(N) with fused kernels",

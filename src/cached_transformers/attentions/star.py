@@ -42,6 +42,8 @@ from .parts.sizes import head_width
 @ATTENTIONS.register(
     "star",
     paper="arXiv:1902.09113",
+    title="Star-Transformer",
+    purpose="near tokens and a few that all see",
     equation="softmax over k_{i-R} .. k_{i+R} on a ring, k_i again, and one relay key, the weighted mean of all keys",
     order="N R",
     cost="N ((2 R + 3) (E + V) + 2 E + V) multiply-adds a head",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State
 
 from .parts.memory_tokens import CACHE_NEEDS, CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
@@ -30,11 +31,15 @@ from .parts.memory_tokens import CACHE_NEEDS, CacheBeforeTokens, check_cache, ch
 @MEMORIES.register(
     "memory_transformer",
     paper="arXiv:2006.11527",
+    title="Memory Transformer",
+    carries="nothing: learned vectors beside each segment, a control",
+    purpose="a control that carries nothing",
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
     state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
+    probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.

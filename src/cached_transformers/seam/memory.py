@@ -25,9 +25,6 @@ from cached_transformers.state import State
 
 from .positions import Positions
 
-STANDS: dict[str, str] = {"tokens_round": "input", "context": "kv", "head": "head", "slots": "sublayer"}
-"""The usual names of the four places, by the word of `needs` that asks for them."""
-
 
 class ProjectKV(Protocol):
     """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.

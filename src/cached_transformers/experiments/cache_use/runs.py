@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from cached_transformers.experiments.reports.wording import Metric
 from cached_transformers.experiments.run import build_dataset, load_run
 from cached_transformers.experiments.variants import Variant
 from cached_transformers.memories import memory_spec
@@ -21,7 +19,6 @@ from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.metrics import jsonable
 
 from .scores import modes_of, score_cache_use, scores_path
-from .table import cache_use_table, legend
 
 
 def has_shared_cache(variant: Variant) -> bool:
@@ -38,12 +35,12 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
     """
     config = variant.seeded(seed)
     checkpoint = "last" if config.training.test == "last" else "best"
-    facts = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
-    facts |= {"other": "none" if other is None else f"seed {other[1]}"}
+    settings = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
+    settings |= {"other": "none" if other is None else f"seed {other[1]}"}
     path = scores_path(folder)
     if path.is_file():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if all(known.get(key) == value for key, value in facts.items()):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if all(stored.get(key) == value for key, value in settings.items()):
             return False
 
     def load(run: Path = folder) -> nn.Module:
@@ -57,7 +54,7 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
             load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
         )
 
-    content = {**facts, "scores": in_world(config.training.device, scores)}
+    content = {**settings, "scores": in_world(config.training.device, scores)}
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(jsonable(content), indent=1), encoding="utf-8")
     temporary.replace(path)
@@ -77,27 +74,8 @@ def score_variant(
         following = seeds[(index + 1) % len(seeds)]
         other = None if following == seed else (folder_of(following), following)
         if score_run(folder_of(seed), variant, seed, other, split):
-            console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False, highlight=False)
+            console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False)
         content = json.loads(scores_path(folder_of(seed)).read_text(encoding="utf-8"))
         for row in content["scores"]:
             by_mode.setdefault(row["mode"], []).append(row)
     return by_mode
-
-
-def print_cache_use(
-    rows: Sequence[tuple[str, Sequence[dict[str, Any]]]], metric: Metric, split: str, console: Console
-) -> None:
-    """The same on a terminal, with a legend."""
-    header, lines = cache_use_table(rows, metric)
-    table = Table(
-        title=f"use of the cache: {split} {metric.name}, and what changes it",
-        title_justify="left",
-        box=None,
-        header_style="bold",
-    )
-    for column in header:
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for line in lines:
-        table.add_row(*line)
-    console.print(table)
-    console.print(legend(header[1:]), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`cached plot fig1|fig4|fig5`: the GRC paper's figures from runs and comparisons, each with its numbers beside it."""
+"""The GRC paper's figures 1, 4 and 5 from runs and comparisons, by their folders, each with its numbers beside it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cached_transformers.experiments.reports.collect import LayerMaps, collect_layer_maps
-from cached_transformers.experiments.reports.figures import paper
-from cached_transformers.experiments.reports.figures.paper import PLAIN, FormPoint, HeadShares
-from cached_transformers.experiments.reports.run_folder import (
-    Comparison,
-    Run,
-    is_comparison,
-    is_run,
-    read_comparison,
-    read_run,
-)
+from cached_transformers.data.image_files import open_picture
 from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
 from cached_transformers.experiments.statistics import mean_interval
+from cached_transformers.memories.grc.grc import GRCOptions
+from cached_transformers.tasks.classification.images.augmentation import central_square
+
+from .collect import LayerMaps, collect_layer_maps
+from .draw import label, listed, single_runs
+from .figures import paper
+from .figures.paper import PLAIN, FormPoint, HeadShares
+from .run_folder import Comparison, Run, is_comparison, is_run, read_comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +30,7 @@ IMAGES = 4
 
 def figure_1(folders: Sequence[Path], output: Path) -> Figure:
     """Accuracy against operations of all variants of comparisons, and of single runs, those of one variant together."""
-    comparisons, runs = read(folders)
+    comparisons, runs = _read(folders)
     training = bool(comparisons) and not runs
     training = training and all(v.get("training_flops") for c in comparisons for v in c.variants)
     points: list[FormPoint] = []
@@ -43,14 +41,13 @@ def figure_1(folders: Sequence[Path], output: Path) -> Figure:
         )
     metric = metrics.pop()
     for c in comparisons:
-        prefix = "" if len(comparisons) == 1 else f"{c.folder.resolve().name}: "
         for v in c.variants:
             name, backbone = str(v["name"]), v.get("backbone")
             form = name if backbone is None else name.removeprefix(backbone).lstrip("-") or PLAIN
             cost = v.get("training_flops" if training else "flops")
             if cost:
-                label = c.title if backbone is None else backbone
-                points.append(FormPoint(f"{prefix}{label}", form, float(cost), [float(x) for x in v["values"]]))
+                shown = label(c.title if backbone is None else backbone, c, comparisons)
+                points.append(FormPoint(shown, form, float(cost), [float(x) for x in v["values"]]))
     for name, group in runs.items():
         scores = [r.summary["test"][metric] for r in group if (r.summary.get("test") or {}).get(metric) is not None]
         if scores and group[0].summary.get("flops"):
@@ -60,8 +57,8 @@ def figure_1(folders: Sequence[Path], output: Path) -> Figure:
     rows = []
     for p in points:
         mean, low, high = mean_interval(p.values)
-        shown = ["" if x is None else x for x in (mean, low, high)]
-        rows.append([p.backbone, p.form, p.operations, *shown, " ".join(map(str, p.values))])
+        interval = ["" if x is None else x for x in (mean, low, high)]
+        rows.append([p.backbone, p.form, p.operations, *interval, " ".join(map(str, p.values))])
     header = ["backbone", "form", "operations", f"mean {metric}", "low", "high", "values by seed"]
     paper.write_table(output.with_suffix(".csv"), header, rows)
     of = "one forward pass in training, per image" if training else "one forward pass of one image in evaluation"
@@ -78,28 +75,27 @@ def figure_4(folders: Sequence[Path], output: Path, images: Sequence[Path], laye
         raise ValueError(f"figure 4 is of one run; {listed(folders)} is not the folder of one run")
     config = read_run_config(folders[0])
     data = build_dataset(config, "validation" if config.training.test == "none" else "test")
-    known = data.describe()
-    if "image_size" not in known:
+    described = data.describe()
+    if "image_size" not in described:
         raise ValueError(f"figure 4 is of images; the data of {folders[0]} are {config.data['name']!r}")
-    inputs_NCHW, names = _photographs(images, known) if images else _of_split(data)
+    inputs_NCHW, names = _photographs(images, described) if images else _of_split(data)
     _, model, _ = load_run(folders[0])
     maps = collect_layer_maps(model, inputs_NCHW)
     if not maps:
         raise ValueError(f"the model of {folders[0]} has no cached layer whose tokens are a map of the image")
     chosen = _chosen(maps, layers)
     paper.write_maps(output.with_suffix(".json"), names, chosen)
-    mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
+    mean, std = (torch.tensor(described[key])[:, None, None] for key in ("mean", "std"))
     pixels = (inputs_NCHW * std + mean).permute(0, 2, 3, 1)
     return paper.photograph_maps(pixels.expand(-1, -1, -1, 3).numpy(), chosen)
 
 
 def figure_5(folders: Sequence[Path], output: Path) -> Figure:
     """Share of the cache in every head and layer, of all runs that have gates."""
-    comparisons, singles = read(folders)
+    comparisons, singles = _read(folders)
     groups: list[tuple[str, list[Run]]] = []
     for c in comparisons:
-        prefix = "" if len(comparisons) == 1 else f"{c.folder.resolve().name}: "
-        groups += [(f"{prefix}{name}", group) for name, group in c.runs().items()]
+        groups += [(label(name, c, comparisons), group) for name, group in c.runs().items()]
     groups += list(singles.items())
     variants, rows = [], []
     for name, group in groups:
@@ -118,8 +114,6 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
 
 def initial_share(run: Run) -> float | None:
     """sigma(lambda) before training, as the run's configuration has it; None where it does not say."""
-    from cached_transformers.memories.grc.grc import GRCOptions
-
     memory = read_run_config(run.folder).model.get("memory")
     options = {"name": memory} if isinstance(memory, str) else dict(memory or {})
     if options.get("name") == "grc":
@@ -132,43 +126,12 @@ def initial_share(run: Run) -> float | None:
     return float(torch.tensor(gate).sigmoid())
 
 
-def read(folders: Sequence[Path]) -> tuple[list[Comparison], dict[str, list[Run]]]:
-    """Comparisons, and single runs by variant.
-
-    Raises:
-        ValueError: a folder is neither.
-    """
-    comparisons: list[Comparison] = []
+def _read(folders: Sequence[Path]) -> tuple[list[Comparison], dict[str, list[Run]]]:
+    """Comparisons, and single runs by variant."""
     runs: dict[str, list[Run]] = {}
-    for folder in folders:
-        if is_comparison(folder):
-            comparisons.append(read_comparison(folder))
-        elif is_run(folder):
-            run = read_run(folder)
-            runs.setdefault(run.name, []).append(run)
-        else:
-            raise ValueError(f"{folder} is neither a run (metrics.jsonl) nor a comparison (compare.json)")
-    return comparisons, runs
-
-
-def parse_layers(text: str) -> list[int]:
-    """Layers from "1,4".
-
-    Raises:
-        ValueError: not whole numbers from 1 on.
-    """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"--layers {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,4")
-    return numbers
-
-
-def listed(folders: Sequence[Path]) -> str:
-    """Folders in a message."""
-    return ", ".join(map(str, folders))
+    for run in single_runs(folders):
+        runs.setdefault(run.name, []).append(run)
+    return [read_comparison(folder) for folder in folders if is_comparison(folder)], runs
 
 
 def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[LayerMaps]:
@@ -181,18 +144,15 @@ def _chosen(maps: Sequence[LayerMaps], layers: Sequence[int] | None) -> list[Lay
     return [by_index[index] for index in layers]
 
 
-def _photographs(files: Sequence[Path], known: Any) -> tuple[torch.Tensor, list[str]]:
-    from cached_transformers.data.decoding import open_picture
-    from cached_transformers.tasks.classification.images.augmentation import central_square
-
+def _photographs(files: Sequence[Path], described: Any) -> tuple[torch.Tensor, list[str]]:
     pictures = []
     for file in files:
         if not file.is_file():
             raise ValueError(f"--images: there is no file {file}")
-        square = central_square(open_picture(file.read_bytes(), file, known["channels"]), known["image_size"])
-        pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], known["channels"])
+        square = central_square(open_picture(file.read_bytes(), file, described["channels"]), described["image_size"])
+        pixels_HWC = np.asarray(square, dtype=np.float32).reshape(*square.size[::-1], described["channels"])
         pictures.append(torch.from_numpy(pixels_HWC).permute(2, 0, 1) / 255)
-    mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
+    mean, std = (torch.tensor(described[key])[:, None, None] for key in ("mean", "std"))
     return (torch.stack(pictures) - mean) / std, [file.name for file in files]
 
 
