@@ -245,7 +245,7 @@ def test_the_default_memories_change_nothing() -> None:
     assert memory.init_state(2, x) == () and memory.read((), query, None) == Reading()
     assert memory.combine(x, query, Reading()) is x and memory.finish(x, query, Reading()) is x
     spanning = ModelMemory()
-    assert spanning.next_pass(["a", "b"]) == "b"
+    assert spanning.next_pass("0", ["a", "b"]) == "b" and not spanning.rereads
     assert spanning.enter((), x, x, None, None) == Entry(x, x, None)
 
 

@@ -297,13 +297,13 @@ def fed(stack: Stack, segments: list[Tensor], feeds: int) -> list[Tensor]:
     """The outputs of the last feed of a document; states carry on from one feed to the next."""
     state: Any = None
     for _ in range(feeds):
-        seen, outputs = [], []
+        before, seen, outputs = state, [], []
         for segment in segments:
             out = stack(segment, state)
             state = out.state
             seen.append(state)
             outputs.append(out.outputs)
-        state = stack.model_memory.next_pass(seen)
+        state = stack.model_memory.next_pass(before, seen)
     return outputs
 
 

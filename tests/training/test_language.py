@@ -23,7 +23,7 @@ from training.same_run import assert_same_run, final
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.run import build_dataset, build_model, run_training
 from cached_transformers.state import named_tensors
-from cached_transformers.tasks.language.task import evaluate_language
+from cached_transformers.tasks.language.task import evaluate_language, evaluation_streams
 from cached_transformers.training.config import config_from_dict, fill_from_data
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
@@ -362,7 +362,67 @@ def test_a_longer_segment_gives_more_to_see(tmp_path, text):
     trainer = fitted(tmp_path / "run", text)
     losses = [evaluation(trainer, segment_length=n, memory="reset")[0]["loss"] for n in (1, 8)]
     assert losses[0] != pytest.approx(losses[1], abs=1e-4)
-    assert evaluation(trainer, segments=3, passes=2)[0]["loss"] > 0
+
+
+READ_TWICE = 'model.memory={"name": "read_twice", "slots": 8}'
+
+
+@pytest.mark.parametrize("reset", ["never", "document"])
+def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
+    """The loss of two passes in training is that of two passes in evaluation, and not that of one."""
+    options = [
+        "training.segments=3",
+        "training.bptt=3",
+        "training.passes=2",
+        "model.dropout=0.0",
+        f"data.reset={reset}",
+    ]
+    trainer = make(tmp_path / "run", text, READ_TWICE, *options)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = trainer.model.eval()
+    streams = evaluation_streams(trainer.validation_data, trainer.config)
+    losses = {}
+    for passes in (1, 2):
+        state, nats = None, 0.0
+        for step in range(streams.steps):
+            batch = streams.batch(step)
+            loop = SegmentLoop(model, 8, 3, passes)
+            loss, state = loop(batch.inputs, batch.targets, state, batch.reset, batch.padding)
+            nats += loss.item() * batch.tokens
+        losses[passes] = nats / len(trainer.validation_data)
+    assert evaluation(trainer)[0]["loss"] == pytest.approx(losses[2], rel=1e-5)
+    assert abs(losses[1] - losses[2]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "transformer_xl",
+        "ernie_doc",
+        {"name": "read_twice", "slots": 8, "scope": "document"},
+        {"name": "read_twice", "slots": 8, "scope": "others"},
+    ],
+)
+def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
+    options = [f"model.memory={json.dumps(memory)}", "training.segments=2"]
+    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens .* take training\.passes=1, or"):
+        make(tmp_path / "run", text, *options, "training.passes=2")
+    trainer = make(tmp_path / "run", text, *options)
+    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens"):
+        evaluation(trainer, passes=2)
+
+
+@pytest.mark.parametrize("memory", [READ_TWICE, "model.memory=null"])
+def test_a_pass_that_shows_no_answer_is_not_refused(tmp_path, text, memory):
+    """Beside a memory that rereads, a model without one is the plain arm of a comparison."""
+    trainer = make(tmp_path / "run", text, memory, "training.segments=2", "training.passes=2")
+    model, data = trainer.model.eval(), trainer.validation_data
+    before = evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"]
+    data.tokens = data.tokens.copy()
+    data.tokens[1:] ^= 1
+    assert evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"] == before
 
 
 # ------------------------------------------------------------------------------------------------------- whole commands

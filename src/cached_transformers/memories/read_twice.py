@@ -17,7 +17,7 @@ Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,6 @@ class ReadTwice(ModelMemory):
     """
 
     insertion = "sublayer"
-    rewinds = True
 
     def __init__(
         self,
@@ -173,6 +172,7 @@ class ReadTwice(ModelMemory):
         self.width, self.slots, self.every, self.step = width, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
+        self.rereads = scope == "earlier"
         self.readers = range(depth) if layer is None else (layer % depth,)
         self.norm = nn.LayerNorm(width)
         self.ends = nn.Linear(2 * width, width) if summary == "ends" else None
@@ -269,3 +269,7 @@ class ReadTwice(ModelMemory):
             place_B1D = self.place(number_B.clamp(0, self.slots - 1))[:, None]
             summary_BKD = self.place_norm(summary_BKD + place_B1D)
         return summary_BKD, last_BK >= first_K
+
+    def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
+        # At the positions of the pass before it, by which blocks are told; the table alone goes on.
+        return before._replace(model=after[-1].model)

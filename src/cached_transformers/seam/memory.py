@@ -247,9 +247,9 @@ class ModelMemory(nn.Module):
             every block.
         own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none
             gets 0 from attention; traces then hold no keys and values.
-        rewinds: another pass over the same segments takes place at the same positions: the loop gives the clock and the
-            states of the layers the values that they had before the first pass; what `next_pass` returns counts for
-            the model memory alone.
+        rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
+            behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
+            a next-token loss over several passes needs it.
         around: tokens that it puts round a segment, by which attention sees longer ones.
     """
 
@@ -259,7 +259,7 @@ class ModelMemory(nn.Module):
     masks: bool = False
     own_weights: bool = False
     own_keys: bool = True
-    rewinds: bool = False
+    rereads: bool = False
     around: int = 0
 
     def layer_keys(self, index: int) -> bool:
@@ -306,6 +306,10 @@ class ModelMemory(nn.Module):
         """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None."""
         return x_BND, state, None
 
-    def next_pass(self, states: Sequence[State]) -> State:
-        """State of the model with which another pass over the same segments begins, given that after each of them."""
-        return states[-1]
+    def next_pass(self, before: State, after: Sequence[State]) -> State:
+        """State of the whole model with which another pass over the same segments begins.
+
+        Args:
+            before: state with which the pass began, resets included. after: states after each of its segments.
+        """
+        return after[-1]

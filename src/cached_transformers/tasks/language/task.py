@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.text import TextDataset
+from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.metrics import untouched
-from cached_transformers.training.segments import SegmentLoop, token_losses
+from cached_transformers.training.segments import SegmentLoop
 
 from .streams import IGNORED, StreamBatch, Streams
 
@@ -159,6 +160,20 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
         )
     if settings.label_smoothing:
         raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
+    check_passes(model, settings.passes)
+
+
+def check_passes(model: nn.Module, passes: int) -> None:
+    """Refuse several passes over text whose next tokens a memory has read by then (ValueError)."""
+    if passes == 1:
+        return
+    memory = model_memory(model, passes)
+    if not memory.rereads and remembers(model.init_state(1)):  # type: ignore[operator]
+        raise ValueError(
+            f"training.passes={passes}: after the first pass the memory has read the tokens that are to be predicted; "
+            "take training.passes=1, or a memory that shows a token only what stands before it in every pass "
+            "(read_twice with scope='earlier')"
+        )
 
 
 def moved(batch: StreamBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -202,13 +217,15 @@ def evaluate_language(
         The scores; and for places 0, 1 to 2, 3 to 6, 7 to 14, ... in the document: from, to, tokens, loss.
 
     Raises:
-        ValueError: shuffling with a single row.
+        ValueError: shuffling with a single row, or several passes over a model whose memory would show the answers.
     """
     streams, memory = evaluation_streams(dataset, config), config.evaluation.memory
     length = config.evaluation.segment_length or config.training.segment_length
     first, last = (rank * streams.rows // world.size for rank in (world.rank, world.rank + 1))
     if memory == "shuffle" and last - first == 1:
         raise ValueError("evaluation.memory=shuffle needs two rows or more; raise training.evaluation_batch_size")
+    check_passes(model, config.training.passes)
+    loop = SegmentLoop(model, length, passes=config.training.passes)
     generator = torch.Generator().manual_seed(config.training.seed)
     total = torch.zeros(2, BUCKETS, dtype=torch.float64, device=world.device)
     with untouched(model):
@@ -220,7 +237,9 @@ def evaluate_language(
             elif memory == "shuffle" and state is not None:
                 shift = int(torch.randint(1, last - first, (), generator=generator))
                 state = reorder(state, torch.arange(last - first, device=world.device).roll(shift))
-            losses_BN, state = _losses(model, batch, state, length, config.training.passes, world.device)
+            inputs_BN, targets_BN, reset, padding_BN = moved(batch, world.device)
+            outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
+            losses_BN, state = torch.cat([out.outputs for out in outs], 1), outs[-1].state
             bucket_BN = torch.from_numpy(np.frexp(batch.positions.numpy() + 1)[1] - 1).long()
             valid_BN = batch.targets != IGNORED
             index = bucket_BN[valid_BN].to(world.device)
@@ -234,24 +253,3 @@ def evaluate_language(
         if tokens_P[p]
     ]
     return dataset.scores(float(nats_P.sum()), float(tokens_P.sum())), places
-
-
-def _losses(
-    model: nn.Module, batch: StreamBatch, state: State | None, length: int, passes: int, device: torch.device
-) -> tuple[Tensor, State]:
-    """Losses (B, N) of the tokens of one batch, read as a `SegmentLoop` reads it, and the state after it."""
-    inputs_BN, targets_BN, reset, padding_BN = moved(batch, device)
-    for remaining in reversed(range(passes)):
-        losses, states = [], []
-        # An evaluation step is one segment, or, read in several passes, one document at most: one reset in front.
-        start: Tensor | None = reset[:, 0] if remaining == passes - 1 else None
-        for begin in range(0, inputs_BN.shape[1], length):
-            inputs, targets = (t[:, begin : begin + length] for t in (inputs_BN, targets_BN))
-            padding = None if padding_BN is None else padding_BN[:, begin : begin + length]
-            part, state, _ = token_losses(model, inputs, targets, state, start, padding)
-            start = None
-            losses.append(part)
-            states.append(state)
-        if remaining:
-            state = model.stack.model_memory.next_pass(states)  # type: ignore[union-attr, operator]
-    return torch.cat(losses, 1), state
