@@ -17,7 +17,7 @@ from cached_transformers.cli.main import main
 from cached_transformers.experiments.run import build_dataset, load_run
 from cached_transformers.experiments.statistics import summarise
 from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
-from cached_transformers.training.config import load_config
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

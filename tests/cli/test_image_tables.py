@@ -28,7 +28,8 @@ from cached_transformers.experiments.variants import (
 )
 from cached_transformers.memories.parts.memory_branch import PositionalConvolution
 from cached_transformers.tasks import create_model
-from cached_transformers.training.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
+from cached_transformers.tasks.recipes import check_sections, load_config
+from cached_transformers.training.config import RunConfig, config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

@@ -18,7 +18,8 @@ from cached_transformers.experiments.statistics import summarise, summarise_pair
 from cached_transformers.experiments.variants import Variant, equal_operations, training_flops
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.tasks.classification.listops.expressions import root_operator_baselines
-from cached_transformers.training.config import config_hash, config_to_dict, fill_from_data, load_config
+from cached_transformers.tasks.recipes import fill_from_data, load_config
+from cached_transformers.training.config import config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

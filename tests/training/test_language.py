@@ -24,7 +24,7 @@ from cached_transformers.cli.main import main
 from cached_transformers.experiments.run import build_dataset, build_model, run_training
 from cached_transformers.state import named_tensors
 from cached_transformers.tasks.language.task import evaluate_language, evaluation_streams
-from cached_transformers.training.config import config_from_dict, fill_from_data
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.progress import Reporter
@@ -418,7 +418,7 @@ def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
 def test_a_pass_that_shows_no_answer_is_not_refused(tmp_path, text, memory):
     """Beside a memory that rereads, a model without one is the plain arm of a comparison."""
     trainer = make(tmp_path / "run", text, memory, "training.segments=2", "training.passes=2")
-    model, data = trainer.model.eval(), trainer.validation_data
+    data = trainer.validation_data
     before = evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"]
     data.tokens = data.tokens.copy()
     data.tokens[1:] ^= 1
@@ -508,7 +508,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 
 
 def test_a_run_of_a_text_recipe(tmp_path, text):
-    from cached_transformers.training.config import load_config
+    from cached_transformers.tasks.recipes import load_config
 
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):

@@ -14,9 +14,9 @@ from rich.console import Console
 from torch import nn
 
 from cached_transformers.experiments.run import build_dataset, build_model, load_run, run_training
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training import checkpoint as checkpoint_module
 from cached_transformers.training.checkpoint import read_checkpoint
-from cached_transformers.training.config import config_from_dict, fill_from_data, load_config
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.metrics import MetricsFile, evaluate, read_metrics
 from cached_transformers.training.progress import Reporter

@@ -27,7 +27,8 @@ from cached_transformers.experiments.reports.wording import Metric
 from cached_transformers.experiments.run import environment, read_run_config, run_training
 from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
 from cached_transformers.experiments.variants import Variant, prepare
-from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml, load_config
+from cached_transformers.tasks.recipes import load_config
+from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.metrics import jsonable
 

@@ -21,7 +21,8 @@ from cached_transformers.experiments.run import build_dataset
 from cached_transformers.experiments.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.registry import unknown_name
 from cached_transformers.tasks.kinds import baselines, task_name
-from cached_transformers.training.config import RunConfig, check_sections, fill_from_data, load_config
+from cached_transformers.tasks.recipes import check_sections, fill_from_data, load_config
+from cached_transformers.training.config import RunConfig
 
 from .compare import Comparison, carry_out, parse_seeds
 

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from cached_transformers.experiments.run import run_training
 from cached_transformers.registry import MODELS
-from cached_transformers.training.config import LEARNED_FROM_DATA, RunConfig, config_to_yaml, load_config
+from cached_transformers.tasks.recipes import LEARNED_FROM_DATA, load_config
+from cached_transformers.training.config import RunConfig, config_to_yaml
 
 
 def add_parser(subparsers: Any) -> None:

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 from cached_transformers.registry import DATASETS, MODELS
 from cached_transformers.tasks.kinds import baselines, example_inputs, task_name
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
 from cached_transformers.tasks.translation.task import written
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, seed_everything, write_durably
 from cached_transformers.training.checkpoint_average import checkpoints_made, load_average
-from cached_transformers.training.config import RunConfig, config_from_dict, config_to_yaml, fill_from_data
+from cached_transformers.training.config import RunConfig, config_to_yaml
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
 from cached_transformers.training.loader import evaluation_batches

@@ -12,7 +12,8 @@ import torch
 
 from cached_transformers.registry import MODELS
 from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments
-from cached_transformers.training.config import RunConfig, check_sections, fill_from_data
+from cached_transformers.tasks.recipes import check_sections, fill_from_data
+from cached_transformers.training.config import RunConfig
 from cached_transformers.yaml_tree import parse_yaml
 
 from .costs.flops import count_flops, count_parameters

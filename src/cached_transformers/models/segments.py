@@ -4,8 +4,8 @@ The loop knows nothing of losses or scores. Whoever runs it says how one segment
 the reader needs of a segment: tokens, or tokens with targets and padding), the state before it, and the rows that begin
 anew with it. Training, evaluation, streaming, generation and probes differ in that function alone.
 
-    state_0  --read-->  state_1  --read-->  ...  --read-->  state_S      one pass; the graph is cut every `bptt` segments
-    state_0' = next_pass(state_0, [state_1, ..., state_S])               what another pass over the same pieces begins with
+    state_0  --read-->  state_1  --read-->  ...  --read-->  state_S      one pass; cut from the graph now and then
+    state_0' = next_pass(state_0, [state_1, ..., state_S])               with what another pass begins
 
 Legend: B rows.
 """
@@ -13,6 +13,7 @@ Legend: B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def cut(tokens: int, length: int | None, filled: int = 0) -> list[slice]:
     if length is None:
         return [slice(0, tokens)]
     bounds = [0, *range(length - filled, tokens, length), tokens]
-    return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def read_segments(

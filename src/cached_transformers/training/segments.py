@@ -88,17 +88,16 @@ class SegmentLoop(nn.Module):
                 than segments, or several although there are several passes.
         """
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        segments = 0
-        for losses_BN, state, extra in self.read(inputs_BN, targets_BN, state, reset, padding):
-            total = total + losses_BN.sum()
-            auxiliary = auxiliary + extra
-            segments += 1
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding))
+        for out in outs:
+            total = total + out.outputs.sum()
+            auxiliary = auxiliary + out.auxiliary_loss
         if padding is not None:
             targets_BN = targets_BN.masked_fill(padding, IGNORED)
         count = (targets_BN != IGNORED).sum().clamp(min=1)
-        auxiliary = auxiliary / segments
+        auxiliary = auxiliary / len(outs)
         self.auxiliary_loss = auxiliary.detach()
-        return total / count + auxiliary, detach(state)
+        return total / count + auxiliary, detach(outs[-1].state)
 
     def read(
         self,
