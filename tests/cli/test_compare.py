@@ -14,7 +14,8 @@ import yaml
 from cached_transformers.cli import compare
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.run import build_dataset, load_run
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.statistics import summarise
 from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
 from cached_transformers.tasks.recipes import load_config

@@ -13,12 +13,12 @@ from PIL import Image
 
 from cached_transformers.cli.main import main
 from cached_transformers.cli.reproduce import arms, own_recipes
+from cached_transformers.experiments.build import build_dataset, build_model
 from cached_transformers.experiments.cache_use.table import cache_use_statistics
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters
 from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
 from cached_transformers.experiments.reproductions.base import pairs
 from cached_transformers.experiments.reproductions.images import PAPER, SMALL
-from cached_transformers.experiments.run import build_dataset, build_model
 from cached_transformers.experiments.variants import (
     Variant,
     equal_operations,

@@ -17,7 +17,8 @@ from PIL import Image
 from pycocotools import mask as codes
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.run import load_run, run_training
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
 from cached_transformers.tasks import create_dataset
 from cached_transformers.tasks.detection.scores import PARTS
 from cached_transformers.tasks.detection.task import evaluate_detector

@@ -13,7 +13,9 @@ from data.pictures import class_folders, write_files, write_tar
 from cached_transformers.cli.main import main
 from cached_transformers.data.decoding import BadFile
 from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.run import load_run, run_training, write_report
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
+from cached_transformers.experiments.run_files import write_report
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches
 from cached_transformers.tasks import create_model

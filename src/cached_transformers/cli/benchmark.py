@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from cached_transformers.experiments.benchmarks import attentions, grc, loading, memories, translation, vision
+    from cached_transformers.experiments.environment import environment
     from cached_transformers.experiments.reports.page import environment_text
-    from cached_transformers.experiments.run import environment
 
     torch.set_num_threads(arguments.threads)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

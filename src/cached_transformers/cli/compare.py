@@ -23,8 +23,10 @@ from rich.console import Console
 
 from cached_transformers.experiments.cache_use.table import cache_use_statistics
 from cached_transformers.experiments.cache_use.variants import has_shared_cache, print_cache_use, score_variant
+from cached_transformers.experiments.environment import environment
+from cached_transformers.experiments.load import read_run_config
 from cached_transformers.experiments.reports.wording import Metric
-from cached_transformers.experiments.run import environment, read_run_config, run_training
+from cached_transformers.experiments.run import run_training
 from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
 from cached_transformers.experiments.variants import Variant, prepare
 from cached_transformers.tasks.recipes import load_config

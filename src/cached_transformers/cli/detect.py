@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.decoding import BadFile
-from cached_transformers.experiments.run import load_run, read_categories
+from cached_transformers.experiments.load import load_run, read_categories
 from cached_transformers.tasks.detection.coco_files import decode_rgb
 from cached_transformers.tasks.detection.drawing import draw_detections
 from cached_transformers.tasks.detection.scores import to_results

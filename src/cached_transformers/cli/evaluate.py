@@ -20,17 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.intervals import with_intervals
+from cached_transformers.experiments.load import load_run, read_categories, read_run_config
 from cached_transformers.experiments.reports.detection_report import COLUMNS
 from cached_transformers.experiments.reports.wording import MISSING, Metric
-from cached_transformers.experiments.run import (
-    build_dataset,
-    check_tokenizer,
-    load_run,
-    read_categories,
-    read_run_config,
-    write_evaluation,
-    write_report,
-)
+from cached_transformers.experiments.run_files import write_evaluation, write_report
 from cached_transformers.registry import unknown_name
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
 from cached_transformers.tasks.kinds import baselines, task_name
@@ -38,8 +33,9 @@ from cached_transformers.tasks.language.task import evaluate_language
 from cached_transformers.tasks.translation.task import evaluate_pairs
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import jsonable, with_intervals
+from cached_transformers.training.metrics import jsonable
 from cached_transformers.training.progress import Reporter
+from cached_transformers.training.run_files import check_tokenizer
 
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 OF_SHARED_CACHES = ("other", "batch")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run, read_run_config
 from cached_transformers.experiments.reports import paper_figures
 from cached_transformers.experiments.reports.feature_maps import LayerMaps, collect_layer_maps
 from cached_transformers.experiments.reports.paper_figures import PLAIN, FormPoint, HeadShares
@@ -20,7 +22,6 @@ from cached_transformers.experiments.reports.run_folder import (
     read_comparison,
     read_run,
 )
-from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
 from cached_transformers.experiments.statistics import mean_interval
 
 if TYPE_CHECKING:

@@ -199,8 +199,8 @@ def _finished(path: Path, settings: dict[str, Any]) -> bool:
 
 
 def _collect(trials: list[Trial], memories: list[str], tasks: list[str], arguments: argparse.Namespace) -> Any:
+    from cached_transformers.experiments.environment import environment
     from cached_transformers.experiments.probes.settings import setting
-    from cached_transformers.experiments.run import environment
 
     results = []
     for trial in trials:

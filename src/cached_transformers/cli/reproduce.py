@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cached_transformers.experiments import throughput
+from cached_transformers.experiments.build import build_dataset
 from cached_transformers.experiments.reproductions import MEASURED, REPRODUCTIONS, Reproduction, Row
 from cached_transformers.experiments.reproductions.base import pairs
-from cached_transformers.experiments.run import build_dataset
 from cached_transformers.experiments.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.registry import unknown_name
 from cached_transformers.tasks.kinds import baselines, task_name

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 from cached_transformers.data.tokenizers import Tokenizer, load_tokenizer
-from cached_transformers.experiments.run import TOKENIZER, load_run
+from cached_transformers.experiments.load import load_run
 from cached_transformers.tasks.language.streaming import Progress, read_stream
 from cached_transformers.tasks.language.text_pieces import Piece, text_pieces
 from cached_transformers.training.checkpoint import Checkpoints
+from cached_transformers.training.run_files import TOKENIZER
 
 
 class Bookmark(NamedTuple):

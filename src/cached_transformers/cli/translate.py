@@ -21,11 +21,12 @@ from torch import nn
 from cached_transformers.data.pairs import Pair, pad_pairs
 from cached_transformers.data.subwords import PairTokenizer
 from cached_transformers.data.tokenizers import load_tokenizer
-from cached_transformers.experiments.run import TOKENIZER, load_run
+from cached_transformers.experiments.load import load_run
 from cached_transformers.tasks.translation.datasets import truncated
 from cached_transformers.tasks.translation.parallel_files import decode_line
 from cached_transformers.tasks.translation.translate import translate
 from cached_transformers.training.distributed import pick_device
+from cached_transformers.training.run_files import TOKENIZER
 
 LONGEST = 1 << 20
 """Bytes of a line that are read; no model sees so much of one."""

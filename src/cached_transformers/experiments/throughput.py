@@ -30,8 +30,8 @@ def reproduce(table: Throughput, arguments: argparse.Namespace) -> int:
     import torch
 
     from .benchmarks import vision
+    from .environment import environment
     from .reports.page import environment_text
-    from .run import environment
 
     settings = table.options(scale, arguments.overrides)
     models = table.chosen(scale, arguments.rows, list(vision.MODELS))

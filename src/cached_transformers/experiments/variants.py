@@ -16,8 +16,8 @@ from cached_transformers.tasks.recipes import check_sections, fill_from_data
 from cached_transformers.training.config import RunConfig
 from cached_transformers.yaml_tree import parse_yaml
 
+from .build import build_dataset, build_model, with_memory
 from .costs.flops import count_flops, count_parameters
-from .run import build_dataset, build_model, with_memory
 
 TOLERANCE = 0.005
 """Share by which sizes may differ that count as equal."""

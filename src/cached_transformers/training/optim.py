@@ -74,8 +74,8 @@ class ScheduleConfig:
 def warmup(schedule: ScheduleConfig, steps: int) -> int:
     """Steps of linear growth in a run of `steps` steps.
 
-    They are `schedule.warmup_steps`, unless a cosine schedule would then end before it falls: a recipe that is tried for
-    a few steps grows for a tenth of them.
+    They are `schedule.warmup_steps`, unless a cosine schedule would then end before it falls: a recipe that is tried
+    for a few steps grows for a tenth of them.
     """
     if schedule.name == "cosine" and schedule.warmup_steps >= steps:
         return max(1, steps // 10)

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.reports.wording import Metric
-from cached_transformers.experiments.run import build_dataset, load_run
 from cached_transformers.experiments.variants import Variant
 from cached_transformers.memories import memory_spec
 from cached_transformers.registry import MEMORIES

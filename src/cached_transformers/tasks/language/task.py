@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +17,20 @@ from torch import Tensor, nn
 from cached_transformers.data.text import TextDataset
 from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
+from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.metrics import untouched
+from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.settings import TrainingConfig
+from cached_transformers.training.task import Arguments, Task
 
 from .streams import IGNORED, StreamBatch, Streams
-
-if TYPE_CHECKING:
-    from cached_transformers.training.config import RunConfig
-    from cached_transformers.training.settings import TrainingConfig
 
 BUCKETS = 48  # the last one begins at place 2^47 - 1
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     """Next-token prediction over streams; each row keeps its place in the text, and its memory, from step to step.
 
     A step reads `segments` segments of every row. The rows of a batch are divided over processes and accumulated
@@ -44,7 +45,7 @@ class LanguageModelling:
     def __init__(
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
     ) -> None:
-        self.config, self.settings, self.model, self.data, self.world = config, config.training, model, train, world
+        super().__init__(config, model, train, validation, world)
         check(config, model, train)
         settings = self.settings
         if settings.batch_size % (world.size * settings.accumulate):
@@ -70,8 +71,8 @@ class LanguageModelling:
             seed=settings.seed if train.shuffle else None,
         )
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
-        self._share = settings.batch_size // world.size
-        self._piece = self._share // settings.accumulate
+        self._rows = settings.batch_size // world.size
+        self._piece = self._rows // settings.accumulate
         self._states: list[State | None] = [None] * settings.accumulate
         self._coming: list[State] = []
 
@@ -84,9 +85,9 @@ class LanguageModelling:
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
-        first = self.world.rank * self._share
+        first = self.world.rank * self._rows
         while True:
-            for begin in range(first, first + self._share, self._piece):
+            for begin in range(first, first + self._rows, self._piece):
                 yield self.streams.batch(step, slice(begin, begin + self._piece))
             step += 1
 
@@ -117,6 +118,17 @@ class LanguageModelling:
     def evaluate(self, model: nn.Module, dataset: TextDataset) -> tuple[dict[str, float], list[dict[str, float]]]:
         return evaluate_language(model, dataset, self.world, self.config)
 
+    @classmethod
+    def example_inputs(cls, dataset: TextDataset, config: RunConfig) -> Arguments:
+        tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
+        return (tokens[None],), {}
+
+    def files(self) -> dict[str, bytes]:
+        return {TOKENIZER: self.data.tokenizer.dump()}
+
+    def check_continued(self, folder: Path) -> None:
+        check_tokenizer(folder, self.data.tokenizer)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The states of all rows, in order of the rows, whatever processes and pieces they belong to."""
         if self._states[0] is None:
@@ -136,8 +148,8 @@ class LanguageModelling:
             return
         self.model.train()  # the size of a state may depend on the mode
         whole = from_tensors(state, self.model.init_state(self.settings.batch_size), "the checkpoint")  # type: ignore[operator]
-        first = self.world.rank * self._share
-        begins = range(first, first + self._share, self._piece)
+        first = self.world.rank * self._rows
+        begins = range(first, first + self._rows, self._piece)
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
@@ -198,7 +210,7 @@ def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
         dataset.tokens,
         dataset.starts,
         dataset.tokenizer.start,
-        settings.evaluation_batch_size or settings.batch_size,
+        settings.evaluation_rows,
         length * window,
         unit=length,
         align=_grain(dataset, length, settings),
