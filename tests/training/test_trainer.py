@@ -14,8 +14,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from cached_transformers.cli.main import main
 from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.load import load_run, read_run_config
 from cached_transformers.experiments.run import run_training
 from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.tasks.kinds import make_task
@@ -334,6 +335,29 @@ def test_a_whole_run_leaves_a_complete_folder(tmp_path):
     assert values["loss"] == pytest.approx(stored["test"]["loss"], rel=1e-9)
     validated = evaluate(model, standin.StandinRows("validation"), CPU, 8)
     assert validated["accuracy"] == stored["best"]["accuracy"]
+
+
+def test_a_run_folder_is_given_as_text_or_as_a_path(tmp_path):
+    fitted = run_training(config_from_dict(standin.recipe(steps=4)), tmp_path / "run")
+    config, model, step = load_run(str(tmp_path / "run"), "last")
+    _, same, _ = load_run(tmp_path / "run", "last")
+    assert step == fitted["steps"] == 4 and read_run_config(str(tmp_path / "run")) == config
+    assert_equal(model.state_dict(), same.state_dict())
+    with pytest.raises(ValueError, match="elsewhere is not a run folder"):
+        load_run("elsewhere")
+
+
+def test_a_recipe_is_tried_for_fewer_steps_than_it_warms_up(tmp_path, capsys):
+    """The first override that anyone tries: it trains, says what it does, and the configuration stays as given."""
+    file, folder = tmp_path / "standin.yaml", tmp_path / "run"
+    file.write_text(json.dumps(standin.recipe(log_every=1)), encoding="utf-8")
+    assert main(["train", str(file), "training.steps=3", "--out", str(folder)]) == 0
+    note = "schedule.warmup_steps=3 would take all of training.steps=3; the learning rate grows for 1"
+    assert note in capsys.readouterr().out
+    rates = [line["learning_rate"] for line in read_metrics(folder / "metrics.jsonl") if line["split"] == "train"]
+    assert rates == pytest.approx([0.01, 0.005, 0]) and read_run_config(folder).schedule.warmup_steps == 3
+    assert main(["train", str(file), "training.steps=4", "--out", str(tmp_path / "longer")]) == 0
+    assert "would take all" not in capsys.readouterr().out
 
 
 def test_tensorboard_receives_the_lines(tmp_path):

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch.utils._pytree import tree_map_only
 
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import fill_from_data
@@ -18,6 +16,7 @@ from cached_transformers.training.checkpoint_average import checkpoints_made, lo
 from cached_transformers.training.config import RunConfig, config_to_yaml
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
+from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
 from cached_transformers.training.trainer import Trainer
@@ -192,7 +191,7 @@ def _summary(trainer: Trainer, variant: str | None, tested: dict[str, Any] | Non
     config, task = trainer.config, trainer.task
     inputs, keywords = task.example_inputs(scored, config)
     device = trainer.world.device
-    inputs, moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, keywords))
+    inputs, keywords = to_device((inputs, keywords), device)
     return {
         "name": config.name,
         "task": config.data["name"],
@@ -200,7 +199,7 @@ def _summary(trainer: Trainer, variant: str | None, tested: dict[str, Any] | Non
         "seed": config.training.seed,
         "steps": trainer.step,
         "parameters": count_parameters(trainer.model),
-        "flops": count_flops(trainer.model, *inputs, **moved),
+        "flops": count_flops(trainer.model, *inputs, **keywords),
         "seconds_per_step": trainer.train_seconds / trainer.step,
         "train_seconds": trainer.train_seconds,
         "skipped_steps": trainer.skipped,

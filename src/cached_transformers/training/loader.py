@@ -16,16 +16,18 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from cached_transformers.data.decoding import BadFile
 
+T = TypeVar("T")
 Key = tuple[int, ...]
 """(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
 _IN_A_ROW = 100
@@ -275,6 +277,11 @@ def _ignore_interrupts(worker: int) -> None:
 
 def _as_it_is(loaded: Loaded) -> Loaded:
     return loaded
+
+
+def to_device(tree: T, device: torch.device) -> T:
+    """A batch, or a tuple, list or mapping of parts of one, with its tensors on a device; the rest stays as it is."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)  # type: ignore[no-any-return]
 
 
 class _EvaluationRows(TorchDataset[Any]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import evaluation_batches
+from cached_transformers.training.loader import evaluation_batches, to_device
 from cached_transformers.training.metrics import untouched
 
 
@@ -23,9 +23,8 @@ def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tupl
 
     A model may return a `ModelOutput` or, as models of others do, the logits alone.
     """
-    padding = {} if batch.padding is None else {"padding": batch.padding.to(device, non_blocking=True)}
-    output = model(batch.inputs.to(device, non_blocking=True), **padding)
-    targets_B = batch.targets.to(device, non_blocking=True)
+    inputs, targets_B, padding = to_device((batch.inputs, batch.targets, batch.padding), device)
+    output = model(inputs, **({} if padding is None else {"padding": padding}))
     if isinstance(output, Tensor):
         return output, targets_B, None
     return output.outputs, targets_B, output.auxiliary_loss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cached_transformers.data.decoding import BadFile
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import GroupedOrder
+from cached_transformers.training.loader import GroupedOrder, to_device
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.run_files import CATEGORIES, json_text
 from cached_transformers.training.task import Arguments, Task, sums_of
@@ -47,7 +47,7 @@ class Detection(Task):
 
     def backward(self, runner: Callable[..., Any], batch: DetectionBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device = self.world.device
-        images, targets = moved(batch, device)
+        images, targets = to_device((batch.inputs, batch.targets), device)
         with self.settings.autocast(device):
             losses = runner(images, targets)
         total = torch.stack([losses[name].float() for name in self.losses]).sum()
@@ -107,13 +107,6 @@ def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
         f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
         "the same list of categories"
     )
-
-
-def moved(batch: DetectionBatch, device: torch.device) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Images and targets on a device."""
-    images = [image.to(device, non_blocking=True) for image in batch.inputs]
-    targets = [{key: t.to(device, non_blocking=True) for key, t in target.items()} for target in batch.targets]
-    return images, targets
 
 
 def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, batch_size: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.data.text import perplexity
 from cached_transformers.layers.block import ModelOutput
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State
@@ -38,8 +39,7 @@ class Progress(NamedTuple):
     @property
     def perplexity(self) -> float:
         """Of a token, over everything read; infinite where it is too large for a number."""
-        mean = self.nats / max(self.tokens, 1)
-        return math.exp(mean) if mean < 700 else math.inf
+        return perplexity(self.nats / max(self.tokens, 1))
 
     def bits_per_byte(self, size: int) -> float:
         """Bits that a text of `size` bytes takes, a byte."""

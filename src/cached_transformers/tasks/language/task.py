@@ -19,6 +19,7 @@ from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.loader import to_device
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
@@ -190,8 +191,7 @@ def check_passes(model: nn.Module, passes: int) -> None:
 
 def moved(batch: StreamBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Inputs, targets, resets and padding on a device."""
-    inputs, targets, reset = (t.to(device, non_blocking=True) for t in (batch.inputs, batch.targets, batch.reset))
-    return inputs, targets, reset, None if batch.padding is None else batch.padding.to(device, non_blocking=True)
+    return to_device((batch.inputs, batch.targets, batch.reset, batch.padding), device)
 
 
 def _grain(data: TextDataset, segment: int, settings: TrainingConfig) -> int:

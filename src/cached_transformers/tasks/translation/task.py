@@ -9,7 +9,6 @@ Legend: B rows, N source tokens, T target tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.pairs import IGNORED, PairBatch
+from cached_transformers.data.text import perplexity
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import TrainingOrder, evaluation_batches
+from cached_transformers.training.loader import TrainingOrder, evaluation_batches, to_device
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.run_files import TOKENIZER, TRANSLATIONS, check_tokenizer
 from cached_transformers.training.settings import EvaluationConfig
@@ -28,6 +28,7 @@ from cached_transformers.training.task import Arguments, Task, sums_of
 
 from .scores import RESAMPLES, corpus_scores
 from .token_batches import TokenOrder
+from .translate import translate
 
 
 class Piece(NamedTuple):
@@ -91,7 +92,7 @@ class Translation(Task):
             step += 1
 
     def backward(self, runner: Callable[..., Any], batch: Piece, scaler: torch.amp.GradScaler) -> Tensor:
-        pairs = moved(batch.pairs, self.world.device)
+        pairs = to_device(batch.pairs, self.world.device)
         with self.settings.autocast(self.world.device):
             output = runner(
                 pairs.inputs,
@@ -114,7 +115,7 @@ class Translation(Task):
         """Loss per target token (with label smoothing, if any), and the tokens of both sides that made it."""
         nats, sources, targets = total.tolist()
         loss = nats / targets
-        values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": _exp(loss)}
+        values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": perplexity(loss)}
         return {**values, "tokens": sources + targets}
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
@@ -197,11 +198,6 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
         )
 
 
-def moved(batch: PairBatch, device: torch.device) -> PairBatch:
-    """The batch on a device."""
-    return PairBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
-
-
 def evaluate_pairs(
     model: nn.Module, dataset: Any, world: World, config: RunConfig, sentences: int | None
 ) -> tuple[dict[str, Any], list[Translated]]:
@@ -217,12 +213,12 @@ def evaluate_pairs(
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with untouched(model):
         for batch in evaluation_batches(dataset, size, world.rank, world.size, settings.workers):
-            pairs = moved(batch, world.device)
+            pairs = to_device(batch, world.device)
             output = model(pairs.inputs, pairs.decoder_inputs, padding=pairs.padding, targets=pairs.targets)
             total[0] += output.outputs.double().sum()
             total[1] += (pairs.targets != IGNORED).sum()
     nats, tokens = world.sum(total).tolist()
-    values: dict[str, Any] = {"loss": nats / tokens, "perplexity": _exp(nats / tokens)}
+    values: dict[str, Any] = {"loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if not translatable(dataset) or dataset.split == "train" or sentences == 0:
         return values, []
     count = len(dataset) if sentences is None else min(sentences, len(dataset))
@@ -243,14 +239,12 @@ def translate_rows(
 
     Sentences of about the same length are searched together.
     """
-    from .translate import translate
-
     facts, texts = dataset.describe(), dataset.texts
     mine = sorted(rows[world.rank :: world.size], key=lambda row: (len(dataset[row].source), row))
     found: dict[int, tuple[str, float]] = {}
     for begin in range(0, len(mine), batch_size):
         chosen = mine[begin : begin + batch_size]
-        batch = moved(dataset.collate([dataset[row] for row in chosen]), world.device)
+        batch = to_device(dataset.collate([dataset[row] for row in chosen]), world.device)
         answer = translate(
             model,  # type: ignore[arg-type]
             batch.inputs,
@@ -277,7 +271,3 @@ def written(translations: list[Translated]) -> str:
         f"{number}\t{row.score:.4f}\nsource\t{row.source}\nreference\t{row.reference}\nhypothesis\t{row.hypothesis}\n"
         for number, row in enumerate(translations, 1)
     )
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
