@@ -16,7 +16,7 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -148,6 +148,15 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
     return loaded.batch
 
 
+class Order(Protocol):
+    """Rows of one piece of a batch after the other, endlessly: a pure function of `seed`, from step `start` on."""
+
+    seed: int
+    start: int
+
+    def __iter__(self) -> Iterator[list[Key]]: ...
+
+
 class TrainingOrder(Sampler[list[Key]]):
     """Endless pieces of batches for one process, beginning at a step.
 
@@ -247,7 +256,7 @@ class GroupedOrder(TrainingOrder):
         return [(epoch, index) for index in self._batches[position].tolist()]
 
 
-def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
+def training_batches(dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
     """Endless batches (`dataset.collate`) in the given order.
 
     Args:

@@ -85,7 +85,7 @@ class TrainingConfig:
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
     passes: int = 1
-    """Text: how often the segments of a step are read; see `SegmentLoop`."""
+    """Text: how often the segments of a step are read (`SegmentLoop`); refused where a memory shows what follows."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 

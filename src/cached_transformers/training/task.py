@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .config import RunConfig
 from .distributed import World, wrap
-from .loader import TrainingOrder, evaluation_batches, training_batches
+from .loader import Order, evaluation_batches, training_batches
 
 Scores = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -112,7 +112,7 @@ class Task:
     def check_continued(self, folder: Path) -> None:
         """Refuse data that are not those of the run in this folder (ValueError)."""
 
-    def _loaded(self, order: TrainingOrder, step: int, pin_memory: bool = True) -> Iterator[Any]:
+    def _loaded(self, order: Order, step: int, pin_memory: bool = True) -> Iterator[Any]:
         """Batches in an order, from a step on; pinned, if asked for, where a GPU copies them."""
         order.start = step
         pinned = pin_memory and self.world.device.type == "cuda"

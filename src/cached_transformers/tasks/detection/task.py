@@ -47,7 +47,7 @@ class Detection(Task):
 
     def backward(self, runner: Callable[..., Any], batch: DetectionBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device = self.world.device
-        images, targets = to_device((batch.inputs, batch.targets), device)
+        images, targets = to_device(batch, device)
         with self.settings.autocast(device):
             losses = runner(images, targets)
         total = torch.stack([losses[name].float() for name in self.losses]).sum()

@@ -79,7 +79,7 @@ class Translation(Task):
         return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
 
     def batches(self, step: int) -> Iterator[Piece]:
-        loaded = self._loaded(self.order, step)  # type: ignore[arg-type]
+        loaded = self._loaded(self.order, step)
         while True:
             pairs = [next(loaded) for _ in range(self.settings.accumulate)]
             if isinstance(self.order, TokenOrder):
