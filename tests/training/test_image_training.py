@@ -15,7 +15,7 @@ from cached_transformers.data.decoding import BadFile
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.run import run_training
-from cached_transformers.experiments.run_files import write_report
+from cached_transformers.experiments.run_outputs import write_report
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches
 from cached_transformers.tasks import create_model

@@ -25,7 +25,7 @@ from cached_transformers.experiments.intervals import with_intervals
 from cached_transformers.experiments.load import load_run, read_categories, read_run_config
 from cached_transformers.experiments.reports.detection_report import COLUMNS
 from cached_transformers.experiments.reports.wording import MISSING, Metric
-from cached_transformers.experiments.run_files import write_evaluation, write_report
+from cached_transformers.experiments.run_outputs import write_evaluation, write_report
 from cached_transformers.registry import unknown_name
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
 from cached_transformers.tasks.kinds import baselines, task_name

@@ -26,7 +26,7 @@ from .costs.flops import count_flops, count_parameters
 from .environment import environment
 from .intervals import with_intervals
 from .reports.wording import Metric
-from .run_files import bad_files, write_bad_files, write_evaluation, write_figures, write_report
+from .run_outputs import bad_files, write_bad_files, write_evaluation, write_figures, write_report
 
 
 def run_training(
