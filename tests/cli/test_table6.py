@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms
 from cached_transformers.experiments.build import build_dataset, build_model
 from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.experiments.reproductions import REPRODUCTIONS, table6
+from cached_transformers.experiments.reproductions.arms import arms
 from cached_transformers.experiments.reproductions.base import pairs
 from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
 from cached_transformers.experiments.variants import Variant, equal_operations, training_flops

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.training.segments import SegmentLoop
 

@@ -16,9 +16,8 @@ from cached_transformers.training.metrics import untouched
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
 
-from .reports.feature_maps import collect_feature_maps
-from .reports.gates import collect_gates
-from .reports.report import write_run_report
+from .reports.collect import collect_feature_maps, collect_gates
+from .reports.run_page import write_run_report
 
 MAPPED_IMAGES = 8
 """Images whose feature maps a run keeps."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from cached_transformers.layers.block import StackState
+from cached_transformers.layers.stack import StackState
 from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.state import State, detach, named_tensors
 from cached_transformers.state import reset as reset_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import begun, cut, model_memory, read_earlier_passes, read_segments
 from cached_transformers.state import State, detach
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cached_transformers import state as states
 from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
 from cached_transformers.experiments.probes.settings import stream_memories
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.segments import read_segments
 from cached_transformers.tasks import create_model

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.hosted import TimmModel
+
 from .flops import count_parameters, flops_by_operator
 
 _PRODUCTS = ("bmm", "baddbmm", "_scaled_dot_product")
@@ -65,15 +67,13 @@ def costs(architecture: str, memory_options: dict[str, Any] | None = None, side:
     """Cost of a plain model of timm's, or of ours in timm, and of the same with GRC.
 
     Args:
-        architecture: one of `integrations.timm.timm_models.HOSTS`.
+        architecture: one of `integrations.timm.models.HOSTS`.
         memory_options: of GRC; the paper's tables are explained by {"variant": "released"}.
         side: of the square image, in pixels.
 
     Raises:
         ImportError: timm is not installed.
     """
-    from cached_transformers.integrations.hosted import TimmModel
-
     plain = TimmModel(architecture).model
     cached = TimmModel(architecture, memory={"name": "grc", **(memory_options or {})}).model
     image = torch.zeros(1, 3, side, side)

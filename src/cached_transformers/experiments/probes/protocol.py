@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, reorder

@@ -1,1 +1,6 @@
-"""Pages, tables and figures."""
+"""Pages, tables and figures of what was run.
+
+`run_folder` reads what a training or a comparison has written, `wording` says it in words, and `run_page`,
+`comparison_page`, `probe_page` (with `detection_table`) make of it a page of the blocks in `page`, `markdown` a text.
+`figures` draws, and `collect` takes from a trained model what is drawn of it.
+"""

@@ -8,6 +8,7 @@ Legend: B rows, N tokens, M slots, H heads, D model width, C cache width, E head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -50,9 +51,8 @@ class CachedAttention(LayerMemory):
         convolution: added to the attention's output; None for none.
     """
 
-    insertion = "head"
+    needs = frozenset({"head", "whole_segment"})
     shared = True
-    causal = False
 
     def __init__(
         self,
@@ -66,6 +66,8 @@ class CachedAttention(LayerMemory):
         super().__init__()
         self.source, self.mix = source, mix
         self.cache, self.branch, self.convolution = cache, branch, convolution
+        if convolution is not None:
+            self.needs = self.needs | {"token_map"}
         self._folded: _Folded | None = None
 
     def read(self, state: State, query: Query, project_kv: ProjectKV | None = None) -> Reading:
@@ -85,10 +87,9 @@ class CachedAttention(LayerMemory):
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
-            return super().project(y_BHNE, query, reading, linear, weights)
-        return self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
-
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
+            y_BND = super().project(y_BHNE, query, reading, linear, weights)
+        else:
+            y_BND = self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
         if self.mix == "outputs":
             o_BHNF = reading.output_BHNE if reading.output_BHNE is not None else self._recall(y_BND, query)
             y_BHNE = y_BND.unflatten(-1, (self.branch.heads, -1)).transpose(1, 2)
@@ -153,8 +154,23 @@ class CachedAttention(LayerMemory):
                 self.convolution.convolution.bias.zero_()  # type: ignore[union-attr]
 
     def mixing_ratio(self) -> Tensor:
-        """sigmoid(lambda), (H,): the share of the memory in each head."""
+        """sigmoid(lambda), (H,): the share of the memory in each head.
+
+        Reports draw what a method of this name gives, of any module of a model.
+        """
         return torch.sigmoid(self.branch.gate_H)
+
+    def record(self, note: Callable[[Tensor, Tensor], None] | None) -> None:
+        """Call `note(y_BHNE, o_BHNF)` with what self-attention and the cache give, at each forward; None: no more.
+
+        Reports draw maps of any module that has this method and `prefix`.
+        """
+        self.branch.record = note
+
+    @property
+    def prefix(self) -> int:
+        """Class tokens, which stand before those of the map."""
+        return self.cache.prefix
 
 
 class _Folded:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.text import perplexity
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State
 from cached_transformers.training.segments import token_losses
