@@ -37,7 +37,7 @@ def make(depth: int = DEPTH, norm: str = "pre", **options: Any) -> Stack:
     """A stack in float64 without a weight that is zero or one."""
     memory = {"name": "feedback", "length": LENGTH, **options}
     made_of = StackOptions(D, depth, H, 12, memory=memory, norm=norm, activation="relu")
-    stack = make_stack(made_of, causal=True).double()
+    stack = make_stack(made_of, causal=True, gives=("pieces",)).double()
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 
 T = TypeVar("T")
 Key = tuple[int, ...]

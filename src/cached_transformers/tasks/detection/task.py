@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
 from cached_transformers.training.loader import GroupedOrder, to_device
