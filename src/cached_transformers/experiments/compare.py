@@ -20,6 +20,9 @@ from typing import Any
 
 from rich.console import Console
 
+from cached_transformers.experiments.environment import environment
+from cached_transformers.experiments.load import read_run_config
+from cached_transformers.experiments.run import run_training
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.metrics import jsonable
@@ -30,7 +33,6 @@ from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
 from .reports.terminal import print_cache_use, print_statistics
 from .reports.wording import Metric
-from .run import environment, read_run_config, run_training
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .variants import Variant
 

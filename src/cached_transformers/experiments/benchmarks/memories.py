@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from cached_transformers import state as states
 from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
 from cached_transformers.experiments.probes.settings import stream_memories
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
+from cached_transformers.models.segments import read_segments
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
@@ -123,12 +125,15 @@ def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], No
     """All segments without gradient, the state carried on."""
     state: Any = None
 
+    def read(segment_BN: Tensor, before: Any, reset_B: Tensor | None) -> ModelOutput:
+        return model(segment_BN, before)  # type: ignore[no-any-return]
+
     def run() -> None:
         nonlocal state
         model.eval()
         with torch.no_grad():
-            for segment in tokens[:, :-1].split(sizes.segment, 1):
-                state = model(segment, state).state
+            for out in read_segments(read, tokens[:, :-1].split(sizes.segment, 1), state):
+                state = out.state
 
     return run
 

@@ -26,8 +26,8 @@ from torch import nn
 
 from cached_transformers.memories.parts.cached_attention import CachedAttention
 from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
+from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import evaluate
 
 FILE_NAME = "cache_use.json"
 BATCHES = (4, 256)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from cached_transformers.data.image_files import open_picture
-from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run, read_run_config
 from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.memories.grc.grc import GRCOptions
 from cached_transformers.tasks.classification.images.augmentation import central_square
