@@ -112,7 +112,7 @@ class Comparison:
                 self.print_table(console)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(lambda run: self._train_apart(*run, jobs), missing):
+            for _ in pool.map(lambda run: self._train_apart(run[0], run[1], jobs), missing):
                 self.print_table(console)
 
     def _train_apart(self, variant: Variant, seed: int, jobs: int) -> None:
