@@ -44,8 +44,9 @@ bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
 docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
 
-facts: $(VENV)/.installed-dev  ## write the facts of registered parts again, from their registrations
+facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
 	$(BIN)/python -m cached_transformers.experiments.facts
+	$(BIN)/python tools/docs_facts.py
 
 pictures: $(VENV)/.installed-dev  ## draw the attentions of docs/attentions.md again, with the commands that stand there
 	set -f; grep -h '^cached explain .* --plot' docs/attentions.md | while read -r command; do $(BIN)/$$command > /dev/null || exit 1; done

@@ -2,32 +2,42 @@
 
 A part is registered where it is defined (one file, one decorator), and the contract tests run over everything that is
 registered. A registry imports nothing by itself: importing `cached_transformers.memories` fills `MEMORIES`, and so on.
+What is said of a part beside its docstring (`info`) is said here once: the command line, the README and the pages of
+the documentation read it.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-STATED_BY_CLASS = ("insertion", "can")
+STATED_BY_CLASS = ("needs", "can")
 """Facts that a part's class states, for all that use it, and not its registration for readers alone."""
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered part: its factory and what `cached list` and `cached explain` say about it."""
+    """One registered part.
+
+    Attributes:
+        info: facts in words, which `cached list`, `cached explain` and the documentation show.
+        probe: how the part is probed, where its file says so (`seam.probing.Probing` of a memory); nobody shows it.
+    """
 
     name: str
     factory: Callable[..., T]
     paper: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    probe: Any = None
 
     @property
     def summary(self) -> str:
@@ -58,7 +68,11 @@ class Entry(Generic[T]):
             "summary": self.summary,
             "paper": self.paper,
             "info": dict(self.info),
-            "stated": {key: value for key, value in stated.items() if value is not None},
+            "stated": {
+                key: sorted(value) if isinstance(value, (set, frozenset)) else value
+                for key, value in stated.items()
+                if value is not None
+            },
             "options": [_option_line(option) for option in self.options.values()],
             "open_ended": self.open_ended,
         }
@@ -75,8 +89,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, *, paper: str | None = None, **info: Any) -> Callable[[F], F]:
-        """Decorator that registers a class or function under `name`.
+    def register(self, name: str, *, paper: str | None = None, probe: Any = None, **info: Any) -> Callable[[F], F]:
+        """Decorator that registers a class or function under `name`, with what an `Entry` says about it.
 
         Raises:
             ValueError: the name is taken.
@@ -85,7 +99,7 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info)
+            self._entries[name] = Entry(name, factory, paper, info, probe)
             return factory
 
         return add
@@ -111,6 +125,13 @@ class Registry(Generic[T]):
         """Build the part called `name`; unknown names and keywords are refused with a suggestion."""
         self.check(name, kwargs)
         return self.entry(name).factory(*args, **kwargs)
+
+    def import_files(self, package: str, path: Iterable[str]) -> dict[str, Callable[..., T]]:
+        """Import every file and folder of a package, and give what they registered, by the names of the classes."""
+        for file in pkgutil.iter_modules(path):
+            importlib.import_module(f"{package}.{file.name}")
+        defined = [e.factory for e in self if e.factory.__module__.startswith(f"{package}.")]
+        return {factory.__name__: factory for factory in defined}
 
     def names(self, pattern: str = "*") -> list[str]:
         """Sorted names that match a wildcard pattern."""

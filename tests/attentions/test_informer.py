@@ -152,7 +152,7 @@ def test_the_queries_chosen_are_those_far_from_uniform() -> None:
 
 def test_the_causal_form_leaks_and_is_refused_unless_asked_for() -> None:
     q, k, v = (t.detach() for t in inputs(24))
-    with pytest.raises(ValueError, match="supports_causal=False"):
+    with pytest.raises(ValueError, match="needs causal"):
         make()(q, k, v, causal=True)
     core = make(allow_leak=True)
     before = core(q, k, v, causal=True).out_BHNV

@@ -24,7 +24,7 @@ def elsewhere():
     class Elsewhere:
         """Carries nothing."""
 
-        insertion = "none"
+        needs = frozenset({"state", "context"})
 
         def __init__(self, width: int, ratio: float = 0.5, **rest: object) -> None: ...
 
@@ -44,7 +44,7 @@ def test_what_this_process_has_registered_is_listed_and_explained(elsewhere, cap
     assert list(rows) == sorted(rows)
     assert rows["a_memory_from_elsewhere"] == {
         **{"name": "a_memory_from_elsewhere", "summary": "Carries nothing.", "paper": None},
-        **{"insertion": "none", "cost": "nothing", "reach": None},
+        **{"insertion": "kv", "cost": "nothing", "reach": None},
     }
 
 

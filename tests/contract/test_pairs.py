@@ -14,11 +14,11 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.memory import LayerMemory
 
 REASONS = {
-    "no context": r"offers keys and values, which attention \w+ cannot take \(accepts_context=False\)",
+    "no context": r"offers keys and values, which attention \w+ cannot take \(it lacks context\)",
     "no bias for positions": r"act on the logits, which attention \w+ does not let them",
     "no bias for a window": r"limits how far tokens see, by a mask that attention \w+ cannot take",
     "no bias for a mask": r"chooses which tokens see each other, which attention \w+ cannot take",
-    "no log-sum-exp": r"shares one softmax with the layer, .* \(gives_lse=False\)",
+    "no log-sum-exp": r"shares one softmax with the layer, .* \(it lacks lse\)",
     "unknown length": r"attention '\w+' needs length, which this model does not know",
     "no causal form": r"attention \w+ has no causal form",
     "causal only": r"attention \w+ has no other than a causal form",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.training.segments import SegmentLoop
 
@@ -116,7 +116,7 @@ class Counter(nn.Module):
     """Uniform logits; the state is the number of segments seen, the auxiliary loss what it was before the segment."""
 
     class Memory(ModelMemory):
-        def next_pass(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        def next_pass(self, before: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
             self.seen = [s.item() for s in seen]
             return torch.tensor(100.0)
 

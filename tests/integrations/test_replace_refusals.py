@@ -55,9 +55,9 @@ def refuse(model: nn.Module, message: str, *args: Any, **options: Any) -> None:
         (
             SWIN,
             "test_window",
-            r"attn adds a bias to the logits, which attention Window cannot do \(supports_bias=False",
+            r"attn adds a bias to the logits, which attention Window cannot do \(it lacks bias",
         ),
-        (PVT, "test_window", r"stages.0.blocks.0.attn has fewer keys than queries.*\(supports_cross=False"),
+        (PVT, "test_window", r"stages.0.blocks.0.attn has fewer keys than queries.*\(it lacks cross"),
         (BERT_EAGER, "softmax", r"attn_implementation='eager' .*call model.set_attn_implementation\('sdpa'\) first"),
         (
             VIT,
@@ -97,7 +97,7 @@ def causal_bert(attention: str) -> Any:
 
 def test_a_causal_bert_needs_a_causal_core() -> None:
     library("transformers")
-    with pytest.raises(ValueError, match=r"is causal, which attention Tempered cannot do \(supports_causal=False"):
+    with pytest.raises(ValueError, match=r"is causal, which attention Tempered cannot do \(it lacks causal"):
         causal_bert("test_tempered")
     model, exact, words = causal_bert("test_window"), causal_bert("softmax"), torch.randint(20, (2, 6))
     plain = restore_attention(causal_bert("softmax"))
@@ -118,13 +118,13 @@ def test_a_causal_bert_needs_a_causal_core() -> None:
 def test_padding_needs_a_core_that_is_exact_over_it() -> None:
     model = replace_attention(BERT_SDPA.build(), "test_told")
     given = BERT_SDPA.given()
-    with pytest.raises(ValueError, match=r"Told lets padding change the other tokens \(exact_padding=False\)"):
+    with pytest.raises(ValueError, match=r"Told lets padding change the other tokens \(it lacks exact_padding\)"):
         model(**given)
     model(input_ids=given["input_ids"])
     model(input_ids=given["input_ids"], attention_mask=torch.ones_like(given["attention_mask"]))
     encoder_ = replace_attention(ENCODER_PADDED.build(), "test_told")
     for training in (True, False):
-        with torch.no_grad(), pytest.raises(ValueError, match="exact_padding=False"):
+        with torch.no_grad(), pytest.raises(ValueError, match="it lacks exact_padding"):
             encoder_.train(training)(**ENCODER_PADDED.given())
 
 
@@ -142,7 +142,7 @@ def test_masks_of_torch_nn() -> None:
     for mask in (causal, ~near(TOKENS, 2), torch.randn(3 * 2, TOKENS, TOKENS)):
         torch.testing.assert_close(exact(src, mask=mask), plain(src, mask=mask), rtol=0, atol=1e-6)
     tempered = replace_attention(nn.MultiheadAttention(16, 2, batch_first=True), "test_tempered")
-    with pytest.raises(ValueError, match=r"Tempered has supports_causal=False"):
+    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention Tempered does not give"):
         tempered(src, src, src, need_weights=False, attn_mask=causal, is_causal=True)
     with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
         tempered(src, src, src, need_weights=False, is_causal=True)

@@ -44,7 +44,7 @@ def run(layer: SelfAttention, x_BND: Tensor, state: Any, clock_B: Tensor, paddin
     steps = torch.arange(n) if padding_BN is None else ((~padding_BN).cumsum(1) - 1).clamp(min=0)
     places = (clock_B[:, None] + steps)[..., None]
     out = layer(x_BND, places, state=state, padding_BN=padding_BN, consecutive=padding_BN is None)
-    trace = Trace(x_BND, out.k_BHNE, out.v_BHNE, out.y_BND, out.query, out.reading, out.usage_BL)
+    trace = Trace(x_BND, out.y_BND, out.query, out.reading, out.weights_BHNL)
     return out.y_BND, *layer.memory.write(state, trace)
 
 
@@ -109,7 +109,7 @@ class TwinRow:
             evicted += group
             if memory.function is not None:
                 made.append((self.function([x for x, _ in group]), group[(rate - 1) // 2][1]))
-        if memory.weighs:
+        if "weights" in memory.needs:
             order = sorted(range(len(evicted)), key=lambda i: -usage[i])[: len(evicted) // rate]
             made = [evicted[i] for i in sorted(order)]
         self.compressed = (self.compressed + [(x.detach(), p) for x, p in made])[-memory.compressed :]

@@ -30,8 +30,9 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
 from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.positions import RelativePositions
@@ -141,7 +142,7 @@ class Added(Attention):
     Before the rounding they have to be whole, with what the reference's biases of positions and tasks give each query.
     """
 
-    accepts_context = supports_bias = True
+    can = frozenset({"bidirectional", "context", "bias"})
 
     def __init__(self, recorded: Recorded, index: int, number_BHNK: Tensor) -> None:
         super().__init__()
@@ -297,13 +298,13 @@ def fed(stack: Stack, segments: list[Tensor], feeds: int) -> list[Tensor]:
     """The outputs of the last feed of a document; states carry on from one feed to the next."""
     state: Any = None
     for _ in range(feeds):
-        seen, outputs = [], []
+        before, seen, outputs = state, [], []
         for segment in segments:
             out = stack(segment, state)
             state = out.state
             seen.append(state)
             outputs.append(out.outputs)
-        state = stack.model_memory.next_pass(seen)
+        state = stack.model_memory.next_pass(before, seen)
     return outputs
 
 

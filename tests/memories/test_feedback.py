@@ -19,8 +19,10 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models.parts import make_stack
@@ -416,10 +418,10 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
 
-    with pytest.raises(ValueError, match=r"memory Feedback has own_keys=False, a layer has own_keys=True; make every"):
+    with pytest.raises(ValueError, match=r"memory Feedback lets tokens attend the memory alone; make layer 0"):
         Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match=r"keys=False leaves tokens nothing .*; take own_keys=False"):
-        SelfAttention(D, H, keys=False)
+    with pytest.raises(ValueError, match=r"a layer with keys=False projects no keys and values"):
+        ContextAttention(D, H, keys=False).project_kv(torch.zeros(1, 1, D))
 
 
 SIZES: dict[str, Any] = {"heads": 2, "model": {"tied": False}}

@@ -73,7 +73,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> 
                         best = sorted(entries, key=lambda e: -float(direction.detach() @ e[0]))[: memory.k]
                         logits = memory.scale_H[h].abs() * torch.stack([direction @ e[0] for e in best])
                         found = logits.softmax(0) @ torch.stack([e[1] for e in best])
-                        if not memory.wants_lse:
+                        if "lse" not in memory.needs:
                             gate = memory.gate_H[h].sigmoid()
                             y = gate * found + (1 - gate) * y
                         elif local is None:
@@ -263,7 +263,7 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
     made = [create_memory({"name": "memorizing"}, WIDTH, HEADS, depth=depth, index=i) for i in range(depth)]
     assert [m.here for m in made].index(True) + 1 == layer and sum(m.here for m in made) == 1  # type: ignore[union-attr]
     for memory in made:
-        assert memory.insertion == ("head" if memory.here else "none")  # type: ignore[union-attr]
+        assert memory.needs == ({"state", "head"} if memory.here else set())  # type: ignore[union-attr]
         assert memory.here or (memory.init_state(1, torch.zeros(())) == () and not list(memory.parameters()))  # type: ignore[union-attr]
 
 
@@ -291,12 +291,12 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
     class Deaf(Attention):
-        supports_causal = True
+        can = frozenset({"causal", "bidirectional"})
 
-    with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*gives_lse=False"):
+    with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*it lacks lse"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(ValueError, match="attention Deaf has gives_lse=False"):
+    with pytest.raises(ValueError, match=r"needs lse \(.*\), which attention Deaf does not give"):
         Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 

@@ -445,7 +445,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
     class Closed(Attention):
-        supports_causal, accepts_context = True, False
+        can = frozenset({"causal", "bidirectional"})
 
     ATTENTIONS.register("closed_for_this_test")(Closed)
     try:

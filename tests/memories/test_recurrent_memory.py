@@ -21,8 +21,9 @@ from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RecurrentMemory
 from cached_transformers.seam.memory import Entry
@@ -423,7 +424,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
     class NoBias(SoftmaxAttention):
-        supports_bias = False
+        can = SoftmaxAttention.can - {"bias"}
 
     def stack(memory: RecurrentMemory) -> Stack:
         return Stack(
@@ -432,7 +433,7 @@ def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
             model_memory=memory,
         )
 
-    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*supports_bias=False"):
+    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*it lacks bias"):
         stack(RecurrentMemory(WIDTH, HEADS))
     stack(RecurrentMemory(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
 

@@ -27,7 +27,7 @@ from memories.xl_family import (
 from torch import Tensor
 
 from cached_transformers import state as states
-from cached_transformers.layers.block import Stack
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.segatron import SegatronPositions, paper_widths
 
 SENTENCE_ENDS, PARAGRAPH_ENDS = (2, 5, 7), (3, 11)

@@ -14,7 +14,8 @@ from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers.experiments.probes.tasks import Copy
-from cached_transformers.layers.block import Block, ModelOutput
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.decoder import LanguageModel
 
 Place = tuple[int, ...]

@@ -184,7 +184,7 @@ def test_padding_changes_nothing(kind: str) -> None:
         torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=1e-4)
 
 
-PADDED = [a.name for a in ATTENTIONS if getattr(a.factory, "exact_padding", False) and a.name != "softmax"]
+PADDED = [a.name for a in ATTENTIONS if "exact_padding" in a.factory.can and a.name != "softmax"]
 
 
 @pytest.mark.parametrize("attention", PADDED)
@@ -192,7 +192,7 @@ PADDED = [a.name for a in ATTENTIONS if getattr(a.factory, "exact_padding", Fals
 def test_attentions_with_exact_padding_keep_it(attention: str) -> None:
     options = {"name": attention, **(ATTENTION_CASES[attention].options if attention in ATTENTION_CASES else {})}
     core = create_attention(options, width=D, heads=H, length=32, prefix=0, depth=2, index=0, causal=False)
-    if core.only_causal:
+    if "bidirectional" not in core.can:
         pytest.skip("has no other than a causal form")
     model = build(target_vocabulary=W, attention=options)
     inputs, targets = sources(), said()

@@ -130,7 +130,7 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
             self.weight = torch.nn.Parameter(torch.tensor(2.0))
 
         def forward(self, inputs: Tensor, decoder_inputs: Tensor, **keywords: Any) -> Any:
-            from cached_transformers.layers.block import ModelOutput
+            from cached_transformers.layers.stack import ModelOutput
 
             nothing = (keywords["targets"] != IGNORED) * 0.0 * self.weight
             return ModelOutput(nothing, None, self.weight**2)

@@ -1,18 +1,25 @@
-"""Attention cores; importing this package imports every file in it, which registers what the file defines."""
+"""Attention cores; importing this package imports every file in it, which registers what the file defines.
+
+What is registered here is exported under the name of its class, without a list of them.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
-from .softmax import SoftmaxAttention
+from .parts.pattern import PatternAttention
 
-__all__ = ["Attention", "AttentionOutput", "Call", "PatternAttention", "SoftmaxAttention", "create_attention"]
+__all__ = ["Attention", "AttentionOutput", "AttentionSpec", "Call", "PatternAttention", "create_attention"]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The registered classes, to type checkers, which find them typed in their own files."""
+
 
 AttentionSpec = str | Mapping[str, Any]
 """Name of an attention, or {"name": ..., option: value}."""
@@ -44,5 +51,6 @@ def create_attention(attention: AttentionSpec, **known: Any) -> Attention:
     return core
 
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
+_registered = ATTENTIONS.import_files(__name__, __path__)
+globals().update(_registered)
+__all__ += _registered

@@ -27,15 +27,18 @@ import torch
 from torch import Tensor
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, seen_places
+from .parts.pattern import PatternAttention
 from .parts.windows import beside_class_tokens, local_attention
 
 
 @ATTENTIONS.register(
     "image_transformer",
     paper="arXiv:1802.05751",
+    title="Image Transformer",
+    purpose="a regular pattern",
     equation="softmax over the block of i and the memory round it of (q k^T / sqrt(E)) v",
     order="N (b + m)",
     cost="N (b + 2 m) (E + V) multiply-adds a head for b = block and m = memory, N (b + m) (E + V) causally; "
@@ -56,7 +59,7 @@ class ImageTransformerAttention(PatternAttention):
             unknown size; an unknown order.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,

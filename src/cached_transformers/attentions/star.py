@@ -32,14 +32,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call, PatternAttention
+from cached_transformers.seam.attention import AttentionOutput, Call
 
-from .parts.building_blocks import attend, causal_scan, merge, pick_rows
+from .parts.building_blocks import attend, causal_scan, merge, pick_rows, product
+from .parts.pattern import PatternAttention
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(
     "star",
     paper="arXiv:1902.09113",
+    title="Star-Transformer",
+    purpose="near tokens and a few that all see",
     equation="softmax over k_{i-R} .. k_{i+R} on a ring, k_i again, and one relay key, the weighted mean of all keys",
     order="N R",
     cost="N ((2 R + 3) (E + V) + 2 E + V) multiply-adds a head",
@@ -58,7 +62,7 @@ class StarAttention(PatternAttention):
         ValueError: a radius below 0, or heads that do not divide the width.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -103,13 +107,6 @@ class StarAttention(PatternAttention):
             return prefix_attend(query_BH1E, k_BHNE, both_BHNV, padding_BN)[0]
         seen = None if padding_BN is None else ~padding_BN[:, None, None]
         return attend(query_BH1E, k_BHNE, both_BHNV, seen)[0]
-
-
-def head_width(width: int, heads: int) -> int:
-    """E, or a ValueError."""
-    if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}, which share it")
-    return width // heads
 
 
 def ring(
@@ -176,8 +173,7 @@ def prefix_attend(q_BH1E: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, padding_BN: Te
     S_i = exp(z_{i-1} - z_i) S_{i-1} + exp(l_i - z_i) v_i with logits l and z_i their log-sum-exp up to i: each step is
     a mean of two, nothing overflows, and no place depends on a later one, not even in rounding.
     """
-    logits_BHN = (k_BHNE @ q_BH1E.mT)[..., 0] / k_BHNE.shape[-1] ** 0.5
-    logits_BHN = logits_BHN.to(torch.promote_types(logits_BHN.dtype, torch.float32))
+    logits_BHN = product(k_BHNE, q_BH1E)[..., 0] / k_BHNE.shape[-1] ** 0.5
     if padding_BN is None:
         lse_BHN = logits_BHN.logcumsumexp(-1)
         passed_BHN = lse_BHN[..., :-1] - lse_BHN[..., 1:]
@@ -281,7 +277,7 @@ class StarLayer(nn.Module):
         assert self.query_HE is not None
         (own_k, k), (own_v, v) = k.chunk(2, 2), v.chunk(2, 2)
         query_BH1E = self.query_HE[:, None].expand(len(k), -1, -1, -1)
-        own_BHN = (own_k @ query_BH1E.mT)[..., 0] / k.shape[-1] ** 0.5
+        own_BHN = product(own_k, query_BH1E)[..., 0] / k.shape[-1] ** 0.5
         return merge(*prefix_attend(query_BH1E, k, v, padding_BN), own_v, own_BHN)[0]
 
     def _split(self, t_BND: Tensor) -> Tensor:

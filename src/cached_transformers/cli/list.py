@@ -10,6 +10,7 @@ from typing import Any
 
 from cached_transformers.registry import LISTED
 from cached_transformers.resources import read_facts, recipes_folder
+from cached_transformers.seam.fit import STANDS, in_words
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
@@ -69,8 +70,7 @@ def parts() -> dict[str, dict[str, dict[str, Any]]]:
 def part_rows(group: Mapping[str, dict[str, Any]], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Name, summary and paper of each part, and some of its facts."""
     return [
-        {key: part[key] for key in ("name", "summary", "paper")}
-        | {fact: part["info"].get(fact, part["stated"].get(fact)) for fact in facts}
+        {key: part[key] for key in ("name", "summary", "paper")} | {fact: fact_of(part, fact) for fact in facts}
         for _, part in sorted(group.items())
     ]
 
@@ -85,3 +85,15 @@ def recipe_rows() -> list[dict[str, Any]]:
         tree = {} if found is None else parse_yaml(found.group(), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
+
+
+def fact_of(part: Mapping[str, Any], fact: str) -> Any:
+    """What a part's registration or its class says, in the words of the list.
+
+    That is of a memory the usual names of the places where it stands, of an attention what it can as a phrase.
+    """
+    stated = part["stated"]
+    if fact == "insertion":
+        return ", ".join(name for word, name in STANDS.items() if word in stated.get("needs", ())) or "none"
+    value = part["info"].get(fact, stated.get(fact))
+    return in_words(value) if fact == "can" and isinstance(value, list) else value

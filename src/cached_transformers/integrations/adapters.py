@@ -81,8 +81,7 @@ class Tap:
         reading = self.memory.read(state, query, None)
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         linear = partial(type(self.projection).forward, self.projection)
-        y_BND = self.memory.project(y_BHNE, query, reading, linear, plain_weights(self.projection))
-        return self.memory.finish(y_BND, query, reading), reading
+        return self.memory.project(y_BHNE, query, reading, linear, plain_weights(self.projection)), reading
 
     def remove(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
@@ -122,8 +121,8 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     more = {key: value for key, value in more.items() if value is not None}
     MEMORIES.check(name, options)
     settings |= options
-    factory = MEMORIES.entry(name).factory
-    if not getattr(factory, "shared", False) and getattr(factory, "insertion", "none") != "none":
+    needs: frozenset[str] = getattr(MEMORIES.entry(name).factory, "needs", frozenset())
+    if needs & {"state", "tokens_round"}:
         _add_stream(model, name, settings, **more)
     else:
         _add_shared(model, name, settings, **more)

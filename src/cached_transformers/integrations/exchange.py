@@ -176,18 +176,18 @@ def _known(host: Host, index: int, depth: int) -> dict[str, Any]:
 def _check(where: str, host: Host, core: Attention, own_dropout: bool) -> None:
     inner, name = host.inner, type(core).__name__
     needs = {
-        "supports_bias": (inner.bias, "adds a bias to the logits"),
-        "supports_cross": (inner.cross, "has fewer keys than queries"),
-        "supports_causal": (inner.causal, "is causal"),
+        "bias": (inner.bias, "adds a bias to the logits"),
+        "cross": (inner.cross, "has fewer keys than queries"),
+        "causal": (inner.causal, "is causal"),
     }
-    for flag, (needed, what) in needs.items():
-        if needed and not getattr(core, flag):
+    for word, (needed, what) in needs.items():
+        if needed and word not in core.can:
             raise ValueError(
-                f"{where} {what}, which attention {name} cannot do ({flag}=False); `cached list attentions` shows "
+                f"{where} {what}, which attention {name} cannot do (it lacks {word}); `cached list attentions` shows "
                 "which can"
             )
-    if core.only_causal and not inner.causal and inner.install is None:
-        raise ValueError(f"{where} is not causal, and attention {name} is nothing else (only_causal=True)")
+    if "bidirectional" not in core.can and not inner.causal and inner.install is None:
+        raise ValueError(f"{where} is not causal, and attention {name} is nothing else (it lacks bidirectional)")
     if inner.dropout > 0 and core.dropout != inner.dropout and not own_dropout:
         raise ValueError(_no_dropout(where, inner.dropout, core))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.extras import require
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.registry import MODELS
@@ -24,7 +24,7 @@ class TimmModel(nn.Module):
     """A timm image classifier by name, through `add_memory`.
 
     Args:
-        architecture: name in timm, e.g. "vit_small_patch16_224", or in `integrations.timm.timm_models`, e.g. "pvt_tiny_grc".
+        architecture: name in timm, e.g. "vit_small_patch16_224", or of `integrations.timm`, e.g. "pvt_tiny_grc".
         classes: number of outputs.
         memory: None, a name, or {"name": ..., option: value}.
         pretrained: load timm's published weights (needs network).

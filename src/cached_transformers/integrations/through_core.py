@@ -63,18 +63,18 @@ def through_core(
             f"a causal call with {q_BHNE.shape[2]} queries and {k_BHME.shape[2]} keys: attention {name} reads whole "
             "sequences; generate with use_cache=False"
         )
-    if padding_BM is not None and not core.exact_padding:
+    if padding_BM is not None and "exact_padding" not in core.can:
         why = (
-            f"attention {name} lets padding change the other tokens (exact_padding=False); pass rows of equal length "
-            "without a mask"
+            f"attention {name} lets padding change the other tokens (it lacks exact_padding); pass rows of equal "
+            "length without a mask"
         )
         insist(~padding_BM.any(), why)
         padding_BM = None
     bias_BHNM = None
     if mask is not None:
-        if not core.supports_bias:
+        if "bias" not in core.can:
             raise ValueError(
-                f"attention {name} takes no mask on the logits (supports_bias=False), which this call of the host has; "
+                f"attention {name} takes no mask on the logits (it lacks bias), which this call of the host has; "
                 "padding goes into the host's padding mask, and a causal mask of torch.nn needs is_causal=True"
             )
         bias_BHNM = _additive(mask, q_BHNE)

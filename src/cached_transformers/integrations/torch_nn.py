@@ -77,7 +77,6 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             asked = Query(x_BND, q, padding_BN=padding_BN)
             reading = memory.read((), asked, None)
             y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
-            y_BND = memory.finish(y_BND, asked, reading)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:

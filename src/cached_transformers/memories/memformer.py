@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Trace
+from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import carried_norm
+from .parts.slot_attention import SlotAttention
 
 
 class Slots(NamedTuple):
@@ -63,11 +65,15 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 @MEMORIES.register(
     "memformer",
     paper="arXiv:2010.06891",
+    title="Memformer",
+    carries="slots that every layer reads, rewritten after each segment",
+    purpose="a state of fixed size, written by what training needs",
     equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
     state="per row: 4 M D + 8 bytes",
     cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",
     reach="unbounded; what fits into M slots",
     gradient="through the slots, over `bptt` segments",
+    probe=Probing(fixed(length=2, temperature=0.5), learning_rate=1e-3),
 )
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
@@ -92,7 +98,7 @@ class Memformer(ModelMemory):
             divide; an unknown norm.
     """
 
-    insertion = "sublayer"
+    needs = frozenset({"state", "slots"})
 
     def __init__(
         self,
@@ -132,15 +138,11 @@ class Memformer(ModelMemory):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def enter(
-        self,
-        state: Slots,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
-        return Entry(x_BND, positions_BNP, padding_BN, slots_BMD=self._slots(state))
+    def slot_attention(self, index: int) -> SlotAttention:
+        return SlotAttention(self.width, self.heads)
+
+    def enter(self, state: Slots, tokens: Tokens) -> Entry:
+        return Entry(tokens, slots=(self._slots(state),))
 
     def exit(self, state: Slots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Slots, None]:
         padding_BN = traces[0].query.padding_BN

@@ -17,14 +17,17 @@ Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Recalled, Trace
+from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
+from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
 from .parts.shared_cache import one_of
 
@@ -81,11 +84,15 @@ class ReadTwiceState(NamedTuple):
 @MEMORIES.register(
     "read_twice",
     paper="arXiv:2105.04241",
+    title="ReadTwice",
+    carries="summaries of all blocks, for a second read",
+    purpose="a whole document, read more than once",
     equations="second read: x + side attention over summaries s_b = summary(H_b) of the first read, and a no-op key",
     state="per row, for the whole model: M (4 D + 16) + 16 bytes",
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",
     reach="all blocks of a document that the table holds, in both directions with scope='document'",
     gradient="through the summaries into the first read of every block that bptt covers",
+    probe=Probing(fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
 )
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).
@@ -121,8 +128,7 @@ class ReadTwice(ModelMemory):
         ValueError: an unknown choice, a size below 1, or options that exclude each other.
     """
 
-    insertion = "sublayer"
-    rewinds = True
+    needs = frozenset({"state", "slots"})
 
     def __init__(
         self,
@@ -169,8 +175,8 @@ class ReadTwice(ModelMemory):
                 f"top_k={top_k} and clip={clip} belong to a side attention; take attention='side', or leave them out"
             )
         if attention == "joint":
-            self.insertion = "kv"  # type: ignore[assignment]
-        self.width, self.slots, self.every, self.step = width, slots, every, block_length
+            self.needs = frozenset({"state", "context", "kv_projection"})
+        self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
         self.readers = range(depth) if layer is None else (layer % depth,)
@@ -180,35 +186,34 @@ class ReadTwice(ModelMemory):
         self.place = nn.Embedding(slots, width) if after == "place" else None
         self.place_norm = nn.LayerNorm(width) if after == "place" else None
 
-    def slot_attention(self, index: int, width: int, heads: int) -> SideAttention | None:
-        return SideAttention(width, heads, top_k=self.top_k, clip=self.clip) if index in self.readers else None
+    def slot_attention(self, index: int) -> SideAttention | None:
+        if self.attention == "joint" or index not in self.readers:
+            return None
+        return SideAttention(self.width, self.heads, top_k=self.top_k, clip=self.clip)
 
     def init_state(self, batch_size: int, like: Tensor) -> ReadTwiceState:
         table = empty_rows(batch_size, self.slots, self.width, like, channels=2)
         return ReadTwiceState(table, torch.zeros_like(table.count_B))
 
-    def enter(
-        self,
-        state: ReadTwiceState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def run(self, state: ReadTwiceState, tokens: Tokens, through: Through) -> tuple[list[Tensor], ReadTwiceState, None]:
+        outputs = []
+        for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
+            output, state, _ = super().run(state, block, through)
+            outputs += output
+        return outputs, state, None
+
+    def enter(self, state: ReadTwiceState, tokens: Tokens) -> Entry:
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
-        visible_BM, _, number_B = self._look(state, positions_BNP)
+        visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
-            recalled = Recalled(state.table.hidden_BMD, begin_BM[..., None], visible_BM)
-            readers = [recalled if index in self.readers else None for index in range(self.depth)]
-            return Entry(x_BND, positions_BNP, padding_BN, recalled=readers)
-        return Entry(
-            x_BND,
-            positions_BNP,
-            padding_BN,
-            slots_BMD=state.table.hidden_BMD,
-            slots_valid_BM=visible_BM,
-            slots_places_BM=number_BM - number_B[:, None],
-        )
+            table = {"hidden_BMD": state.table.hidden_BMD, "positions_BMP": begin_BM[..., None], "valid_BM": visible_BM}
+            summaries = partial(recalled, **table)
+            return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
+        return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
+
+    def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
+        # The same positions again: what was read before is known by them.
+        return before._replace(model=after[-1].model)
 
     def _look(self, state: ReadTwiceState, positions_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The slots that this block sees, whether it is new to the row, and its number in the document."""

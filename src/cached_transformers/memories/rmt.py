@@ -25,9 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Trace
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
-from .parts.memory_tokens import CacheBeforeTokens, carried_norm, check_cache, check_tokens, surround, visible_round
+from .parts.memory_tokens import (
+    CACHE_NEEDS,
+    CacheBeforeTokens,
+    carried_norm,
+    check_cache,
+    check_tokens,
+    surround,
+    visible_round,
+)
 
 
 class MemoryTokens(NamedTuple):
@@ -40,11 +49,15 @@ class MemoryTokens(NamedTuple):
 @MEMORIES.register(
     "rmt",
     paper="arXiv:2207.06881",
-    equations="[., Y, memory'] = transformer([memory; segment; memory])",
+    title="Recurrent Memory Transformer",
+    carries="memory tokens, written behind a segment and read before the next",
+    purpose="a state of fixed size, written by what training needs",
+    equations="[., Y_t, memory_{t+1}] = transformer([memory_t; segment_t; memory_t])",
     state="per row: 4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
+    probe=Probing(fixed(length=4)),
 )
 class RecurrentMemory(ModelMemory):
     """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.
@@ -73,7 +86,7 @@ class RecurrentMemory(ModelMemory):
         ValueError: a length below 1, an unknown mask or norm, a cache below 0, `read_cache` without a cache.
     """
 
-    insertion = "input"
+    needs = frozenset({"state", "tokens_round"})
 
     def __init__(
         self,
@@ -94,51 +107,40 @@ class RecurrentMemory(ModelMemory):
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache
         self.full, self.causal_model, self.behind = mask == "full", causal, length if causal else 0
-        self.around = length + self.behind
+        self.extra_tokens = length + self.behind
         self.hides_cache = cache > 0 and not read_cache
         self.masks = (causal and self.full) or self.hides_cache
+        self.needs = self.needs | ({"bias"} if self.masks else set()) | (set(CACHE_NEEDS) if cache else set())
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.norm = carried_norm(norm, width)
 
     def layer_memory(self, index: int) -> LayerMemory:
         if not self.cache:
             return LayerMemory()
-        return CacheBeforeTokens(self.width, self.heads, self.cache, gap=self.length)
+        sides = {"front": self.length, "back": self.behind}
+        return CacheBeforeTokens(self.width, self.heads, self.cache, read_by_all=self.read_cache, **sides)
 
     def init_state(self, batch_size: int, like: Tensor) -> MemoryTokens:
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return MemoryTokens(like.new_zeros(batch_size, self.length, self.width), segments_B)
 
-    def enter(
-        self,
-        state: MemoryTokens,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def enter(self, state: MemoryTokens, tokens: Tokens) -> Entry:
         # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
         memory_BMD = torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
-        n, device = x_BND.shape[1], x_BND.device
-        around = surround(x_BND, positions_BNP, padding_BN, memory_BMD, memory_BMD if self.behind else None)
-        visible_NN, sees_context_N = self._visible(n, device)
-        return Entry(*around, own=(self.length, n), visible_NN=visible_NN, sees_context_N=sees_context_N)
+        n, device = tokens.x_BND.shape[1], tokens.x_BND.device
+        surrounded = surround(tokens, memory_BMD, memory_BMD if self.behind else None)
+        return Entry(surrounded, segment=(self.length, n), visible_NN=self._visible(n, device))
 
-    def _visible(self, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """What each token sees of the segment, and which tokens see the cache."""
+    def _visible(self, n: int, device: torch.device) -> Tensor | None:
+        """What each token sees of the others."""
         if not self.masks:
-            return None, None
+            return None
         total = self.length + n + self.behind
         if not self.causal_model:
-            visible_LL = torch.ones(total, total, dtype=torch.bool, device=device)
-        elif self.full:
-            visible_LL = visible_round(self.length, n, self.length, device)
-        else:
-            visible_LL = torch.ones(total, total, dtype=torch.bool, device=device).tril()
-        if not self.hides_cache:
-            return visible_LL, None
-        place_L = torch.arange(total, device=device)
-        return visible_LL, (place_L >= self.length) & (place_L < self.length + n)
+            return torch.ones(total, total, dtype=torch.bool, device=device)
+        if self.full:
+            return visible_round(self.length, n, self.length, device)
+        return torch.ones(total, total, dtype=torch.bool, device=device).tril()
 
     def exit(self, state: MemoryTokens, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemoryTokens, None]:
         m, n = self.length, x_BND.shape[1] - self.length - self.behind

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Rows, empty_rows
 from .transformer_xl import TransformerXL
@@ -130,12 +131,16 @@ class SegatronLayer(TransformerXL):
 @MEMORIES.register(
     "segatron",
     paper="arXiv:2004.14996",
+    title="Segatron-XL",
+    carries="the last inputs of every layer, with places in tokens, sentences and paragraphs",
+    purpose="the last tokens as they were",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
@@ -156,7 +161,7 @@ class Segatron(ModelMemory):
         ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift; when run, no token ids.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection", "token_ids"})
 
     def __init__(
         self,
@@ -192,14 +197,8 @@ class Segatron(ModelMemory):
         zeros = torch.zeros(2, batch_size, dtype=torch.long, device=like.device)
         return SegatronState(*zeros)
 
-    def enter(
-        self,
-        state: SegatronState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def enter(self, state: SegatronState, tokens: Tokens) -> Entry:
+        inputs, padding_BN = tokens.inputs_BN, tokens.padding_BN
         if inputs is None:
             raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
         here, behind = [], []
@@ -212,8 +211,8 @@ class Segatron(ModelMemory):
             behind.append(begun_B[:, None] + ended_BN.cumsum(1))
             here.append(behind[-1] - ended_BN.long())
         # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
-        positions_BNP = torch.cat([positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
-        return Entry(x_BND, positions_BNP, padding_BN)
+        positions_BNP = torch.cat([tokens.positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
+        return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
         positions_BNP = traces[0].query.positions_BNP

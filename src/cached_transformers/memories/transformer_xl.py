@@ -16,6 +16,7 @@ from torch import Tensor
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Rows, empty_rows, push
 
@@ -23,12 +24,16 @@ from .parts.rows import Rows, empty_rows, push
 @MEMORIES.register(
     "transformer_xl",
     paper="arXiv:1901.02860",
+    title="Transformer-XL",
+    carries="the last inputs of every layer",
+    purpose="the last tokens as they were",
     equations="keys and values of [SG(last M inputs of the layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
     """Keys and values of the last `length` inputs of the layer.
@@ -45,7 +50,7 @@ class TransformerXL(LayerMemory):
         ValueError: a length below 1.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import insist
-from cached_transformers.layers.block import Block, ModelOutput, StackState
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS

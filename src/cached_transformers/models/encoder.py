@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import ModelOutput, StackState
 from cached_transformers.layers.feed_forward import FeedForward
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import make_positions

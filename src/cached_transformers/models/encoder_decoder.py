@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import insist
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import token_losses
 from cached_transformers.memories import MemorySpec

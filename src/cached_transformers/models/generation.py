@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.layers.block import StackState
+from cached_transformers.layers.stack import StackState
 from cached_transformers.state import State, named_tensors, reorder, repeat, reset
 
 from .beam_search import search

@@ -10,7 +10,9 @@ from torch import nn
 
 from cached_transformers.attentions import AttentionSpec, create_attention
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
-from cached_transformers.layers.block import Block, MemoryWeights, Stack, StackState
+from cached_transformers.layers.block import Block, MemoryWeights
+from cached_transformers.layers.context_attention import ContextAttention
+from cached_transformers.layers.stack import Stack, StackState
 from cached_transformers.layers.switch import ExpertsSpec, make_feed_forward
 from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES, unknown_name
@@ -94,7 +96,7 @@ def make_stack(
     if norm not in ("pre", "post"):
         raise ValueError(f"norm={norm!r} must be 'pre' or 'post'")
     spec = memory_spec(memory)
-    if causal and spec is not None and not getattr(MEMORIES.entry(spec[0]).factory, "causal", True):
+    if causal and spec is not None and "whole_segment" in getattr(MEMORIES.entry(spec[0]).factory, "needs", ()):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
     known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
     known |= {"causal": causal, "norm": norm}
@@ -107,12 +109,11 @@ def make_stack(
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
-    if causal and spec is not None and not first.causal:
+    if causal and spec is not None and "whole_segment" in first.needs:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
-    slots_of = model_memory if first.insertion == "sublayer" else None
     seen = dict(known)  # by attention, which has the memory's tokens in its segments
     if model_memory is not None and "length" in seen:
-        seen["length"] += model_memory.around
+        seen["length"] += model_memory.extra_tokens
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -122,7 +123,8 @@ def make_stack(
         scheme = (model_memory or own).position_scheme() if positions is None else positions
         if not isinstance(scheme, Positions):
             scheme = make_positions(scheme or fallback, width=width, heads=heads)
-        layer = SelfAttention(
+        alone = model_memory is not None and "context_alone" in model_memory.needs
+        layer = (ContextAttention if alone else SelfAttention)(
             width,
             heads,
             core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **seen),
@@ -137,8 +139,7 @@ def make_stack(
             dropout=dropout,
             head_width=head_width,
             scale=attention_scale,
-            own_keys=model_memory is None or model_memory.own_keys,
-            keys=model_memory is None or model_memory.layer_keys(index),
+            **({} if model_memory is None else model_memory.layer_options(index)),
         )
         enter = norm_of() if norm == "pre" else None
         positionwise = make_feed_forward(
@@ -153,11 +154,11 @@ def make_stack(
             activation_dropout=activation_dropout,
             bias=feed_forward_bias,
         )
-        separate = model_memory is not None and model_memory.own_weights
+        separate = model_memory is not None and "own_weights" in model_memory.needs
         return Block(
             layer,
             positionwise,
-            slot_attention=None if slots_of is None else slots_of.slot_attention(index, width, heads),
+            slot_attention=None if model_memory is None else model_memory.slot_attention(index),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             drop_path=drop_path * index / max(depth - 1, 1),
             norms=(norm_of(), norm_of()) if norm == "post" else None,

@@ -2,8 +2,8 @@
 
 Paper: "Pyramid Vision Transformer: A Versatile Backbone for Dense Prediction without Convolutions" (arXiv:2102.12122).
 Original implementation: whai362/PVT, classification/pvt.py and detection/pvt.py; parameters have its names, so that its
-checkpoints load. timm has the second version only; `integrations/timm/models.py` registers this one with it, and the
-methods follow timm's conventions.
+checkpoints load. timm has the second version only; `integrations/timm/timm_models.py` registers this one with it, and
+the methods follow timm's conventions.
 
 Images of any size of at least 32 x 32 pixels are taken, in training too: positions are interpolated bilinearly to the
 map of each stage, as in the original. (It leaves them as they are when a map of another shape happens to have the same

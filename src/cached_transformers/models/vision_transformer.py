@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import AttentionSpec
-from cached_transformers.layers.block import ModelOutput, StackState
+from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import LearnedPositions

@@ -26,7 +26,9 @@ CORE_WORDS: dict[str, str] = {
 """What an attention core may be able to do."""
 
 PLACE_WORDS: dict[str, str] = {
+    "state": "a state that is carried from segment to segment",
     "head": "a second result per head, mixed with the attention's",
+    "context_alone": "layers whose tokens attend the memory and nothing of their own segment",
     "kv_projection": "keys and values made of stored hidden states by the layer's own projections",
     "tokens_round": "tokens of the memory round those of the segment",
     "slots": "a cross-attention over slots in every block",
@@ -37,7 +39,30 @@ PLACE_WORDS: dict[str, str] = {
 }
 """What a memory may need of the place where it stands, beside what it needs of the core."""
 
+PHRASES: dict[str, str] = {
+    "causal": "causal",
+    "cross": "other keys than queries",
+    "bias": "bias",
+    "context": "keys of a memory",
+    "exact_padding": "exact padding",
+    "lse": "log-sum-exp",
+    "weights": "weights of keys",
+}
+"""The words of a core, in a list for people."""
+
+STANDS: dict[str, str] = {"tokens_round": "input", "context": "kv", "head": "head", "slots": "sublayer"}
+"""The usual names of the four places, by the word of `needs` that asks for them."""
+
 WORDS = CORE_WORDS | PLACE_WORDS
+
+
+def in_words(can: Iterable[str]) -> str:
+    """What a core can, as a phrase."""
+    can = set(can)
+    phrases = [phrase for word, phrase in PHRASES.items() if word in can]
+    if "bidirectional" not in can:
+        phrases = ["causal alone" if phrase == "causal" else phrase for phrase in phrases]
+    return ", ".join(phrases) or "only what all can"
 
 
 def check_words(words: Iterable[str], whose: str) -> frozenset[str]:

@@ -1,40 +1,39 @@
-"""What a memory is: the two protocols, and the records that pass between a memory and a block.
+"""What a memory is: the two protocols, and the records that pass between a memory, a layer and a stack.
 
 A *layer memory* lives in one layer, a *model memory* spans layers; both may be present. Every method has an identity
-default, so that a paper's file overrides only what the paper changes. Four insertion points cover the literature:
+default, so that a paper's file overrides only what the paper changes. What a memory asks of the place where it stands,
+it says in `needs`, in the words of `fit.py`. Four places cover the literature:
 
-* input: the model memory puts tokens round the segment (`enter`, `exit`);
-* kv: `read` returns a `Context`, extra keys and values for the attention core;
-* head: `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
-* sublayer: the model memory offers slots, over which every block runs a cross-attention of its own.
+* "tokens_round": the model memory puts tokens round the segment (`enter`, `exit`);
+* "context": `Context`, extra keys and values for the attention core, from `read` or `Entry.contexts`;
+* "head": `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
+* "slots": the model memory offers slots, over which blocks run a cross-attention (`slot_attention`).
 
-Legend: B rows, N tokens, M slots, R regions of slots, H heads, E head width, D = H * E model width,
-P position channels.
+Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, V value width, D = H * E model width, P position
+channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.state import State
 
-if TYPE_CHECKING:
-    from cached_transformers.layers.attention import SelfAttention
-
-    from .positions import Positions
+from .positions import Positions
 
 
 class ProjectKV(Protocol):
     """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
 
-    With `frozen` these receive no gradient; the hidden states do.
+    With `frozen` these receive no gradient; the hidden states do. With `normed` the states went through the layer's
+    norm already.
     """
 
-    def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]: ...
 
 
 Linear = Callable[[Tensor], Tensor]
@@ -46,8 +45,12 @@ Weights = tuple[Tensor, Tensor | None] | None
 class Context(NamedTuple):
     """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions.
 
-    `consecutive` promises that the slots, oldest first, stand at the positions right before the segment's first token,
-    one each; relative positions are then cheaper.
+    Attributes:
+        consecutive: a promise that the slots, oldest first, stand at the positions right before the segment's first
+            token, one each; relative positions are then cheaper.
+        visible_BHNM: bool, (B or 1, 1, N, M), the slots that each token sees; None for all.
+        gather: makes (B, H, N, E) of the core's result where values are wider than a head. The values of the segment
+            and of other contexts then stand in the last E channels.
     """
 
     k_BHME: Tensor
@@ -55,33 +58,30 @@ class Context(NamedTuple):
     positions_BMP: Tensor
     valid_BM: Tensor
     consecutive: bool = False
+    visible_BHNM: Tensor | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
 
 
-class Recalled(NamedTuple):
-    """Hidden states (inputs of the layer, before its norm) that a model memory offers one layer as a context.
+class Projections(Protocol):
+    """What a memory may use of a layer: its norm and its keys and values."""
 
-    The layer makes keys and values of them; values are multiplied by `weight_BM`, where it is given.
+    @property
+    def norm(self) -> nn.Module: ...
 
-    Where each token chooses for itself, `region_BM` says to which of R regions a slot belongs (R: to none, which all
-    tokens see with weight 1), `visible_BNR` which regions a token sees, and `weight_BNR` by what it multiplies their
-    values. The weights act behind the softmax, so that the keys of a region count in full.
-    """
+    @property
+    def project_kv(self) -> ProjectKV: ...
 
-    hidden_BMD: Tensor
-    positions_BMP: Tensor
-    valid_BM: Tensor
-    weight_BM: Tensor | None = None
-    consecutive: bool = False
-    region_BM: Tensor | None = None
-    visible_BNR: Tensor | None = None
-    weight_BNR: Tensor | None = None
+
+Offer = Context | Callable[[ProjectKV], Context]
+"""A context, or what makes one inside the layer that attends it, with that layer's projections."""
 
 
 class Query(NamedTuple):
     """What a memory may look at when it is read.
 
-    `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True.
-    `size` is the (height, width) of the token map, when there is one.
+    `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True. `size` is the
+    (height, width) of the token map, when there is one. Queries, keys and values are those of the segment, without
+    positions; some models that others wrote do not offer them.
     """
 
     x_BND: Tensor
@@ -89,12 +89,24 @@ class Query(NamedTuple):
     positions_BNP: Tensor | None = None
     padding_BN: Tensor | None = None
     size: tuple[int, int] | None = None
+    k_BHNE: Tensor | None = None
+    v_BHNE: Tensor | None = None
+
+    def narrow(self, start: int, length: int) -> Query:
+        """The query of some neighbouring tokens."""
+
+        def cut(t: Tensor | None, dim: int) -> Tensor | None:
+            return None if t is None else t.narrow(dim, start, length)
+
+        q, k, v = (cut(t, 2) for t in (self.q_BHNE, self.k_BHNE, self.v_BHNE))
+        x_BND = self.x_BND.narrow(1, start, length)
+        return Query(x_BND, q, cut(self.positions_BNP, 1), cut(self.padding_BN, 1), self.size, k, v)
 
 
 class Reading(NamedTuple):
-    """What a memory answers: a context (kv), a per-head result (head), and what it wants to see again in `write`.
+    """What a memory answers: a context, a per-head result, and what it wants to see again in `combine` and `write`.
 
-    `lse_BHN` is filled in by the layer, for a memory with `wants_lse`: the log-sum-exp of the core's logits.
+    `lse_BHN` is filled in by the layer, for a memory that needs "lse": the log-sum-exp of the core's logits.
     """
 
     context: Context | None = None
@@ -104,54 +116,39 @@ class Reading(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a block leaves for `write`: its input, its keys and values (unrotated), its output, and what was read.
+    """What a block leaves for `write` and `exit`: its input, its output, what was asked and what was read.
 
-    `usage_BL` is for memories with `weighs`: the mean attention weight of each key of context and segment, without
-    gradient.
+    `weights_BHNL` is for memories that need "weights": the attention weight of each key of context and segment, without
+    gradient; not a number where a token does not see the key.
     """
 
     x_BND: Tensor
-    k_BHNE: Tensor
-    v_BHNE: Tensor
     y_BND: Tensor
     query: Query
     reading: Reading
-    usage_BL: Tensor | None = None
+    weights_BHNL: Tensor | None = None
 
     def narrow(self, start: int, length: int) -> Trace:
         """The trace of some neighbouring tokens."""
-        x, q, positions, padding, size = self.query
-        query = Query(
-            x.narrow(1, start, length),
-            None if q is None else q.narrow(2, start, length),
-            None if positions is None else positions.narrow(1, start, length),
-            None if padding is None else padding.narrow(1, start, length),
-            size,
-        )
-        k, v = self.k_BHNE.narrow(2, start, length), self.v_BHNE.narrow(2, start, length)
-        y, usage = self.y_BND.narrow(1, start, length), self.usage_BL
-        if usage is not None:
-            slots = usage.shape[1] - self.x_BND.shape[1]
-            usage = torch.cat([usage[:, :slots], usage.narrow(1, slots + start, length)], 1)
-        return Trace(self.x_BND.narrow(1, start, length), k, v, y, query, self.reading, usage)
+        weights = self.weights_BHNL
+        if weights is not None:
+            slots = weights.shape[-1] - self.x_BND.shape[1]
+            weights = torch.cat([weights[..., :slots], weights.narrow(-1, slots + start, length)], -1)
+            weights = weights.narrow(2, start, length)
+        x_BND, y_BND = (t.narrow(1, start, length) for t in (self.x_BND, self.y_BND))
+        return Trace(x_BND, y_BND, self.query.narrow(start, length), self.reading, weights)
 
 
 class LayerMemory(nn.Module):
     """A memory of one layer. The defaults remember nothing.
 
     Attributes:
-        insertion: "kv", "head" or "none"; only "kv" asks the attention core to accept a context.
-        shared: one state for all rows and steps, kept in buffers of the module (the state tuple is then empty).
-        causal: whether a causal model may use it (no output may depend on a later token).
-        wants_lse: `combine` needs the log-sum-exp of the core's logits, which only some cores give.
-        weighs: whether `write` needs the attention weights of the keys, which are then computed a second time.
+        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
+        shared: what it remembers is one for all rows and steps, kept in buffers of the module.
     """
 
-    insertion: Literal["kv", "head", "none"] = "none"
+    needs: frozenset[str] = frozenset()
     shared: bool = False
-    causal: bool = True
-    wants_lse: bool = False
-    weighs: bool = False
 
     def position_scheme(self) -> Positions | None:
         """Position scheme of its own for the layer it lives in; None for the model's."""
@@ -176,14 +173,10 @@ class LayerMemory(nn.Module):
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         """`combine`, merge the heads, and apply the output projection, (B, N, D).
 
-        A memory overrides this only to save work; `weights` are the projection's weight and bias where it is a plain
-        linear map, None where only calling `linear` is right.
+        A memory overrides this to change the attention's result behind the projection, or to save work; `weights` are
+        the projection's weight and bias where it is a plain linear map, None where only calling `linear` is right.
         """
         return linear(self.combine(y_BHNE, query, reading).transpose(1, 2).flatten(2))
-
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
-        """Change the attention's result after the output projection."""
-        return y_BND
 
     def write(self, state: State, trace: Trace) -> tuple[State, Tensor | None]:
         """State after the segment, of the same structure, and an auxiliary loss or None."""
@@ -198,114 +191,118 @@ class LayerMemory(nn.Module):
         raise ValueError(f"{type(self).__name__} has no gate to close; remove the memory instead")
 
 
-class Entry(NamedTuple):
-    """What a model memory hands to the blocks.
+class Tokens(NamedTuple):
+    """Embedded tokens on their way through the blocks.
 
     Attributes:
-        x_BND: the tokens, with those of the memory round them.
-        positions_BNP, padding_BN: of all these tokens.
-        context: keys and values for all layers. contexts: those for each layer, instead.
-        slots_BMD: slots for the cross-attention of every block.
-        slots_valid_BM: bool, the slots that hold something; None when all do.
-        slots_places_BM: where each slot stands, for a memory whose own slot attention asks for it.
-        recalled: hidden states for each layer.
-        own: (start, length) of the segment's own tokens, which alone reach the layer memories' `write` and the traces;
-            None for all.
-        visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
-        sees_context_N: bool, the tokens that see a context; None when all do. Only beside `visible_NN`.
-        then: makes this a preview: the blocks run over it, nothing of that run is written, and the function turns the
-            last block's output (B, N, D) into the entry that follows.
-        state: what `exit` gets in the place of the state, for what has been computed already; None for the state.
+        positions_BNP: of all tokens. padding_BN: bool, True = padding; None for none.
+        inputs_BN: the model's raw inputs (token ids), where a model gives them.
+        consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
     """
 
     x_BND: Tensor
     positions_BNP: Tensor
-    padding_BN: Tensor | None
-    context: Context | None = None
-    slots_BMD: Tensor | None = None
-    slots_valid_BM: Tensor | None = None
-    recalled: Sequence[Recalled | None] | None = None
-    own: tuple[int, int] | None = None
+    padding_BN: Tensor | None = None
+    inputs_BN: Tensor | None = None
+    consecutive: bool = False
+
+    def split(self, size: int) -> list[Tokens]:
+        """Pieces of `size` tokens, the last one perhaps shorter."""
+        pieces = range(-(-self.x_BND.shape[1] // size))
+        x, positions, padding, inputs = ([None] * len(pieces) if t is None else t.split(size, 1) for t in self[:4])
+        return [Tokens(x[i], positions[i], padding[i], inputs[i], self.consecutive) for i in pieces]  # type: ignore[arg-type]
+
+
+class Entry(NamedTuple):
+    """What a model memory hands to the blocks.
+
+    Attributes:
+        tokens: those of the segment, with those of the memory round them.
+        contexts: what each layer attends beside the segment; None for nothing.
+        slots: arguments of every block's `slot_attention` behind its tokens; None where nothing is to be read.
+        segment: (start, length) of the segment's tokens, which alone reach the layer memories' `write` and the traces;
+            None for all.
+        visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
+    """
+
+    tokens: Tokens
+    contexts: Sequence[Offer | None] | None = None
+    slots: tuple[Any, ...] | None = None
+    segment: tuple[int, int] | None = None
     visible_NN: Tensor | None = None
-    sees_context_N: Tensor | None = None
-    then: Callable[[Tensor], Entry] | None = None
-    state: State | None = None
-    contexts: Sequence[Context | None] | None = None
-    slots_places_BM: Tensor | None = None
+
+
+class Through(Protocol):
+    """The way through the blocks of a stack, for one segment: an entry in; the last block's output and all traces out.
+
+    The states of the layer memories go on from call to call. With `write=False` the call is a preview, of which nothing
+    is kept.
+
+    Attributes:
+        layers: the projections of keys and values of every layer, from the first to the last.
+    """
+
+    @property
+    def layers(self) -> Sequence[Projections]: ...
+
+    def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]: ...
 
 
 class ModelMemory(nn.Module):
     """A memory that spans the layers of a model. The defaults remember nothing.
 
     Attributes:
-        insertion: "input", "kv", "sublayer" or "none"; "sublayer" gives every block a cross-attention over the slots.
-        step: tokens that the model reads between two writes; longer segments are read in such pieces, one after the
-            other and with gradient. None for whole segments.
-        causal: whether a causal model may use it.
-        masks: whether it sets `Entry.visible_NN` or `Recalled.visible_BNR`, which attention must then take as a bias.
-        own_weights: whether its tokens (those outside `Entry.own`) have projections and a feed-forward of their own in
-            every block.
-        own_keys: whether tokens attend their own segment. Without, they attend the context alone, and one that has none
-            gets 0 from attention; traces then hold no keys and values.
-        rewinds: another pass over the same segments takes place at the same positions: the loop gives the clock and the
-            states of the layers the values that they had before the first pass; what `next_pass` returns counts for
-            the model memory alone.
-        around: tokens that it puts round a segment, by which attention sees longer ones.
+        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
+        extra_tokens: tokens that it puts round a segment, by which attention sees longer ones.
     """
 
-    insertion: Literal["input", "kv", "sublayer", "none"] = "none"
-    step: int | None = None
-    causal: bool = True
-    masks: bool = False
-    own_weights: bool = False
-    own_keys: bool = True
-    rewinds: bool = False
-    around: int = 0
-
-    def layer_keys(self, index: int) -> bool:
-        """Whether the layer `index` has projections of keys and values; only without `own_keys` can one do without."""
-        return True
+    needs: frozenset[str] = frozenset()
+    extra_tokens: int = 0
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
         return LayerMemory()
 
+    def layer_options(self, index: int) -> Mapping[str, Any]:
+        """Options of the attention in the layer `index` which this memory sets."""
+        return {}
+
     def position_scheme(self) -> Positions | None:
         """Position scheme for a layer, made anew at every call; None for the model's."""
         return None
 
-    def slot_attention(self, index: int, width: int, heads: int) -> nn.Module | None:
-        """Cross-attention over the slots for the layer `index`, made anew at every call (insertion "sublayer").
+    def slot_attention(self, index: int) -> nn.Module | None:
+        """Cross-attention over the slots for the layer `index`, made anew at every call; None for a layer without.
 
-        It is called as (x_BND, slots_BMD, slots_valid_BM), and slots_places_BM where the memory offers them, and gives
-        what is added to x_BND. None for a layer that does not read the slots.
+        It is called with the tokens (B, N, D) and `Entry.slots`, and gives what is added to the tokens.
         """
-        from cached_transformers.layers.block import SlotAttention  # the blocks are built on memories
-
-        return SlotAttention(width, heads)
+        return None
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         """State before the first segment, on the device and in the dtype of `like`."""
         return ()
 
-    def open(self, state: State, layers: Sequence[SelfAttention]) -> Any:
-        """What `enter` and `exit` get for a state during one segment, all its steps. It may hold more than tensors."""
-        return state
-
-    def close(self, opened: Any) -> State:
-        """The state after the segment, of the structure that `init_state` gives."""
-        return opened
-
-    def enter(
-        self, state: State, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
-    ) -> Entry:
-        """Called before the first block, with what `open` gave. `inputs` are the model's raw inputs (token ids)."""
-        return Entry(x_BND, positions_BNP, padding_BN)
+    def enter(self, state: State, tokens: Tokens) -> Entry:
+        """Called before the first block."""
+        return Entry(tokens)
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
         """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None."""
         return x_BND, state, None
 
-    def next_pass(self, states: Sequence[State]) -> State:
-        """State of the model with which another pass over the same segments begins, given that after each of them."""
-        return states[-1]
+    def run(self, state: State, tokens: Tokens, through: Through) -> tuple[list[Tensor], State, Tensor | None]:
+        """One segment: `enter`, all blocks, `exit`; the outputs are those of each step, in their order.
+
+        A memory overrides this to go through the blocks in another way: in several steps, or twice.
+        """
+        entry = self.enter(state, tokens)
+        x_BND, state, loss = self.exit(state, *through(entry))
+        return [x_BND], state, loss
+
+    def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
+        """State of the model with which another pass over the same segments begins.
+
+        Args:
+            before: the model's state with which the last pass began. after: the states after each of its segments.
+        """
+        return after[-1]

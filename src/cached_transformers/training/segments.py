@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.layers.block import ModelOutput
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.state import State, detach
 from cached_transformers.state import reset as reset_rows
@@ -111,14 +111,10 @@ class SegmentLoop(nn.Module):
     ) -> State:
         """Run one pass that is not the last; the state with which the next one begins."""
         memory: ModelMemory = self.model.stack.model_memory  # type: ignore[union-attr, assignment]
-        if memory.rewinds:
-            fresh = self.model.init_state(inputs_BN.shape[0])  # type: ignore[operator]
-            state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset.flatten())
-            reset = None
-        _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
-        after = memory.next_pass(states)
-        if memory.rewinds and state is not None:
-            after = state._replace(model=after.model)
+        fresh = self.model.init_state(inputs_BN.shape[0])  # type: ignore[operator]
+        state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset.flatten())
+        _, states = self._run(inputs_BN, targets_BN, state, None, padding)
+        after = memory.next_pass(state, states)
         return after if len(states) <= self.bptt else detach(after)
 
     def _run(

@@ -18,6 +18,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+def wide(t: Tensor) -> Tensor:
+    """In float32, or what is wider."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def product(q: Tensor, k: Tensor) -> Tensor:
+    """(..., N, M): q k^T in float32 or wider, whatever the inputs are, and under autocast too.
+
+    Logits of half precision have three digits, and in float16 end at 65504. Fused kernels keep theirs in float32.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return wide(q) @ wide(k).mT
+
+
+def own_logits(q: Tensor, k: Tensor) -> Tensor:
+    """(...): the logit of each query with the key at its place, in float32 or wider."""
+    return (wide(q) * wide(k)).sum(-1) / math.sqrt(q.shape[-1])
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, want_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -32,7 +51,7 @@ def attend(
     """
     if not want_lse:
         return _fused(q, k, v, mask, dropout), None
-    weights, lse = one_softmax((q / math.sqrt(q.shape[-1])) @ k.mT, mask, dropout=dropout, want_lse=True)
+    weights, lse = one_softmax(product(wide(q) / math.sqrt(q.shape[-1]), k), mask, dropout=dropout, want_lse=True)
     return zero_unseen(weights.to(v.dtype) @ v, mask), lse
 
 
@@ -47,7 +66,7 @@ def one_softmax(
         logits: a result that nobody else reads, since it is overwritten; the mask must not be larger.
         mask, dropout, want_lse: as of `attend`.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = wide(logits)
     lowest = torch.finfo(logits.dtype).min
     if mask is not None:
         with torch.no_grad():  # the softmax gives what is masked no gradient; recorded, the mask would be applied to it
@@ -198,6 +217,11 @@ def pick_rows(t: Tensor, index: Tensor) -> Tensor:
     first = torch.arange(rows * heads, device=t.device).view(rows, heads, 1) * places
     picked = t.flatten(0, 2).index_select(0, (index.flatten(2) + first).flatten())
     return picked.view(*index.shape, *t.shape[3:])
+
+
+def largest(t: Tensor, count: int) -> Tensor:
+    """(..., count): places of the largest numbers, the largest first; of equals the first one, in a padded row, too."""
+    return t.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 def causal_scan(

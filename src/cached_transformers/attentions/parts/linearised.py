@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call, is_nothing
 from cached_transformers.seam.memory import Context
 from cached_transformers.state import State
 
-
-def wide(t: Tensor) -> Tensor:
-    """In float32, or what is wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+from .building_blocks import wide
 
 
 def with_ones(v_BHNV: Tensor) -> Tensor:
@@ -51,12 +48,19 @@ class LinearisedAttention(Attention):
         >>> state = core.init_step(rows, heads, width, values, like=q)
         >>> out_BHNV, state = core.scan(q, k, v, state)  # the prompt
         >>> out_BHV, state = core.step(q_BHE, k_BHE, v_BHV, state)  # one token more
+
+    Args:
+        carry: the state goes on from segment to segment, so that segments are one sequence. The mechanism is then
+            causal alone, and takes no context: what a memory keeps of earlier segments would count twice.
     """
 
-    accepts_context = True
-    supports_causal = True
-    supports_cross = True
-    exact_padding = True
+    can = frozenset({"causal", "bidirectional", "cross", "context", "exact_padding"})
+
+    def __init__(self, *, carry: bool = False) -> None:
+        super().__init__()
+        self.carry = carry
+        if carry:
+            self.can = self.can & {"causal", "exact_padding"}
 
     def maps(self, generator: torch.Generator | None = None, *, fixed: bool = True) -> Tensor | None:
         """What is random in the feature map: the saved draw, or a call's own where training asks for one."""
@@ -89,6 +93,9 @@ class LinearisedAttention(Attention):
     ) -> tuple[Tensor, State]:
         """Token by token (in effect): write its key, then read with its query. Tokens not seen leave the state."""
         raise NotImplementedError("abstract: a mechanism writes run()")
+
+    def init_state(self, rows: int, heads: int, key_width: int, value_width: int, like: Tensor) -> State:
+        return self.init_step(rows, heads, key_width, value_width, like=like) if self.carry else ()
 
     def init_step(
         self,
@@ -141,15 +148,18 @@ class LinearisedAttention(Attention):
                 "query; keys that all queries see belong in the context"
             )
         maps = self.maps(call.generator, fixed=not self.training)
-        with torch.autocast(q_BHNE.device.type, enabled=False):
-            state = self.empty(rows, heads, width, v_BHNV.shape[-1], wide(q_BHNE[..., :0]))
-            state = self._with_context(state, call.context, maps, rows)
+        state = call.state
+        if is_nothing(state):
+            with torch.autocast(q_BHNE.device.type, enabled=False):
+                state = self.empty(rows, heads, width, v_BHNV.shape[-1], wide(q_BHNE[..., :0]))
+                state = self._with_context(state, call.context, maps, rows)
         if call.causal:
-            out, _ = self._scan(q_BHNE, k_BHNE, v_BHNV, state, call.key_padding_mask, call.x_BND, maps)
-            return AttentionOutput(out)
+            out, state = self._scan(q_BHNE, k_BHNE, v_BHNV, state, call.key_padding_mask, call.x_BND, maps)
+            return AttentionOutput(out, state=state if self.carry else ())
         with torch.autocast(q_BHNE.device.type, enabled=False):
             seen_BN = None if call.key_padding_mask is None else ~call.key_padding_mask
-            state = self.write(state, self.features(wide(k_BHNE), maps), wide(v_BHNV), seen_BN)
+            if k_BHNE.shape[2]:
+                state = self.write(state, self.features(wide(k_BHNE), maps), wide(v_BHNV), seen_BN)
             return AttentionOutput(self.read(self.features(wide(q_BHNE), maps), state).to(v_BHNV.dtype))
 
     def _scan(

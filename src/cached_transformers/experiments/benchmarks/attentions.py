@@ -129,7 +129,7 @@ def slope(seconds: Mapping[int, float]) -> float:
 
 def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) -> list[Row]:
     """Time the mechanisms, and exact attention with them, length by length; the rows are in order of the names."""
-    causal = {name: getattr(ATTENTIONS.entry(name).factory, "only_causal", False) for name in names}
+    causal = {name: "bidirectional" not in ATTENTIONS.entry(name).factory.can for name in names}
     seconds: dict[str, dict[int, float]] = {name: {} for name in names}
     mebibytes: dict[str, dict[int, float]] = {name: {} for name in names}
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}

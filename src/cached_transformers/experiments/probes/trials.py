@@ -99,7 +99,7 @@ class Trials:
             chosen = setting(trial.memory)
             options = chosen.within if trial.arm == "within reach" else chosen.beyond
             assert options is not None
-            spec, passes = {"name": trial.memory, **options(task, self.distance, sizes)}, chosen.passes
+            spec, passes = {"name": trial.memory, **options(task.segment, self.distance, sizes.depth)}, chosen.passes
             if chosen.learning_rate is not None:
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         settings = {"files": files, "distance": self.distance, "memory": spec, "passes": passes}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -36,16 +36,17 @@ Row = Sequence[Cell | str]
 
 @dataclass(frozen=True)
 class Block:
-    """Anything that stands on a page; `kind` chooses how the template writes it."""
+    """Anything that stands on a page; its class chooses how the template writes it."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
 
 @dataclass(frozen=True)
 class Section(Block):
     """Blocks that belong together."""
 
-    kind = "section"
     blocks: Sequence[Block]
 
 
@@ -53,7 +54,6 @@ class Section(Block):
 class Header(Block):
     """A title with a list of names and values below it; those that are None or empty are left out."""
 
-    kind = "header"
     level: int
     title: str
     about: Mapping[str, object] = field(default_factory=dict)
@@ -63,7 +63,6 @@ class Header(Block):
 class Heading(Block):
     """A title."""
 
-    kind = "heading"
     level: int
     text: str
 
@@ -72,7 +71,6 @@ class Heading(Block):
 class Facts(Block):
     """A list of names and values; those that are None or empty are left out."""
 
-    kind = "facts"
     pairs: Mapping[str, object]
 
 
@@ -80,7 +78,6 @@ class Facts(Block):
 class Text(Block):
     """A paragraph of plain text, with a class of the style sheet where `style` names one."""
 
-    kind = "text"
     text: str
     style: str = ""
 
@@ -89,7 +86,6 @@ class Text(Block):
 class Table(Block):
     """A table whose first column names the row and whose other columns are numbers, aligned right."""
 
-    kind = "table"
     header: Sequence[str]
     rows: Iterable[Row]
     caption: str = ""
@@ -99,7 +95,6 @@ class Table(Block):
 class Picture(Block):
     """A figure (of `figures.style.inline_svg`) with its caption."""
 
-    kind = "picture"
     svg: Markup
     caption: str
 
@@ -108,7 +103,6 @@ class Picture(Block):
 class Folded(Block):
     """Preformatted text behind a title that opens it."""
 
-    kind = "folded"
     title: str
     text: str
 

@@ -23,7 +23,7 @@ class Throughput:
     Attributes:
         summary: what it compares, in a line.
         settings: by scale, batch (images), rounds, and side of the images in pixels.
-        models: by scale, names in `benchmarks.vision.MODELS`.
+        models: by scale, names in `experiments.benchmarks.vision.MODELS`.
     """
 
     summary: str

@@ -24,7 +24,8 @@ class Measured:
     """What was measured.
 
     Attributes:
-        environment: versions, device and settings. rows: of `benchmarks.vision`. text: the tables as Markdown.
+        environment: versions, device and settings.
+        rows: of `experiments.benchmarks.vision`. text: the tables as Markdown.
     """
 
     environment: dict[str, Any]

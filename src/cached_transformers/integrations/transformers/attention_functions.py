@@ -189,7 +189,7 @@ def register_attention_function(attention: str | Mapping[str, Any], key: str | N
         )
     try:
         q_BHNE = torch.zeros(1, 2, 8, 8)
-        core.eval()(q_BHNE, q_BHNE, q_BHNE, causal=core.only_causal)
+        core.eval()(q_BHNE, q_BHNE, q_BHNE, causal="bidirectional" not in core.can)
     except ValueError as error:
         raise ValueError(
             f"attention {name!r} needs more than transformers' attention interface gives: {error}"

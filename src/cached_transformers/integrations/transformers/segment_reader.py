@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import insist
 from cached_transformers.memories.rmt import RecurrentMemory
-from cached_transformers.seam.memory import Query, Reading, Trace
+from cached_transformers.seam.memory import Query, Reading, Tokens, Trace
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
@@ -231,22 +231,22 @@ class SegmentReader:
         x_BND = new["inputs_embeds"]
         n, given = x_BND.shape[1], new.get("position_ids")
         places_BN = torch.arange(n, device=x_BND.device).expand(x_BND.shape[:2]) if given is None else given
-        entry = memory.enter(text.state.model, x_BND, places_BN[..., None], text.padding_BN, None)
-        call = {"inputs_embeds": entry.x_BND}
+        entry = memory.enter(text.state.model, Tokens(x_BND, places_BN[..., None], text.padding_BN))
+        tokens = entry.tokens
+        call = {"inputs_embeds": tokens.x_BND}
         if given is not None or text.padding_BN is not None:  # the tokens in front take the host's first places
-            call["position_ids"] = (entry.positions_BNP[..., 0] + memory.length).clamp(min=0)
-        mask = None if entry.padding_BN is None else (~entry.padding_BN).long()
+            call["position_ids"] = (tokens.positions_BNP[..., 0] + memory.length).clamp(min=0)
+        mask = None if tokens.padding_BN is None else (~tokens.padding_BN).long()
         if entry.visible_NN is not None:
             visible_BLL = entry.visible_NN.expand(len(x_BND), -1, -1)
-            if entry.padding_BN is not None:
+            if tokens.padding_BN is not None:
                 itself_LL = torch.eye(visible_BLL.shape[1], dtype=torch.bool, device=x_BND.device)
-                visible_BLL = visible_BLL & (~entry.padding_BN[:, None] | itself_LL)
+                visible_BLL = visible_BLL & (~tokens.padding_BN[:, None] | itself_LL)
             lowest = torch.finfo(x_BND.dtype).min
             mask = torch.zeros_like(visible_BLL, dtype=x_BND.dtype).masked_fill(~visible_BLL, lowest)[:, None]
         out = self._host(call, mask, inner, None, options)
         query = Query(x_BND, padding_BN=text.padding_BN)
-        empty = x_BND.new_zeros(())
-        trace = Trace(x_BND, empty, empty, empty, query, Reading())
+        trace = Trace(x_BND, x_BND, query, Reading())
         model_state = memory.exit(text.state.model, out.last_hidden_state, [trace])[1]
         if inner is not None and memory.behind:
             inner.crop(-memory.behind)

@@ -72,11 +72,11 @@ class StreamTap(Tap):
         assert passage is not None
         self.passage, self.x_BND, self.kept = None, None, []
         q, k, v = self.stream.split(*kept)
-        query = query._replace(q_BHNE=q, padding_BN=passage.padding_BN)
+        query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
         state = passage.states[self.number]
         y_BND, reading = self._through(state, y_BND, query)
         if passage.writes:
-            passage.after[self.number] = self.memory.write(state, Trace(query.x_BND, k, v, y_BND, query, reading))[0]
+            passage.after[self.number] = self.memory.write(state, Trace(query.x_BND, y_BND, query, reading))[0]
         return y_BND
 
 

@@ -64,19 +64,21 @@ def add_stream_memory(
         raise ValueError(f"segment_length={segment_length} must be at least 1 token, or None for one segment a call")
     around = _around(decoder, found[0][1], settings) if name == "rmt" else None
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
-    needed = (segment_length or 1) + (0 if around is None else around.around)
+    needed = (segment_length or 1) + (0 if around is None else around.extra_tokens)
     if longest is not None and needed > longest:
-        tokens = f"segment_length={segment_length}" + ("" if around is None else f" and {around.around} memory tokens")
+        tokens = f"segment_length={segment_length}" + (
+            "" if around is None else f" and {around.extra_tokens} memory tokens"
+        )
         raise ValueError(f"{tokens} are {needed} places, {type(model).__name__} has positions for {longest}")
     taps: list[tuple[Site, StreamTap]] = []
     for site, host in found if around is None else ():
         memory = layer_memory(site, host, name, settings)
-        if memory.wants_lse:
+        if "lse" in memory.needs:
             raise ValueError(
                 f"memory {name!r} would share one softmax with the layer (joint=True), whose log-sum-exp transformers' "
                 "attention does not give; leave joint=False"
             )
-        if memory.insertion != "none":
+        if memory.needs:
             taps.append((site, StreamTap(memory, host, len(taps))))
     for site, tap in taps:
         attach_stream(site.layer, tap)
@@ -95,7 +97,7 @@ def _around(decoder: Any, host: Host, settings: dict[str, Any]) -> RecurrentMemo
     if memory.cache:
         raise ValueError("memory 'rmt' with cache=... needs keys and values of its own in every layer; leave it at 0")
     kind = decoder.config._attn_implementation
-    if memory.masks and kind not in ("eager", "sdpa"):
+    if "bias" in memory.needs and kind not in ("eager", "sdpa"):
         raise ValueError(
             f"memory 'rmt' with mask='full' hands attn_implementation={kind!r} a mask that it cannot take; call "
             "model.set_attn_implementation('sdpa'), or give mask='causal'"

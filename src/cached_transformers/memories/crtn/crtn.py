@@ -24,31 +24,49 @@ D model width, K key width, P position channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Recalled, Trace
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
 
-from .store import CRTNState, masked_softmax, pack, recall, renew, windows
+from .choice import choose
+from .store import CRTNState, masked_softmax, pack, renew, stored, windows
 from .summaries import make_summary
+
+
+def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
+    regions = distance + 1
+    return {"segment": segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
+
+
+def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
+    return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
 
 
 @MEMORIES.register(
     "crtn",
     paper="github.com/xyz961014/longterm",
-    equations="top-k regions by softmax(summary(X) Keys^T); values times alpha; keys summary(top layer)",
-    state="per row: R (4 V L D + 4 K + 8 L + 8) + 4 L D bytes, R = regions + short_memory",
-    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) L, and for relative "
-    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R L, one after the "
+    title="CRTN",
+    carries="whole segments under a key each; the best few are recalled",
+    purpose="a choice out of a long past",
+    equations="alpha, Z = topk(softmax(summary(X) Keys^T)); keys of [SG(Z), h], values of "
+    "[alpha SG(Z), h] in every layer",
+    state="per row: R (4 L S D + 4 K + 8 S + 8) + 4 S D bytes, R = regions + short_memory, S = segment, K = key_width",
+    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) S, and for relative "
+    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R S, one after the "
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
     """Whole past segments under one key each; the best few are recalled in all layers, weighted by their match.
@@ -91,7 +109,7 @@ class CRTN(ModelMemory):
     (a shift runs over the gap); here they are right.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
 
     def __init__(
         self,
@@ -159,8 +177,10 @@ class CRTN(ModelMemory):
         self.query, self.scope, self.first = query, scope, first
         self.weighted, self.alpha_grad, self.renormalise, self.rescale = weighted, alpha_grad, renormalise, rescale
         self.empty, self.placed, self.order = empty, placed, order
-        self.causal = scope != "segment" or allow_leak
-        self.masks = scope == "token"  # each token sees the regions that it chose
+        if scope == "token":
+            self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
+        elif scope == "segment" and not allow_leak:
+            self.needs = self.needs | {"whole_segment"}
         self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
         self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
 
@@ -178,49 +198,38 @@ class CRTN(ModelMemory):
             like.new_zeros(batch_size, self.segment, self.width),
         )
 
-    def enter(
-        self,
-        state: CRTNState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
-        n = x_BND.shape[1]
+    def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
+        x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
             raise ValueError(
                 f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
                 f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
             )
-        follow = partial(self._enter, state, x_BND, positions_BNP, padding_BN)
-        if self.query == "standard" or self.first == "selection":
-            return follow(x_BND)
-        recent = None
-        if self.short_memory:
-            recent = self._recall(state, positions_BNP, self._recent(x_BND.shape[0], x_BND.device))
-        return Entry(x_BND, positions_BNP, padding_BN, recalled=recent, then=follow)
+        source_BND = x_BND
+        if self.query == "compute_first" and self.first == "none":
+            recent = None
+            if self.short_memory:
+                recent = self._recall(state, tokens.positions_BNP, self._recent(x_BND.shape[0], x_BND.device))
+            source_BND, _ = through(Entry(tokens, recent), write=False)
+        contexts, state = self._ask(state, tokens, source_BND)
+        x_BND, state, _ = self.exit(state, *through(Entry(tokens, contexts)))
+        return [x_BND], state, None
 
-    def _enter(
-        self,
-        state: CRTNState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        source_BND: Tensor,
-    ) -> Entry:
-        """The entry, given what queries are made of."""
+    def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
+        """What the layers attend, given what queries are made of; and the state that knows the latter."""
+        positions_BNP, padding_BN = tokens.positions_BNP, tokens.padding_BN
         own_BLD, size_B = pack(source_BND, padding_BN, self.segment)
         if self.scope == "token":
             x_BNLD, size_BN = windows(state, source_BND, padding_BN)
             query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
-            recalled = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
+            offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
         else:
             present = self.scope == "segment"
             before_BLD, before_B = (own_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
-            recalled = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
+            offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
         wrote_B11 = (size_B > 0)[:, None, None]
         own_BLD = torch.where(wrote_B11, own_BLD.to(state.source_BLD.dtype), state.source_BLD)
-        return Entry(x_BND, positions_BNP, padding_BN, recalled=recalled, state=state._replace(source_BLD=own_BLD))
+        return offers, state._replace(source_BLD=own_BLD)
 
     def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""
@@ -243,7 +252,7 @@ class CRTN(ModelMemory):
         alpha_BNR = torch.where(recalled_BNR, alpha_BNR, 0)
         return alpha_BNR if self.alpha_grad else alpha_BNR.detach(), chosen_BNR
 
-    def _by_segment(self, state: CRTNState, positions_BNP: Tensor, query_BK: Tensor) -> list[Recalled]:
+    def _by_segment(self, state: CRTNState, positions_BNP: Tensor, query_BK: Tensor) -> list[Offer]:
         """All tokens recall what one query chooses."""
         alpha_BNR, chosen_BNR = self._alpha(state, query_BK[:, None])
         chosen_BC = chosen_BNR[:, 0]
@@ -253,24 +262,29 @@ class CRTN(ModelMemory):
         weight_BR = F.pad(alpha_BNR[:, 0], (0, self.short_memory), value=1.0) if self.weighted else None
         return self._recall(state, positions_BNP, regions_BC, weight_BR)
 
-    def _by_token(self, state: CRTNState, positions_BNP: Tensor, query_BNK: Tensor) -> list[Recalled]:
+    def _by_token(self, state: CRTNState, positions_BNP: Tensor, query_BNK: Tensor) -> list[Offer]:
         """Each token chooses: all regions are offered, with what each token sees of them."""
         alpha_BNR, chosen_BNR = self._alpha(state, query_BNK)
         rows, every = alpha_BNR.shape[0], torch.arange(self.regions + self.short_memory, device=chosen_BNR.device)
         visible_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True)
-        recalled = self._recall(state, positions_BNP, every.expand(rows, -1))
         weight_BNR = alpha_BNR if self.weighted else None
-        return [each._replace(visible_BNR=visible_BNR, weight_BNR=weight_BNR) for each in recalled]
+        chosen = partial(choose, visible_BNR=visible_BNR, weight_BNR=weight_BNR)
+        return self._recall(state, positions_BNP, every.expand(rows, -1), choice=chosen)
 
     def _recent(self, rows: int, device: torch.device) -> Tensor:
         """(B, short_memory): the regions that are always recalled."""
         return torch.arange(self.regions, self.regions + self.short_memory, device=device).expand(rows, -1)
 
     def _recall(
-        self, state: CRTNState, positions_BNP: Tensor, regions_BC: Tensor, weight_BR: Tensor | None = None
-    ) -> list[Recalled]:
-        """What the layers attend of some regions."""
-        slots = recall(state, regions_BC)
+        self,
+        state: CRTNState,
+        positions_BNP: Tensor,
+        regions_BC: Tensor,
+        weight_BR: Tensor | None = None,
+        choice: Callable[..., Context] | None = None,
+    ) -> list[Offer]:
+        """What the layers attend of some regions, all tokens alike or by a choice of their own."""
+        slots = stored(state, regions_BC)
         positions_BMP, count = slots.positions_BMP, slots.valid_BM.shape[1]
         if self.placed == "packed":
             steps_MP = torch.arange(-count, 0, device=positions_BMP.device)[:, None]
@@ -279,11 +293,21 @@ class CRTN(ModelMemory):
         whole = regions_BC.shape[1] in (self.short_memory, self.regions + self.short_memory)
         consecutive = whole or self.placed == "packed"
         weight_BM = None if weight_BR is None else weight_BR.gather(1, slots.region_BM)
-        region_BM = slots.region_BM.clamp(max=self.regions)
-        return [
-            Recalled(hidden_BMD, positions_BMP, slots.valid_BM, weight_BM, consecutive, region_BM)
+        offers = [
+            partial(
+                recalled,
+                hidden_BMD=hidden_BMD,
+                positions_BMP=positions_BMP,
+                valid_BM=slots.valid_BM,
+                weight_BM=weight_BM,
+                consecutive=consecutive,
+            )
             for hidden_BMD in slots.hidden_BVMD.unbind(1)
         ]
+        if choice is None:
+            return list(offers)
+        region_BM = slots.region_BM.clamp(max=self.regions)
+        return [partial(_chosen, offer, choice, region_BM) for offer in offers]
 
     def exit(self, state: CRTNState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, CRTNState, None]:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
@@ -298,3 +322,10 @@ class CRTN(ModelMemory):
             renew(state, CRTNState(key_BK[:, None], hidden_BVLD, positions_BLP, size_B[:, None], source_BLD)),
             None,
         )
+
+
+def _chosen(
+    offer: Callable[[ProjectKV], Context], choice: Callable[..., Context], region_BM: Tensor, project_kv: ProjectKV
+) -> Context:
+    """The context, with what each token sees and weights of it."""
+    return choice(offer(project_kv), region_BM)

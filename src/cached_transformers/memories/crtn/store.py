@@ -58,7 +58,7 @@ def renew(state: CRTNState, new: CRTNState) -> CRTNState:
     )
 
 
-def recall(state: CRTNState, regions_BC: Tensor) -> Slots:
+def stored(state: CRTNState, regions_BC: Tensor) -> Slots:
     """The slots of some regions, in their order; empty ones are brought to the front."""
     length, layers, width = state.source_BLD.shape[1], *state.hidden_BVSD.shape[1::2]
     places_L = torch.arange(length, device=regions_BC.device)

@@ -51,9 +51,8 @@ class CachedAttention(LayerMemory):
         convolution: added to the attention's output; None for none.
     """
 
-    insertion = "head"
+    needs = frozenset({"head", "whole_segment"})
     shared = True
-    causal = False
 
     def __init__(
         self,
@@ -86,10 +85,9 @@ class CachedAttention(LayerMemory):
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
-            return super().project(y_BHNE, query, reading, linear, weights)
-        return self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
-
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
+            y_BND = super().project(y_BHNE, query, reading, linear, weights)
+        else:
+            y_BND = self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
         if self.mix == "outputs":
             o_BHNF = reading.output_BHNE if reading.output_BHNE is not None else self._recall(y_BND, query)
             y_BHNE = y_BND.unflatten(-1, (self.branch.heads, -1)).transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.seam.memory import ProjectKV, Query, Reading
+from cached_transformers.seam.memory import ProjectKV, Query, Reading, Tokens
 
 from .rows import Rows
 
@@ -29,17 +29,34 @@ def check_cache(cache: int) -> None:
         raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
 
 
-class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment."""
+CACHE_NEEDS = TransformerXL.needs
+"""What memory tokens need beside a cache."""
 
-    def __init__(self, width: int, heads: int, length: int, gap: int) -> None:
+
+class CacheBeforeTokens(TransformerXL):
+    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment.
+
+    Args:
+        width: D. heads: H. length: cached tokens.
+        front, back: memory tokens in front of the segment and behind it.
+        read_by_all: whether memory tokens see the cache; the segment's tokens do.
+    """
+
+    def __init__(self, width: int, heads: int, length: int, *, front: int, back: int, read_by_all: bool) -> None:
         super().__init__(width, heads, length, relative=False)
-        self.gap = gap
+        self.front, self.back, self.read_by_all = front, back, read_by_all
 
     def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
         context = super().read(state, query, project_kv).context
         assert context is not None
-        return Reading(context._replace(positions_BMP=context.positions_BMP - self.gap, consecutive=False))
+        visible_BHNM = None
+        if not self.read_by_all:
+            tokens = query.x_BND.shape[1]
+            place_L = torch.arange(tokens, device=query.x_BND.device)
+            inside_L = (place_L >= self.front) & (place_L < tokens - self.back)
+            visible_BHNM = inside_L[:, None].expand(-1, context.k_BHME.shape[2])[None, None]
+        positions_BMP = context.positions_BMP - self.front
+        return Reading(context._replace(positions_BMP=positions_BMP, consecutive=False, visible_BHNM=visible_BHNM))
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:
@@ -53,18 +70,13 @@ def carried_norm(norm: str, width: int) -> nn.Module:
     return nn.LayerNorm(width) if norm == "pre" else nn.Identity()
 
 
-def surround(
-    x_BND: Tensor,
-    positions_BNP: Tensor,
-    padding_BN: Tensor | None,
-    front_BFD: Tensor | None,
-    back_BKD: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens, positions and padding of [front, segment, back], (B, L, ...).
+def surround(tokens: Tokens, front_BFD: Tensor | None, back_BKD: Tensor | None = None) -> Tokens:
+    """The tokens [front, segment, back], (B, L, ...).
 
     The segment's tokens keep their positions; memory tokens stand at the places right before the first and right behind
     the last of them that is no padding, and are no padding themselves.
     """
+    x_BND, positions_BNP, padding_BN = tokens[:3]
     first_B1P, last_B1P = _ends(positions_BNP, padding_BN)
     front, back = (0 if t is None else t.shape[1] for t in (front_BFD, back_BKD))
     ahead, behind = (torch.arange(k, device=x_BND.device)[:, None] for k in (front, back))
@@ -72,7 +84,7 @@ def surround(
     positions_BLP = torch.cat([first_B1P - front + ahead, positions_BNP, last_B1P + 1 + behind], 1)
     if padding_BN is not None:
         padding_BN = F.pad(padding_BN, (front, back), value=False)
-    return x_BLD, positions_BLP, padding_BN
+    return Tokens(x_BLD, positions_BLP, padding_BN)
 
 
 def _ends(positions_BNP: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:

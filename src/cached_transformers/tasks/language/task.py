@@ -253,5 +253,5 @@ def _losses(
             losses.append(part)
             states.append(state)
         if remaining:
-            state = model.stack.model_memory.next_pass(states)  # type: ignore[union-attr, operator]
+            state = model.stack.model_memory.next_pass(None, states)  # type: ignore[union-attr, operator]
     return torch.cat(losses, 1), state

@@ -45,7 +45,7 @@ class Translation:
     """Translate lines of text: files, TSV, archives, or a data set of the Hugging Face hub.
 
     A split is a name: of `train.de` and `train.en`, say, or of `train.tsv`, in a folder or archive, where anything may
-    stand between it and the language, and compression behind (see `data.parallel_files`).
+    stand between it and the language, and compression behind (see `tasks.translation.parallel_files`).
 
     Args:
         split: "train", "validation" or "test".

@@ -98,7 +98,7 @@ def attention_patterns(
     """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
     with torch.random.fork_rng(devices=[]):
         core = _core(attention, max(tokens, 1), causal=False)
-    forms = {"all keys": (False, not core.only_causal), "causal": (True, core.supports_causal)}
+    forms = {"all keys": (False, "bidirectional" in core.can), "causal": (True, "causal" in core.can)}
     return [
         Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
         for title, (causal, there) in forms.items()

@@ -77,22 +77,39 @@ def feature_maps(image: Array, self_maps: Array, memory_maps: Array, images: int
             f"{self_maps.shape} and {memory_maps.shape}"
         )
     shown = np.unique(np.linspace(0, len(self_maps) - 1, min(layers, len(self_maps))).round().astype(int))
-    rows = min(images, len(image))
-    figure, axes = blank_figure(1.25 * (1 + 2 * len(shown)), 1.3 * rows + 0.3, rows, 1 + 2 * len(shown))
+    kinds = (("self", self_maps), ("memory", memory_maps))
+    maps = [(f"{kind}, layer {layer + 1}", data[layer]) for layer in shown for kind, data in kinds]
+    return map_grid(image[:images], maps, "input", (1.25, 1.3, 0.3))
+
+
+def map_grid(
+    images: Array, maps: Sequence[tuple[str, Array]], title: str, size: tuple[float, float, float], ends: bool = False
+) -> Figure:
+    """A row for each image, with its picture and then its maps, each in a scale of its own.
+
+    Args:
+        images: (N, H, W, C) in 0..1, C 1 or 3. maps: title and (N or more, h, w) of every further column.
+        title: of the column of images. size: width and height of a cell, and what the titles need, in inches.
+        ends: cells are not smoothed, and the ends of the scale stand below.
+    """
+    width, height, more = size
+    figure, axes = blank_figure(width * (1 + len(maps)), height * len(images) + more, len(images), 1 + len(maps))
+    look = {"interpolation": "nearest" if ends else None}
     with style():
         for n, row in enumerate(axes):
-            picture = np.clip(image[n], 0, 1)
-            row[0].imshow(picture[..., 0] if picture.shape[-1] == 1 else picture, cmap="gray", vmin=0, vmax=1)
-            maps = [(kind, layer, data[layer, n]) for layer in shown for kind, data in _both(self_maps, memory_maps)]
-            for ax, (_, _, data) in zip(row[1:], maps, strict=True):
-                ax.imshow(data, cmap="cividis")
+            picture = np.clip(images[n], 0, 1)
+            row[0].imshow(picture[..., 0] if picture.shape[-1] == 1 else picture, cmap="gray", vmin=0, vmax=1, **look)
+            for ax, (_, data) in zip(row[1:], maps, strict=True):
+                ax.imshow(data[n], cmap="cividis", **look)
+                if ends:
+                    text = f"{data[n].min():.3g} to {data[n].max():.3g}"
+                    ax.set_xlabel(text, fontsize=8, color=MUTED, labelpad=3)
             for ax in row:
                 ax.set(xticks=[], yticks=[])
                 ax.grid(False)
                 ax.spines[:].set_visible(False)
-        titles = ["input", *(f"{kind}, layer {layer}" for layer in shown + 1 for kind in ("self", "memory"))]
-        for ax, title in zip(axes[0], titles, strict=True):
-            ax.set_title(title, fontsize=9, loc="center", pad=6)
+        for ax, text in zip(axes[0], [title, *(text for text, _ in maps)], strict=True):
+            ax.set_title(text, fontsize=9, loc="center", pad=6)
     return figure
 
 
@@ -112,10 +129,6 @@ def _draw_gate_map(ax: Axes, layers: Sequence[Sequence[float]], ramp: Any) -> No
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
-
-
-def _both(self_maps: Array, memory_maps: Array) -> tuple[tuple[str, Array], tuple[str, Array]]:
-    return ("self", self_maps), ("memory", memory_maps)
 
 
 def _counted(n: int, word: str) -> str:

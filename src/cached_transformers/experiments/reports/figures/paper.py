@@ -22,6 +22,7 @@ from cached_transformers.experiments.statistics import mean_interval
 
 from ..collect import LayerMaps
 from ..wording import Metric, short_count
+from .gates_and_maps import map_grid
 from .style import INK, MUTED, SERIES, SURFACE, blank_figure, style
 
 if TYPE_CHECKING:
@@ -128,23 +129,9 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
     """
     if not len(images) or not layers or any(len(layer.self_attention) != len(images) for layer in layers):
         raise ValueError(f"figure 4 needs images, and layers with a map of each of the {len(images)}")
-    rows, columns = len(images), 1 + 2 * len(layers)
-    figure, axes = blank_figure(1.55 * columns, 1.78 * rows + 0.5, rows, columns)
-    with style():
-        for n, row in enumerate(axes):
-            row[0].imshow(np.clip(images[n], 0, 1), interpolation="nearest")
-            maps = [data[n] for layer in layers for data in (layer.self_attention, layer.memory)]
-            for ax, data in zip(row[1:], maps, strict=True):
-                ax.imshow(data, cmap="cividis", interpolation="nearest")
-                ax.set_xlabel(f"{data.min():.3g} to {data.max():.3g}", fontsize=8, color=MUTED, labelpad=3)
-            for ax in row:
-                ax.set(xticks=[], yticks=[])
-                ax.grid(False)
-                ax.spines[:].set_visible(False)
-        titles = ["photograph"] + [f"{kind}, layer {a.number}" for a in layers for kind in ("self", "cache")]
-        for ax, title in zip(axes[0], titles, strict=True):
-            ax.set_title(title, fontsize=9, loc="center", pad=6)
-    return figure
+    kinds = (("self", "self_attention"), ("cache", "memory"))
+    maps = [(f"{kind}, layer {layer.number}", getattr(layer, name)) for layer in layers for kind, name in kinds]
+    return map_grid(images, maps, "photograph", (1.55, 1.78, 0.5), ends=True)
 
 
 def head_shares(variants: Sequence[HeadShares]) -> Figure:
