@@ -21,21 +21,39 @@ from torch.nn import functional as F
 from cached_transformers.attentions import create_attention
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
-from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS
 from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 ROWS, SEGMENT, VOCABULARY, WIDTH, HEADS = 3, 6, 11, 16, 2
+
+MODEL_SIZES: dict[str, dict[str, Any]] = {
+    "language_model": {"vocabulary": VOCABULARY},
+    "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * SEGMENT},
+    "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
+    "encoder_decoder": {"vocabulary": VOCABULARY, "max_length": 2 * SEGMENT, "dropout": 0.0},
+}
+"""What each model needs beside the sizes that all have."""
 RULES = ("remembers", "empty", "learns", "recomputes")
 WITH_ALL = {"grc": "sequence_classifier", "grc_stream": "language_model"}
 """Memories that are held to the contract with every attention, and in which model. The others are with softmax alone;
 `test_pairs` sees to it that they run with all that they can be paired with."""
 
 
-def attention_spec(name: str) -> dict[str, Any]:
-    """An attention with its sizes for short segments."""
-    return {"name": name, **ATTENTION_CASES[name].options} if name in ATTENTION_CASES else {"name": name}
+ATTENTION_ROWS: dict[str, dict[str, Any]] = {
+    "rfa/gate": {"gate": True},
+    "routing/mean": {"combine": "mean"},
+    "sinkhorn/outputs": {"combine": "outputs"},
+}
+"""Options with which an attention can do less than without them, as "name/label"."""
+
+
+def attention_spec(row: str) -> dict[str, Any]:
+    """An attention, or a row of it, with its sizes for short segments."""
+    name = row.partition("/")[0]
+    options = ATTENTION_CASES[name].options if name in ATTENTION_CASES else {}
+    return {"name": name, **options, **ATTENTION_ROWS.get(row, {})}
 
 
 @dataclass(frozen=True)
@@ -73,18 +91,14 @@ class Case:
         spec = None
         if memory and self.memory != "none":
             spec = {"name": self.name, **self.contract.options, **(options or {})}
-        sizes: dict[str, dict[str, Any]] = {
-            "language_model": {"vocabulary": VOCABULARY},
-            "sequence_classifier": {"vocabulary": VOCABULARY, "classes": 3, "max_length": 2 * SEGMENT},
-            "vision_transformer": {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3},
-        }
         torch.manual_seed(1)
-        own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **sizes[self.model]}
+        own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **MODEL_SIZES[self.model]}
+        offered = MODELS.entry(self.model).options
         built = create_model(
             self.model,
             attention=attention_spec(self.attention),
             memory=spec,
-            **{**own, **self.contract.model, **model},
+            **{**own, **{name: value for name, value in self.contract.model.items() if name in offered}, **model},
         )
         with torch.no_grad():
             for parameter in built.parameters():
@@ -139,11 +153,11 @@ def _cases() -> Iterator[Case]:
                 continue
             if CONTRACTS.get(label, Contract()).options.get("joint") and "lse" not in core.can:
                 continue
-            if getattr(memory, "masks", False) and "bias" not in core.can:
+            if "bias" in memory.needs and "bias" not in core.can:
                 continue
             kind = {"shared": getattr(memory, "shared", False), "in_layers": isinstance(memory, LayerMemory)}
             suited = ["language_model"] if "causal" in core.can else []
-            if not getattr(memory, "causal", True):
+            if "whole_segment" in memory.needs:
                 suited = [] if "bidirectional" not in core.can else ["sequence_classifier", "vision_transformer"]
             if attention.name != "softmax":
                 suited = [model for model in suited if model == WITH_ALL[label]]

@@ -43,7 +43,7 @@ class Contract:
         bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
         exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
         models: the models that take these options; None for all that suit the memory.
-        model: options of the model, with and without the memory.
+        model: options of the model, with and without the memory, where the model offers them.
         detached: no gradient flows through the state, whatever `bptt` says.
         exempt: name of a rule, or rule:model, -> why it does not apply.
         cost: what a token of a language model costs. image_cost: what an image costs. Each memory has one of them.

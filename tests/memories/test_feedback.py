@@ -26,6 +26,7 @@ from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
 from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
 
@@ -34,17 +35,9 @@ D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
 
 def make(depth: int = DEPTH, norm: str = "pre", **options: Any) -> Stack:
     """A stack in float64 without a weight that is zero or one."""
-    stack = make_stack(
-        D,
-        depth,
-        H,
-        12,
-        memory={"name": "feedback", "length": LENGTH, **options},
-        attention="softmax",
-        norm=norm,
-        causal=True,
-        activation="relu",
-    ).double()
+    memory = {"name": "feedback", "length": LENGTH, **options}
+    made_of = StackOptions(D, depth, H, 12, memory=memory, norm=norm, activation="relu")
+    stack = make_stack(made_of, causal=True, gives=("pieces",)).double()
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -11,7 +11,7 @@ import torch
 from data.pictures import class_folders, write_files, write_tar
 
 from cached_transformers.cli.main import main
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.run import load_run, run_training, write_report
 from cached_transformers.extras import require

@@ -8,7 +8,7 @@ import standin
 import torch
 from torch.nn import functional as F
 
-from cached_transformers.data.base import Batch
+from cached_transformers.data.dataset import Batch
 from cached_transformers.extras import require
 from cached_transformers.tasks.classification.mixing import Mixing, make_mixing, paired
 from cached_transformers.training.config import config_from_dict

@@ -25,10 +25,10 @@ AttentionSpec = str | Mapping[str, Any]
 """Name of an attention, or {"name": ..., option: value}."""
 
 
-def create_attention(attention: AttentionSpec, **known: Any) -> Attention:
+def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     """Build an attention core.
 
-    `known` holds what the model knows about itself (width, heads, length, prefix, size, causal, index, depth,
+    `facts` holds what the model knows about itself (width, heads, length, prefix, size, causal, index, depth,
     dropout); a core that has such an option gets it, unless the user set it.
 
     Raises:
@@ -40,14 +40,14 @@ def create_attention(attention: AttentionSpec, **known: Any) -> Attention:
     name = spec.pop("name")
     entry = ATTENTIONS.entry(name)
     ATTENTIONS.check(name, spec)
-    facts = {k: v for k, v in known.items() if k in entry.options and k not in spec}
-    missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in facts and n not in spec]
+    given = {k: v for k, v in facts.items() if k in entry.options and k not in spec}
+    missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in given and n not in spec]
     if missing:
         raise ValueError(
             f"attention {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    core: Attention = entry.factory(**facts, **spec)
+    core: Attention = entry.factory(**given, **spec)
     return core
 
 

@@ -33,8 +33,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, gather_blocks, into_blocks
+from .parts.keys import visible
 from .parts.pattern import PatternAttention, in_sequence
-from .softmax import visible
 
 Number = TypeVar("Number", int, Tensor)
 WORD = 2**32 - 1

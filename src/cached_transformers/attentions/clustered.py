@@ -225,11 +225,11 @@ class ImprovedClusteredAttention(ClusteredAttention):
         best_BHCK = weights_BHCM.gather(-1, key_BHCK)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
+        best_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
         rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
-        return mass_BHN1 * own_BHNV + rest_BHNV
+        return mass_BHN1 * best_BHNV + rest_BHNV
 
     def _of_queries(
         self,

@@ -130,8 +130,8 @@ class ImageTransformerAttention(PatternAttention):
         """The same from all pairs of tokens, where blocks with their overlaps are more than these."""
         tokens = q_BHNE.shape[2]
         key_QS = torch.where(key_QS < 0, tokens, key_QS)
-        known_QN = torch.zeros(len(key_QS), tokens + 1, dtype=torch.bool, device=key_QS.device)
-        mask = known_QN.scatter(1, key_QS, True)[block_N, :tokens]
+        near_QN = torch.zeros(len(key_QS), tokens + 1, dtype=torch.bool, device=key_QS.device)
+        mask = near_QN.scatter(1, key_QS, True)[block_N, :tokens]
         if call.causal:
             mask = mask.tril()
         if call.key_padding_mask is not None:

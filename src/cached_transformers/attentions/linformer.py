@@ -69,9 +69,9 @@ class LinformerAttention(PatternAttention):
             raise ValueError(f"sharing={sharing!r} must be one of {', '.join(map(repr, SHARING))}")
         self.heads, self.length, self.slots, self.sharing = heads, length, slots, sharing
         kinds = 1 if sharing == "keys_values" else 2
-        told_apart = heads if sharing == "none" else 1
+        groups = heads if sharing == "none" else 1
         self.projection_PGLS: nn.Parameter | None
-        self.projection_PGLS = nn.Parameter(torch.randn(kinds, told_apart, length, slots) * slots**-0.5)
+        self.projection_PGLS = nn.Parameter(torch.randn(kinds, groups, length, slots) * slots**-0.5)
         # In a tuple, so that it is no submodule: its parameters are saved and trained once, where they belong.
         self.owner: tuple[LinformerAttention, ...] = ()
 

@@ -207,9 +207,9 @@ def scan_of_logarithms(
     weights, peak = unshift(q, before[:, :, :, None])
     sums = weights @ torch.stack(earlier, 2)
 
-    own = q + k
-    own_peak = own.detach().amax(-1, keepdim=True).clamp(min=LOW)
-    sums, peak = _add(sums, peak, (own - own_peak).exp().sum(-1, keepdim=True) * v, own_peak)
+    itself = q + k
+    itself_peak = itself.detach().amax(-1, keepdim=True).clamp(min=LOW)
+    sums, peak = _add(sums, peak, (itself - itself_peak).exp().sum(-1, keepdim=True) * v, itself_peak)
 
     half = 1
     while half < size:

@@ -154,8 +154,8 @@ class EdgePredictor(nn.Module):
                 chosen_BCN = scores.argmax(-1)
             there.append(free_BCNN.gather(-1, chosen_BCN[..., None])[..., 0])
             if tell:
-                told = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
-                log_p.append(torch.where(there[-1], told, 0))
+                log_p_BCN = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
+                log_p.append(torch.where(there[-1], log_p_BCN, 0))
             index.append(chosen_BCN)
             free_BCNN = free_BCNN & (place_N != chosen_BCN[..., None])
         if not index:

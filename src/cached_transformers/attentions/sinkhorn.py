@@ -166,9 +166,9 @@ class SinkhornAttention(PatternAttention):
             return AttentionOutput(out[:, :, :tokens], None if lse is None else lse[:, :, :tokens])
         sorted_seen = sorted_seen[..., None, :]
         if self.combine == "outputs":
-            own, _ = attend(q, k, v, seen, dropout=self.drop)
-            other, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
-            return in_sequence(own + other, None, tokens)
+            near, _ = attend(q, k, v, seen, dropout=self.drop)
+            far, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
+            return in_sequence(near + far, None, tokens)
         if not whole:
             k = F.pad(k, (0, 1))
         shape = (*q.shape[:3], seen.shape[-2], size)

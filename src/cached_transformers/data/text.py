@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import check_split
+from .splits import check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
 from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer

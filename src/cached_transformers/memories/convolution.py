@@ -40,12 +40,14 @@ class ConvolutionControl(LayerMemory):
         sequence: convolve along one dimension (text) with 3 taps instead of over a map.
     """
 
-    needs = frozenset({"whole_segment"})
+    needs = frozenset({"whole_segment", "token_map"})
 
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()
         groups = cache_width(width, heads, ratio)
         self.sequence = sequence
+        if sequence:
+            self.needs = self.needs - {"token_map"}
         self.convolution: nn.Module = (
             nn.Conv1d(width, width, 3, padding=1, groups=groups)
             if sequence

@@ -110,7 +110,7 @@ class Feedback(ModelMemory):
         ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
-    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces"})
+    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces", "pieces"})
 
     def __init__(
         self,

@@ -176,6 +176,8 @@ class ReadTwice(ModelMemory):
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})
+        if block_length is not None:
+            self.needs = self.needs | {"pieces"}
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
@@ -206,8 +208,8 @@ class ReadTwice(ModelMemory):
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
-            table = {"hidden_BMD": state.table.hidden_BMD, "positions_BMP": begin_BM[..., None], "valid_BM": visible_BM}
-            summaries = partial(recalled, **table)
+            table_BMD, begin_BM1 = state.table.hidden_BMD, begin_BM[..., None]
+            summaries = partial(recalled, hidden_BMD=table_BMD, positions_BMP=begin_BM1, valid_BM=visible_BM)
             return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
         return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from cached_transformers.registry import MODELS
 
-from .decoder import LanguageModel
-from .encoder import SequenceClassifier
 from .encoder_decoder import EncoderDecoder
+from .language_model import LanguageModel
+from .sequence_classifier import SequenceClassifier
 from .vision_transformer import VisionTransformer
 
 __all__ = ["EncoderDecoder", "LanguageModel", "SequenceClassifier", "VisionTransformer", "create_model"]

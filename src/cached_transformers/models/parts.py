@@ -1,25 +1,45 @@
-"""What the models have in common: a body that is a stack, building it from names, and initial weights."""
+"""What the models have in common: a body that is a stack of blocks with a memory, and where its tokens stand.
+
+Positions, in all models: in the layers they count from the beginning of a row's stream, so that a memory knows how far
+away its slots are. Without a state a segment begins at 0; with one it goes on where the row's clock stands, which
+counts the tokens that are no padding. A class token is one of them: it stands in front of each segment, at a place of
+its own. A model's `max_length` limits a segment, not the stream. `positions=None` takes the memory's own scheme, which
+acts in the layers, and only where it has none the model's.
+
+What is embedded at the entrance counts alike in models of one text (`LanguageModel`, `SequenceClassifier`); a table of
+learned vectors refuses places that it has no vector for. It begins anew with each input where inputs are whole for
+themselves: the sentences of an `EncoderDecoder`, whose translations begin at 0 as well, and the images of a
+`VisionTransformer`, for which a state makes each row a sequence of images.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from cached_transformers.attentions import AttentionSpec, create_attention
+from cached_transformers.attentions import create_attention
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.stack import Stack, StackState
-from cached_transformers.layers.switch import ExpertsSpec, make_feed_forward
-from cached_transformers.memories import MemorySpec, create_memory, memory_spec
-from cached_transformers.registry import MEMORIES, unknown_name
+from cached_transformers.layers.switch import make_feed_forward
+from cached_transformers.memories import create_memory, memory_spec
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
-from cached_transformers.seam.positions import Positions, RelativePositions, make_positions
+from cached_transformers.seam.positions import Positions, make_positions
+from cached_transformers.state import named_tensors
 
-from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from .stack_options import StackOptions
+
+WHERE_GIVEN: dict[str, str] = {
+    "token_ids": "a model of tokens, as language_model or sequence_classifier",
+    "token_map": "vision_transformer, or options of the memory that do without (variant='paper' of grc)",
+    "pieces": "language_model or encoder_decoder: a class token in front would have seen the first piece alone",
+}
+"""What some of the models give a memory, and which."""
 
 
 class StackModel(nn.Module):
@@ -28,7 +48,13 @@ class StackModel(nn.Module):
     stack: Stack
 
     def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing."""
+        """State of rows that have seen nothing.
+
+        Raises:
+            ValueError: there is no row.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1 row")
         return self.stack.init_state(batch_size)
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
@@ -37,83 +63,53 @@ class StackModel(nn.Module):
 
 
 def make_stack(
-    width: int,
-    depth: int,
-    heads: int,
-    feed_forward: int,
+    options: StackOptions,
     *,
-    memory: MemorySpec,
-    attention: AttentionSpec,
     positions: Positions | str | None = None,
     fallback: str = "none",
-    dropout: float = 0.0,
-    attention_dropout: float = 0.0,
-    drop_path: float = 0.0,
     causal: bool = False,
-    norm: str = "pre",
-    norm_eps: float = 1e-5,
-    norm_kind: str = "layer",
-    final_norm: bool | None = None,
-    activation: str = "gelu",
-    activation_dropout: float | None = None,
-    bias: bool = True,
-    feed_forward_bias: bool = True,
-    head_width: int | None = None,
-    attention_scale: float | None = None,
+    gives: Collection[str] = (),
     memory_length: int | None = None,
-    shared_query_key: bool = False,
-    project_output: bool = True,
-    reversible: bool = False,
-    experts: ExpertsSpec = None,
-    **known: Any,
+    **facts: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
 
     Args:
-        memory: None, a name, or {"name": ..., option: value}.
-        positions: one scheme for all layers, or the name of a scheme that each layer gets one of; None for the
+        options: what it is made of; its `positions` are for the model to understand.
+        positions: of the layers: one scheme for all, or the name of a scheme that each layer gets one of; None for the
             memory's own.
-        attention: name, or {"name": ..., option: value}.
         fallback: name of the scheme where the memory has none of its own.
-        norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).
-        norm_eps: what the norms add to the variance. norm_kind: "layer" or "rms" (arXiv:1910.07467).
-        final_norm: whether there is a norm behind the last block; None: if they are "pre".
-        activation_dropout: on the hidden units of the feed-forward; None takes `dropout`.
-        bias: whether the projections of attention have biases. feed_forward_bias: the same for the feed-forward.
-        head_width, attention_scale: see `SelfAttention`.
-        memory_length: what a layer memory is told as `length` in the place of attention's.
-        shared_query_key, project_output: see `SelfAttention`.
-        reversible: see `Stack`.
-        experts: None, the number of experts, or a mapping; see `make_feed_forward`.
-        known: facts that memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal
-            and norm.
+        causal: no output depends on a later token.
+        gives: words of `seam.fit` for what some models give a memory and others do not: "token_ids" (handed to the
+            stack as `inputs`), "token_map" (`size`), and "pieces" where no token in front stands for the whole segment.
+        memory_length: what a layer memory gets as `length` in the place of attention's.
+        facts: what memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal and
+            norm.
 
     Raises:
-        ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other.
+        ValueError: unknown names, sizes that do not fit, pairs of memory and attention that exclude each other, or a
+            memory that this model has no place for.
     """
-    if heads < 1 or (head_width is None and width % heads):
-        raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-    if norm not in ("pre", "post"):
-        raise ValueError(f"norm={norm!r} must be 'pre' or 'post'")
+    width, depth, heads = options.width, options.depth, options.heads
+    memory, attention = options.memory, options.attention
     spec = memory_spec(memory)
     if causal and spec is not None and "whole_segment" in getattr(MEMORIES.entry(spec[0]).factory, "needs", ()):
         raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
-    known["dropout"] = attention_dropout  # both branches of a memory layer drop alike
-    known |= {"causal": causal, "norm": norm}
-
-    norm_of = norm_maker(norm_kind, width, norm_eps)
-    told = known if memory_length is None else known | {"length": memory_length}
+    # Both branches of a memory layer drop alike.
+    facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
+    of_memory = facts if memory_length is None else facts | {"length": memory_length}
 
     def make_memory(index: int) -> LayerMemory | ModelMemory:
-        return create_memory(memory, width, heads, depth=depth, index=index, **told)
+        return create_memory(memory, width, heads, depth=depth, index=index, **of_memory)
 
     first = make_memory(0)
     model_memory = first if isinstance(first, ModelMemory) else None
     if causal and spec is not None and "whole_segment" in first.needs:
         raise ValueError(shows_the_future(spec[0]))  # an option may decide it
-    seen = dict(known)  # by attention, which has the memory's tokens in its segments
-    if model_memory is not None and "length" in seen:
-        seen["length"] += model_memory.extra_tokens
+    _refuse_place(first, gives)
+    of_attention = dict(facts)  # which has the memory's tokens in its segments
+    if model_memory is not None and "length" in of_attention:
+        of_attention["length"] += model_memory.extra_tokens
 
     def make_block(index: int) -> Block:
         if model_memory is not None:
@@ -127,81 +123,69 @@ def make_stack(
         layer = (ContextAttention if alone else SelfAttention)(
             width,
             heads,
-            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **seen),
+            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **of_attention),
             memory=own,  # type: ignore[arg-type]
             positions=scheme,
-            norm=norm_of() if norm == "pre" else None,
+            norm=options.norm_before(),
             causal=causal,
-            bias=bias,
-            output_bias=bias,
-            shared_query_key=shared_query_key,
-            project_output=project_output,
-            dropout=dropout,
-            head_width=head_width,
-            scale=attention_scale,
+            bias=options.bias,
+            output_bias=options.bias,
+            shared_query_key=options.shared_query_key,
+            project_output=options.project_output,
+            dropout=options.dropout,
+            head_width=options.head_width,
+            scale=options.attention_scale,
             **({} if model_memory is None else model_memory.layer_options(index)),
         )
-        enter = norm_of() if norm == "pre" else None
-        positionwise = make_feed_forward(
-            experts,
-            width,
-            feed_forward,
-            index=index,
-            depth=depth,
-            norm=enter,
-            activation=activation,
-            dropout=dropout,
-            activation_dropout=activation_dropout,
-            bias=feed_forward_bias,
-        )
+        positionwise = feed_forward_of(options, index)
         separate = model_memory is not None and "own_weights" in model_memory.needs
         return Block(
             layer,
             positionwise,
             slot_attention=None if model_memory is None else model_memory.slot_attention(index),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
-            drop_path=drop_path * index / max(depth - 1, 1),
-            norms=(norm_of(), norm_of()) if norm == "post" else None,
+            drop_path=options.drop_path * index / max(depth - 1, 1),
+            norms=(options.make_norm(), options.make_norm()) if options.norm == "post" else None,
         )
 
-    final = norm == "pre" if final_norm is None else final_norm
-    return Stack(make_block, depth, model_memory=model_memory, norm=norm_of() if final else None, reversible=reversible)
+    norm = options.make_norm() if options.normed else None
+    return Stack(make_block, depth, model_memory=model_memory, norm=norm, reversible=options.reversible)
 
 
-def norm_maker(kind: str, width: int, eps: float) -> Callable[[], nn.Module]:
-    """What makes norms over `width` channels: "layer" (arXiv:1607.06450) or "rms" (arXiv:1910.07467).
+def feed_forward_of(options: StackOptions, index: int) -> nn.Module:
+    """The feed-forward of the layer `index`, with its norm where norms stand before sublayers."""
+    return make_feed_forward(
+        options.experts,
+        options.width,
+        options.feed_forward,
+        index=index,
+        depth=options.depth,
+        norm=options.norm_before(),
+        activation=options.activation,
+        dropout=options.dropout,
+        activation_dropout=options.activation_dropout,
+        bias=options.feed_forward_bias,
+    )
 
-    Raises:
-        ValueError: an unknown kind.
-    """
-    makers: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-    if kind not in makers:
-        raise ValueError(unknown_name("kind of norm", kind, list(makers)))
-    return partial(makers[kind], width, eps=eps)
+
+def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> None:
+    """Refuse a memory that needs what this model does not give (ValueError)."""
+    for word in sorted(memory.needs & WHERE_GIVEN.keys()):
+        refuse_misfit({word: f"memory {type(memory).__name__}"}, gives, "this model", f"take {WHERE_GIVEN[word]}")
 
 
-def initialise(model: nn.Module, std: float | None = None, projection_std: float = 0.01) -> None:
-    """Xavier-uniform linear maps with zero biases, embeddings of 0.02; memories and convolutions keep their own.
+def acts_in_layers(stack: Stack) -> bool:
+    """Whether a layer has a position scheme, as the memory's own."""
+    return any(type(block.attention.positions) is not Positions for block in stack.blocks)  # type: ignore[union-attr]
 
-    With `std` the initial weights of Transformer-XL instead (github.com/kimiyoung/transformer-xl): N(0, std) linear
-    maps, embeddings and relative biases, N(1, std) norms, N(0, projection_std) projections of adaptive embeddings.
-    """
-    skip = {
-        id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()
-    }
-    for module in model.modules():
-        if id(module) in skip:
-            continue
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight) if std is None else nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=0.02) if std is None else nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax):
-            module.reset_parameters(std, projection_std)
-        elif isinstance(module, nn.LayerNorm) and std is not None:
-            nn.init.normal_(module.weight, 1.0, std)
-        elif isinstance(module, RelativePositions) and std is not None:
-            nn.init.normal_(module.content_bias, std=std)
-            nn.init.normal_(module.position_bias, std=std)
+
+def carries(stack: Stack) -> bool:
+    """Whether a state holds anything beside the clock, so that a memory meets tokens of earlier segments."""
+    fresh = stack.init_state(1)
+    return any(True for _ in named_tensors((fresh.model, fresh.layers)))
+
+
+def embed_places(x_BND: Tensor, positions: Positions, places_BN1: Tensor) -> Tensor:
+    """Tokens with their places embedded."""
+    placed = positions.embed(places_BN1)
+    return x_BND if placed is None else x_BND + placed.to(x_BND.dtype)

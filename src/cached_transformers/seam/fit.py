@@ -34,6 +34,8 @@ PLACE_WORDS: dict[str, str] = {
     "slots": "a cross-attention over slots in every block",
     "own_weights": "weights of their own for the memory's tokens in every block",
     "token_ids": "the token ids of the segment",
+    "token_map": "tokens that are a map of a height and a width",
+    "pieces": "a segment that is read piece by piece, of which no token sees a later piece",
     "whole_segment": "tokens that see the rest of their segment",
     "layer_traces": "what every layer makes of the segment",
 }

@@ -262,9 +262,10 @@ def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[s
 
 
 def _hints(factory: Any) -> dict[str, Any]:
-    function = factory.__init__ if inspect.isclass(factory) else factory
-    try:
-        return typing.get_type_hints(function)
+    if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):
+        factory = factory.__init__  # type: ignore[misc]
+    try:  # of a dataclass its fields, each in the names of the module that has it
+        return typing.get_type_hints(factory)
     except NameError:  # annotations imported for type checking only cannot be resolved at run time
         return {}
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 
 Key = tuple[int, ...]
 """(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""

@@ -129,7 +129,8 @@ def slope(seconds: Mapping[int, float]) -> float:
 
 def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) -> list[Row]:
     """Time the mechanisms, and exact attention with them, length by length; the rows are in order of the names."""
-    causal = {name: "bidirectional" not in ATTENTIONS.entry(name).factory.can for name in names}
+    kinds: dict[str, Any] = {name: ATTENTIONS.entry(name).factory for name in names}
+    causal = {name: "bidirectional" not in kind.can for name, kind in kinds.items()}
     seconds: dict[str, dict[int, float]] = {name: {} for name in names}
     mebibytes: dict[str, dict[int, float]] = {name: {} for name in names}
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}

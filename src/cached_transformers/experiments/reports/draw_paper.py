@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cached_transformers.data.decoding import open_picture
+from cached_transformers.data.image_files import open_picture
 from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
 from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.memories.grc.grc import GRCOptions

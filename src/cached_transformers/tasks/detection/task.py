@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.loader import GroupedOrder, training_batches
 from cached_transformers.training.metrics import untouched

@@ -5,18 +5,15 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import insist
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.stack import ModelOutput, StackState
-from cached_transformers.layers.switch import ExpertsSpec
-from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
 from cached_transformers.state import State, map_state
@@ -25,7 +22,12 @@ from cached_transformers.state import reset as reset_rows
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
-from .parts import StackModel, initialise, make_stack
+from .initial_weights import initialise
+from .parts import StackModel, embed_places, make_stack
+from .stack_options import StackKeywords, StackOptions, takes_stack_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 IGNORED = -100
 """Target that takes no part, as in torch.nn.functional.cross_entropy."""
@@ -37,11 +39,9 @@ class LanguageModel(StackModel):
 
     Args:
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        memory: None, a name, or {"name": ..., option: value}; layer memories and model memories alike.
-        attention: name, or {"name": ..., option: value}, of an attention that has a causal form.
-        positions: "rotary", "relative", "alibi", "sinusoidal" or "none"; all count from the beginning of the stream.
-            None takes the memory's own scheme, or else "rotary".
-        norm: "pre" or "post" the residual sums. activation: "gelu" or "relu". bias: of attention's projections.
+        options: of the stack, as the signature names them; see `StackOptions`. The attention must have a causal form.
+            `positions` are "rotary", "relative", "alibi", "sinusoidal" or "none", and all count from the beginning of
+            the stream; None takes the memory's own scheme, or else "rotary".
         scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
         tied: whether the output projection shares the embedding's weights.
         cutoffs: token ids at which a rarer cluster begins, for an adaptive embedding and softmax
@@ -53,11 +53,7 @@ class LanguageModel(StackModel):
         shared_biases: one pair of biases u, v for the relative positions of all layers.
         initial_std: normal initial weights of this deviation, as Transformer-XL's 0.02; None for Xavier weights.
         projection_std: the same for the projections of an adaptive embedding; only with `initial_std`.
-        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         output_dropout: on what the output projection reads.
-        reversible: activations are computed again from the result in backward; see `layers.reversible`.
-        experts: None, their number, or {"experts": number, "every": layers, option: value}: Switch feed-forwards in
-            every second layer or so; see `layers.switch`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
@@ -66,6 +62,10 @@ class LanguageModel(StackModel):
     scores_last = True
     """`forward` takes `last_only`, which `generate` uses."""
 
+    @takes_stack_options(
+        *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
+        *("reversible", "experts"),
+    )
     def __init__(
         self,
         vocabulary: int,
@@ -73,12 +73,7 @@ class LanguageModel(StackModel):
         depth: int = 4,
         heads: int = 4,
         feed_forward: int = 1024,
-        memory: MemorySpec = None,
-        attention: AttentionSpec = "softmax",
-        positions: str | None = None,
-        norm: str = "pre",
-        activation: str = "gelu",
-        bias: bool = True,
+        *,
         scale_embedding: bool = False,
         tied: bool = True,
         cutoffs: list[int] | None = None,
@@ -88,13 +83,11 @@ class LanguageModel(StackModel):
         shared_biases: bool = False,
         initial_std: float | None = None,
         projection_std: float = 0.01,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
         output_dropout: float = 0.0,
-        reversible: bool = False,
-        experts: ExpertsSpec = None,
+        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
+        stack = StackOptions(width, depth, heads, feed_forward, **options)
         self.vocabulary = vocabulary
         adaptive = cutoffs is not None or embedding_width is not None
         if not adaptive and (div_value != 1 or tied_projections is not True):
@@ -109,27 +102,12 @@ class LanguageModel(StackModel):
             else nn.Embedding(vocabulary, width)
         )
         self.embedding_scale = width**0.5 if scale_embedding else 1.0
-        embedded = positions == "sinusoidal"
+        embedded = stack.positions == "sinusoidal"
         self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
-        self.dropout, self.output_dropout = nn.Dropout(dropout), nn.Dropout(output_dropout)
+        self.dropout, self.output_dropout = nn.Dropout(stack.dropout), nn.Dropout(output_dropout)
+        in_layers = "none" if embedded else stack.positions
         self.stack = make_stack(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            positions="none" if embedded else positions,
-            fallback="rotary",
-            norm=norm,
-            activation=activation,
-            bias=bias,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            reversible=reversible,
-            experts=experts,
-            causal=True,
-            sequence=True,
+            stack, positions=in_layers, fallback="rotary", causal=True, gives=("token_ids", "pieces"), sequence=True
         )
         if shared_biases:
             share_biases(block.attention.positions for block in self.stack.blocks if isinstance(block, Block))
@@ -147,12 +125,6 @@ class LanguageModel(StackModel):
     def scores_targets(self) -> bool:
         """Whether `token_losses` should ask for losses (`targets`) rather than make them of all V results."""
         return isinstance(self.head, AdaptiveSoftmax)
-
-    def init_state(self, batch_size: int) -> StackState:
-        """State of rows that have seen nothing."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1 row")
-        return super().init_state(batch_size)
 
     def forward(
         self,
@@ -188,8 +160,8 @@ class LanguageModel(StackModel):
         x_BND = self.embedding(inputs_BN)
         if self.embedding_scale != 1:
             x_BND = x_BND * self.embedding_scale
-        placed = self.positions.embed(self.stack.clock_positions(state, inputs_BN.shape[1], padding))
-        x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
+        places_BN1 = self.stack.clock_positions(state, inputs_BN.shape[1], padding)
+        x_BND = self.dropout(embed_places(x_BND, self.positions, places_BN1))
         out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
         h_BND = self.output_dropout(out.outputs[:, -1:] if last_only else out.outputs)
         return out._replace(outputs=self.head(h_BND) if targets is None else self._losses(h_BND, targets))

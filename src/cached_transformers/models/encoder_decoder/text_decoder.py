@@ -5,7 +5,6 @@ Legend: B rows (sentences), K continuations of each, T target tokens, N source t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
-from cached_transformers.layers.switch import ExpertsSpec, make_feed_forward
 from cached_transformers.seam.positions import BucketedPositions, Positions
 from cached_transformers.state import State
+
+from ..parts import feed_forward_of
+from ..stack_options import StackOptions
 
 BLOCK = 32
 """Steps for which memory is taken at once."""
@@ -191,58 +192,29 @@ def source_mask(encoded: Encoded) -> Tensor | None:
     return None if encoded.padding_BN is None else ~encoded.padding_BN[:, None, None]
 
 
-def make_decoder(
-    width: int,
-    depth: int,
-    heads: int,
-    feed_forward: int,
-    *,
-    make_norm: Callable[[], nn.Module],
-    norm: str,
-    final_norm: bool,
-    embedding_norm: bool,
-    positions: Positions,
-    head_width: int | None,
-    scale: float | None,
-    bias: bool,
-    activation: str,
-    dropout: float,
-    attention_dropout: float,
-    activation_dropout: float,
-    experts: ExpertsSpec,
-) -> Decoder:
-    """A decoder of `depth` blocks; arguments as of `EncoderDecoder`."""
-    inner = width if head_width is None else heads * head_width
-    pre = norm == "pre"
-
-    def enter() -> nn.Module | None:
-        return make_norm() if pre else None
-
-    def make_block(index: int) -> DecoderBlock:
-        options: dict[str, Any] = {"bias": bias, "scale": scale}
-        options |= {"dropout": dropout, "attention_dropout": attention_dropout}
-        return DecoderBlock(
-            CausalAttention(width, inner, heads, norm=enter(), **options),
-            CrossAttention(width, inner, heads, norm=enter(), **options),
-            make_feed_forward(
-                experts,
-                width,
-                feed_forward,
-                index=index,
-                depth=depth,
-                norm=enter(),
-                activation=activation,
-                dropout=dropout,
-                activation_dropout=activation_dropout,
-                bias=bias,
-            ),
-            make_norm=None if pre else make_norm,
+def make_decoder(options: StackOptions, *, positions: Positions, embedding_norm: bool) -> Decoder:
+    """A decoder of `options.depth` blocks, which have no memory; other arguments as of `EncoderDecoder`."""
+    width, heads = options.width, options.heads
+    inner = width if options.head_width is None else heads * options.head_width
+    common: dict[str, Any] = {
+        "bias": options.bias,
+        "scale": options.attention_scale,
+        "dropout": options.dropout,
+        "attention_dropout": options.attention_dropout,
+    }
+    blocks = [
+        DecoderBlock(
+            CausalAttention(width, inner, heads, norm=options.norm_before(), **common),
+            CrossAttention(width, inner, heads, norm=options.norm_before(), **common),
+            feed_forward_of(options, index),
+            make_norm=options.make_norm if options.norm == "post" else None,
         )
-
+        for index in range(options.depth)
+    ]
     return Decoder(
-        [make_block(i) for i in range(depth)],
+        blocks,
         positions=positions,
-        norm=make_norm() if final_norm else None,
-        embedding_norm=make_norm() if embedding_norm else None,
-        dropout=dropout,
+        norm=options.make_norm() if options.normed else None,
+        embedding_norm=options.make_norm() if embedding_norm else None,
+        dropout=options.dropout,
     )

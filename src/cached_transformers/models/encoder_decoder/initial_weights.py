@@ -21,7 +21,7 @@ from cached_transformers.registry import unknown_name
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import BucketedPositions
 
-from .parts import initialise
+from ..initial_weights import initialise
 
 if TYPE_CHECKING:
     from .encoder_decoder import EncoderDecoder

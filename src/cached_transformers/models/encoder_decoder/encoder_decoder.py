@@ -10,26 +10,28 @@ Legend: B rows, N source tokens, T target tokens, D model width, V target vocabu
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import insist
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput, StackState
-from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import token_losses
-from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import BucketedPositions, Positions, make_positions
-from cached_transformers.state import State, map_state, named_tensors
+from cached_transformers.state import State, map_state
 from cached_transformers.state import check as check_state
 
-from .encoder_decoder_init import initialise_weights
-from .encoder_decoder_parts import DecoderCache, Encoded, make_decoder
-from .parts import StackModel, make_stack, norm_maker
+from ..parts import StackModel, acts_in_layers, carries, embed_places, make_stack
+from ..stack_options import StackKeywords, StackOptions, takes_stack_options
+from .initial_weights import initialise_weights
+from .text_decoder import DecoderCache, Encoded, make_decoder
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CACHE_LENGTH = 64
 """Slots of a memory in the encoder's layers where its options say nothing: the paper's T_m for translation."""
@@ -43,39 +45,37 @@ class EncoderDecoder(StackModel):
         vocabulary: source tokens, and target tokens unless `target_vocabulary` says otherwise.
         max_length: longest source, and longest target, in tokens.
         target_vocabulary: V; None for one vocabulary of both.
-        width: D. depth: layers of the encoder. decoder_depth: of the decoder, as many when None. heads: per layer.
-        feed_forward: hidden width.
-        memory: of the encoder: None, a name, or {"name": ..., option: value}; the cache of a layer memory has 64 slots
-            by default. A memory that carries a state (grc_stream, rmt, ...) reads one sentence of a document after the
-            other, `state` between them.
-        attention: of the encoder's layers: name, or {"name": ..., option: value}.
-        positions: "sinusoidal", "learned", "bucketed" (T5's bias, see `buckets` and `reach`) or "none" in both stacks;
-            the encoder also takes "rotary", "alibi" and "relative", beside which the decoder is "sinusoidal".
-        norm: "pre" or "post" the residual sums. norm_kind: "layer" or "rms". norm_eps: added to the variance.
-        final_norm: whether a norm stands behind the last layer of each stack; None: if they are "pre".
+        width: D. depth: layers of the encoder. heads: per layer. feed_forward: hidden width.
+        decoder_depth: layers of the decoder, as many as of the encoder when None.
         embedding_norm: whether a norm stands behind the embedding of each stack (BART).
-        activation: "relu", "gelu", "gelu_tanh" or "silu", or one of them behind "gated_".
-        bias: whether projections and feed-forward have biases.
         head_width: of attention, D / heads when None; others go without a memory (T5's d_kv).
-        attention_scale: factor of the logits, 1 / sqrt(head width) when None; T5 has 1.
         shared_embeddings: "all" (source, target and output share one table), "decoder" (target and output) or "none";
             None: "all" with one vocabulary, else "decoder".
         scale_embedding: whether embeddings are multiplied by sqrt(D).
         output_bias: whether the logits have a bias. output_scale: factor before the output projection (T5's 1 /
             sqrt(D)).
         buckets, reach: number of buckets of "bucketed" positions, and the distance from which on all are alike.
-        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
-        activation_dropout: on the hidden units of the feed-forward. output_dropout: behind both stacks (T5).
-        experts: of both stacks: None, their number in every second layer, or {"experts": number, "every": layers,
-            option: value}, options of `SwitchFeedForward`. Capacity has no limit in evaluation unless told otherwise:
-            with one, a translation would depend on its neighbours.
+        output_dropout: behind both stacks (T5).
         init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
             (BART: 0.02); see `initialise_weights`.
+        options: of both stacks, as the signature names them; see `StackOptions`. Memory and attention are the
+            encoder's: the cache of a layer memory has 64 slots by default, and a memory that carries a state
+            (grc_stream, rmt, ...) reads one sentence of a document after the other, `state` between them. `bias` is
+            that of projections and feed-forward. Experts have no limit of capacity in evaluation unless told
+            otherwise: with one, a translation would depend on its neighbours. `positions` are "sinusoidal",
+            "learned", "bucketed" (T5's bias) or "none" in both stacks; the encoder also takes "rotary", "alibi" and
+            "relative", beside which the decoder is "sinusoidal". None takes the memory's own scheme in the encoder,
+            beside which the decoder is "sinusoidal", or else "sinusoidal" in both.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, or pairs of memory and attention that exclude each other.
     """
 
+    @takes_stack_options(
+        *("memory", "attention", "positions", "norm", "norm_kind", "norm_eps", "final_norm", "bias"),
+        *("attention_scale", "attention_dropout", "experts"),
+        **{"activation": "relu", "dropout": 0.3, "activation_dropout": 0.0},
+    )
     def __init__(
         self,
         vocabulary: int,
@@ -85,33 +85,23 @@ class EncoderDecoder(StackModel):
         depth: int = 6,
         heads: int = 4,
         feed_forward: int = 1024,
-        memory: MemorySpec = None,
-        attention: AttentionSpec = "softmax",
+        *,
         decoder_depth: int | None = None,
-        positions: str = "sinusoidal",
-        norm: str = "pre",
-        norm_kind: str = "layer",
-        norm_eps: float = 1e-5,
-        final_norm: bool | None = None,
         embedding_norm: bool = False,
-        activation: str = "relu",
-        bias: bool = True,
         head_width: int | None = None,
-        attention_scale: float | None = None,
         shared_embeddings: str | None = None,
         scale_embedding: bool = True,
         output_bias: bool = False,
         output_scale: float = 1.0,
         buckets: int = 32,
         reach: int = 128,
-        dropout: float = 0.3,
-        attention_dropout: float = 0.0,
-        activation_dropout: float = 0.0,
         output_dropout: float = 0.0,
-        experts: ExpertsSpec = None,
         init: str | float = "fairseq",
+        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
+        stack = StackOptions(width, depth, heads, feed_forward, head_width=head_width, **options)
+        stack = replace(stack, feed_forward_bias=stack.bias)
         _check_sizes(vocabulary, target_vocabulary, max_length, decoder_depth)
         shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
         self.vocabulary, self.max_length = vocabulary, max_length
@@ -120,66 +110,30 @@ class EncoderDecoder(StackModel):
         self.target_embedding = nn.Embedding(self.target_vocabulary, width)
         self.embedding_scale = width**0.5 if scale_embedding else 1.0
         self.output_scale = output_scale
-        self.positions, in_layers, of_decoder = _schemes(positions, width, heads, max_length, buckets, reach)
-        make_norm = norm_maker(norm_kind, width, norm_eps)
-        final = norm == "pre" if final_norm is None else final_norm
-        self.embedding_norm = make_norm() if embedding_norm else nn.Identity()
-        self.dropout, self.output_dropout = nn.Dropout(dropout), nn.Dropout(output_dropout)
-        same: dict[str, Any] = {
-            "norm": norm,
-            "final_norm": final,
-            "bias": bias,
-            "head_width": head_width,
-            "activation": activation,
-            "dropout": dropout,
-            "attention_dropout": attention_dropout,
-            "activation_dropout": activation_dropout,
-            "experts": experts,
-        }
+        self.positions, in_layers, of_decoder = _schemes(stack, max_length, buckets, reach)
+        self.embedding_norm = stack.make_norm() if embedding_norm else nn.Identity()
+        self.dropout, self.output_dropout = nn.Dropout(stack.dropout), nn.Dropout(output_dropout)
         self.stack = make_stack(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
+            stack,
             positions=in_layers,
-            norm_kind=norm_kind,
-            norm_eps=norm_eps,
-            feed_forward_bias=bias,
-            attention_scale=attention_scale,
             memory_length=CACHE_LENGTH,
+            gives=("token_ids", "pieces"),
             length=max_length,
             sequence=True,
-            **same,
         )
-        self.decoder = make_decoder(
-            width,
-            depth if decoder_depth is None else decoder_depth,
-            heads,
-            feed_forward,
-            make_norm=make_norm,
-            embedding_norm=embedding_norm,
-            positions=of_decoder,
-            scale=attention_scale,
-            **same,
-        )
+        if stack.positions is None and acts_in_layers(self.stack):
+            self.positions = Positions()
+        of_target = stack if decoder_depth is None else replace(stack, depth=decoder_depth)
+        self.decoder = make_decoder(of_target, embedding_norm=embedding_norm, positions=of_decoder)
         self.head = nn.Linear(width, self.target_vocabulary, bias=output_bias)
         initialise_weights(self, init)
         if shared == "all":
             self.target_embedding.weight = self.embedding.weight
         if shared != "none":
             self.head.weight = self.target_embedding.weight
-        self._experts = experts is not None
-        fresh = super().init_state(1)
-        self._carries = any(True for _ in named_tensors((fresh.model, fresh.layers)))
+        self._experts = stack.experts is not None
+        self._carries = carries(self.stack)
         self._fresh: dict[torch.dtype, State] = {}
-
-    def init_state(self, batch_size: int) -> StackState:
-        """State of the encoder for rows that have read nothing."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1 row")
-        return super().init_state(batch_size)
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -234,8 +188,7 @@ class EncoderDecoder(StackModel):
         place_BN1 = torch.arange(n, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
         # Padding in front moves nothing: embedded places count tokens, and in the layers distances are what matters.
         counted = None if padding is None else ((~padding).cumsum(1) - 1).clamp(min=0)[..., None]
-        placed = self.positions.embed(place_BN1[:1] if counted is None else counted)
-        x_BND = x_BND if placed is None else x_BND + placed.to(x_BND.dtype)
+        x_BND = embed_places(x_BND, self.positions, place_BN1[:1] if counted is None else counted)
         x_BND = self.dropout(self.embedding_norm(x_BND))
         # Embedded places begin anew with each sentence; a memory of earlier ones needs those that count on.
         positions_BN1 = None if self._carries else place_BN1
@@ -304,15 +257,17 @@ class EncoderDecoder(StackModel):
 
 
 def _schemes(
-    name: str, width: int, heads: int, length: int, buckets: int, reach: int
-) -> tuple[Positions, Positions | str, Positions]:
-    """Positions: embedded by the encoder, of the encoder's layers, of the decoder."""
+    stack: StackOptions, length: int, buckets: int, reach: int
+) -> tuple[Positions, Positions | str | None, Positions]:
+    """Positions: embedded by the encoder, of the encoder's layers (None: the memory's own), of the decoder."""
+    name, heads = stack.positions, stack.heads
     if name == "bucketed":
         one, other = (BucketedPositions(heads, buckets=buckets, reach=reach, causal=causal) for causal in (False, True))
         return Positions(), one, other
-    sizes: dict[str, Any] = {"width": width, "heads": heads, "length": length}
-    if name in ("sinusoidal", "learned", "none"):
-        return make_positions(name, **sizes), "none", make_positions(name, **sizes)
+    sizes: dict[str, Any] = {"width": stack.width, "heads": heads, "length": length}
+    if name is None or name in ("sinusoidal", "learned", "none"):
+        embedded, of_decoder = (make_positions(name or "sinusoidal", **sizes) for _ in range(2))
+        return embedded, "none" if name else None, of_decoder
     if name not in ("rotary", "alibi", "relative"):
         known = ["sinusoidal", "learned", "bucketed", "none", "rotary", "alibi", "relative"]
         raise ValueError(unknown_name("positions", name, known))

@@ -11,21 +11,28 @@ Legend: B rows, N tokens (class token first), D model width.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions import AttentionSpec
+from cached_transformers.checks import insist
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
-from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
-from cached_transformers.seam.positions import make_positions
+from cached_transformers.seam.positions import LearnedPositions, Positions, make_positions
 
-from .parts import StackModel, initialise, make_stack
+from .initial_weights import initialise
+from .parts import StackModel, acts_in_layers, carries, embed_places, make_stack
+from .stack_options import StackKeywords, StackOptions, takes_stack_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+NO_TOKEN = -1
+"""Where the class token stands among the token ids that a memory is shown: the id of no token."""
 
 
 @MODELS.register("sequence_classifier", paper="arXiv:2011.04006")
@@ -33,24 +40,23 @@ class SequenceClassifier(StackModel):
     """Sequence classifier: embeddings, class token, positions, pre-norm blocks, a two-layer head on the class token.
 
     Args:
-        vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence.
+        vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence, or segment of one.
         width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         head_width: hidden width of the head; None takes `feed_forward`, as the arena does.
-        memory: None, a name, or {"name": ..., option: value}; its cache has max_length + 1 slots by default.
-        attention: name, or {"name": ..., option: value}.
-        positions: "sinusoidal", "learned", "rotary", "alibi" or "none".
-        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
-        activation: "gelu", "gelu_tanh" or "relu". norm_eps: what the norms add to the variance.
-        bias: whether the projections of attention have biases; a memory has an option of its own for that.
-        shared_query_key: one projection serves as queries and keys. project_output: whether attention has an output
-            projection. The arena's Reformer has the first without the second.
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
-        reversible: activations are computed again from the result in backward; see `layers.reversible`.
+        options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has
+            max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
+            takes the memory's own scheme, or else "sinusoidal". The arena's Reformer has `shared_query_key` without
+            `project_output`.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
     """
 
+    @takes_stack_options(
+        *("memory", "attention", "positions", "dropout", "attention_dropout", "activation", "norm_eps", "bias"),
+        *("shared_query_key", "project_output", "reversible"),
+    )
     def __init__(
         self,
         vocabulary: int,
@@ -60,21 +66,13 @@ class SequenceClassifier(StackModel):
         depth: int = 4,
         heads: int = 8,
         feed_forward: int = 1024,
-        memory: MemorySpec = None,
-        attention: AttentionSpec = "softmax",
-        positions: str = "sinusoidal",
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        activation: str = "gelu",
-        norm_eps: float = 1e-5,
-        bias: bool = True,
-        shared_query_key: bool = False,
-        project_output: bool = True,
+        *,
         head_width: int | None = None,
         init: Literal["xavier", "lra"] = "xavier",
-        reversible: bool = False,
+        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
+        stack = StackOptions(width, depth, heads, feed_forward, **options)
         if init not in ("xavier", "lra"):
             raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
         if head_width is not None and head_width < 1:
@@ -82,27 +80,14 @@ class SequenceClassifier(StackModel):
         self.vocabulary, self.max_length = vocabulary, max_length
         self.embedding = nn.Embedding(vocabulary, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = make_positions(positions, width=width, heads=heads, length=max_length + 1)
-        self.dropout = nn.Dropout(dropout)
-        self.stack = make_stack(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            positions=self.positions,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            reversible=reversible,
-            activation=activation,
-            norm_eps=norm_eps,
-            bias=bias,
-            shared_query_key=shared_query_key,
-            project_output=project_output,
-            length=max_length + 1,
-            sequence=True,
-        )
+        sizes: dict[str, Any] = {"width": width, "heads": heads, "length": max_length + 1}
+        self.positions = make_positions(stack.positions or "sinusoidal", **sizes)
+        self.dropout = nn.Dropout(stack.dropout)
+        in_layers = None if stack.positions is None else self.positions
+        self.stack = make_stack(stack, positions=in_layers, gives=("token_ids",), length=max_length + 1, sequence=True)
+        if stack.positions is None and acts_in_layers(self.stack):
+            self.positions = Positions()
+        self._carries = carries(self.stack)
         hidden = feed_forward if head_width is None else head_width
         self.head = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
         if init == "lra":
@@ -114,20 +99,43 @@ class SequenceClassifier(StackModel):
     def forward(
         self, inputs_BN: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
     ) -> ModelOutput:
-        """Logits (B, classes) of token ids (B, N); `padding` is (B, N) bool, True = padding."""
+        """Logits (B, classes) of token ids (B, N).
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the segment before, of the same text; None for the start of a text.
+            padding: (B, N) bool, True = padding.
+
+        Raises:
+            ValueError: more than `max_length` tokens; or, with learned positions, a stream that is longer.
+        """
         rows, n = inputs_BN.shape
         if n > self.max_length:
             raise ValueError(
                 f"a sequence of {n} tokens, but max_length={self.max_length}; shorten it or build a longer model"
             )
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
-        positions_BNP = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
-        placed = self.positions.embed(positions_BNP)
-        x_BND = self.dropout(x_BND if placed is None else x_BND + placed.to(x_BND.dtype))
         if padding is not None:
             padding = F.pad(padding, (1, 0), value=False)
-        out = self.stack(x_BND, state, positions_BNP=positions_BNP, padding_BN=padding, inputs=inputs_BN)
+        if state is None and self._carries:
+            state = self.stack.init_state(rows, x_BND)
+        if state is None:
+            places_BN1 = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
+        else:
+            places_BN1 = self.stack.clock_positions(state, n + 1, padding)
+            self._check_learned(places_BN1)
+        x_BND = self.dropout(embed_places(x_BND, self.positions, places_BN1))
+        ids_BN = F.pad(inputs_BN, (1, 0), value=NO_TOKEN)
+        out = self.stack(x_BND, state, positions_BNP=places_BN1, padding_BN=padding, inputs=ids_BN)
         return out._replace(outputs=self.head(out.outputs[:, 0]))
+
+    def _check_learned(self, places_BN1: Tensor) -> None:
+        if isinstance(self.positions, LearnedPositions):
+            insist(
+                places_BN1.max() < self.positions.length,
+                f"a stream longer than the {self.positions.length} places that positions='learned' has vectors for "
+                "(each segment has a class token); take positions='sinusoidal', or a larger max_length",
+            )
 
 
 def initialise_as_lra(model: SequenceClassifier) -> None:

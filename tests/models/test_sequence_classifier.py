@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.models.encoder import SequenceClassifier
+from cached_transformers.models.sequence_classifier import SequenceClassifier
 from cached_transformers.tasks import create_model
 
 ARENA = {

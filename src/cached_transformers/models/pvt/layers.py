@@ -1,4 +1,4 @@
-"""Layers of the Pyramid Vision Transformer (`pvt.py`): spatial-reduction attention, block, patches, positions.
+"""Layers of the Pyramid Vision Transformer (`pyramid.py`): spatial-reduction attention, block, patches, positions.
 
 Paper: arXiv:2102.12122. Original implementation: whai362/PVT, classification/pvt.py, whose parameter names these are.
 
