@@ -13,8 +13,8 @@ from PIL import Image
 
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.cache_use.table import cache_use_statistics
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_transformers.experiments.reports.cache_use_table import cache_use_statistics
 from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
 from cached_transformers.experiments.reproductions.arms import arms, row_recipes
 from cached_transformers.experiments.reproductions.base import pairs

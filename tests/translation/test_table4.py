@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_a_table_from_rows_to_report(corpus: Path, tmp_path: Path, capsys: pytes
     assert difference[0]["mean"] == pytest.approx(found[0]["difference"]["mean"])
     assert "interval by rows" in printed and "transformer-paper" in printed and "encoder_decoder + grc" in printed
     report = (out / "report.html").read_text(encoding="utf-8")
-    assert "bleu" in report and "the mean of the runs' bootstrap intervals" in report.replace("&#x27;", "'")
+    assert "bleu" in report and "the mean of the runs' bootstrap intervals" in html.unescape(report)
     run_report = (out / result["variants"][0]["runs"][0] / "report.html").read_text(encoding="utf-8")
     assert "tokenised_bleu" in run_report and "chrf" in run_report and "in drawing its 30 sentences" in run_report
     assert main(arguments) == 0

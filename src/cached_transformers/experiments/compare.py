@@ -28,7 +28,7 @@ from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.metrics import jsonable
 
 from .cache_use.runs import has_shared_cache, score_variant
-from .cache_use.table import cache_use_statistics
+from .reports.cache_use_table import cache_use_statistics
 from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
 from .reports.terminal import print_cache_use, print_statistics
@@ -114,7 +114,7 @@ class Comparison:
                 self.print_table(console)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(lambda run: self._train_apart(*run, jobs), missing):
+            for _ in pool.map(lambda run: self._train_apart(run[0], run[1], jobs), missing):
                 self.print_table(console)
 
     def _train_apart(self, variant: Variant, seed: int, jobs: int) -> None:

@@ -210,7 +210,7 @@ def feed_forward_option(config: RunConfig) -> str:
     """The option of the model that says how wide its feed-forward layers are.
 
     Raises:
-        ValueError: it has none, or a ratio that is not written down, so that nothing is known to begin with.
+        ValueError: it has none, or a ratio that is not written down, so that there is nothing to begin with.
     """
     model = MODELS.entry(config.model["name"])
     for option in FEED_FORWARD:

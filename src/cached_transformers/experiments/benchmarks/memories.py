@@ -139,7 +139,7 @@ def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], No
 
 
 def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
-    """All that is told of one memory."""
+    """All that is measured of one memory."""
     spec = {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
     model, tokens = build(spec, sizes), random_tokens(sizes)
     bptt = sizes.segments if memory in ACROSS else 1
@@ -152,11 +152,11 @@ def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
     loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)
     kept = saved_activation_bytes(lambda: loop(tokens[:, :-1], tokens[:, 1:])[0], model, tokens)
     per_step = sizes.tokens_per_step
-    own = train["ours"].seconds
+    seconds = train["ours"].seconds
     return Row(
         memory,
         count_parameters(model),
-        per_step / own,
+        per_step / seconds,
         _inverse(train["plain"]),
         per_step / stream.seconds,
         kept / 2**20,

@@ -84,7 +84,7 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (memories that read twice).
         distances: where the trained model is tried too.
-        progress: told at every check.
+        progress: called at every check.
     """
     sizes = sizes or Sizes()
     started = time.perf_counter()
