@@ -135,7 +135,6 @@ def make_stack(
             dropout=options.dropout,
             head_width=options.head_width,
             scale=options.attention_scale,
-            **({} if model_memory is None else model_memory.layer_options(index)),
         )
         positionwise = feed_forward_of(options, index)
         separate = model_memory is not None and "own_weights" in model_memory.needs

@@ -15,7 +15,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -262,10 +262,6 @@ class ModelMemory(nn.Module):
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
         return LayerMemory()
-
-    def layer_options(self, index: int) -> Mapping[str, Any]:
-        """Options of the attention in the layer `index` which this memory sets."""
-        return {}
 
     def position_scheme(self) -> Positions | None:
         """Position scheme for a layer, made anew at every call; None for the model's."""
