@@ -25,7 +25,7 @@ from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
