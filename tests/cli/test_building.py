@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract.contract_cases import CASES, Case
 
-from cached_transformers.experiments import building
+from cached_transformers.experiments import build
 from cached_transformers.experiments.build import filled, refuse_what_cannot_be_built
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.tasks.recipes import load_config
@@ -35,7 +35,7 @@ def test_the_meta_device_takes_and_refuses_what_the_cpu_does(case: Case) -> None
 
 
 def test_data_are_read_only_where_something_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "build_dataset", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(build, "build_dataset", lambda *_: pytest.fail("the data were read"))
     sizes = ["model.image_size=8", "model.channels=1", "model.classes=10"]
     whole = load_config("digits_vit_plain", sizes)
     assert filled(whole) is whole
