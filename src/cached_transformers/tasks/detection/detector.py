@@ -28,8 +28,9 @@ from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import MemorySpec
 from cached_transformers.memories.parts.shared_cache import reset_caches as empty_caches
-from cached_transformers.models.pretrained import load_backbone
 from cached_transformers.registry import MODELS, unknown_name
+
+from .pretrained import load_backbone
 
 STRIDES = (4, 8, 16, 32)
 
