@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.cli.explain import explain
+from cached_transformers.cli.main import main
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.stack_options import StackKeywords, StackOptions, takes_stack_options
 from cached_transformers.registry import MODELS
@@ -35,7 +35,9 @@ def test_keywords_and_object_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_a_signature_names_every_option_once_with_default_and_type(name: str) -> None:
+def test_a_signature_names_every_option_once_with_default_and_type(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = MODELS.entry(name)
     options, hints = entry.options, typing.get_type_hints(entry.factory.__init__)
     assert not entry.open_ended and {*options} == hints.keys() - {"return"}
@@ -44,7 +46,8 @@ def test_a_signature_names_every_option_once_with_default_and_type(name: str) ->
     assert options["memory"].default is None and options["attention"].default == "softmax"
     assert hints["dropout"] is float and options["dropout"].annotation == "float"
     assert options["dropout"].default == {"encoder_decoder": 0.3}.get(name, 0.0)
-    assert f"memory: MemorySpec = None\n  attention: AttentionSpec = {'softmax'!r}" in explain("model", entry)
+    assert main(["explain", name]) == 0
+    assert "  memory: MemorySpec = None\n  attention: AttentionSpec = 'softmax'\n" in capsys.readouterr().out
 
 
 def test_sizes_may_stand_without_their_names_and_options_reach_the_stack() -> None:
