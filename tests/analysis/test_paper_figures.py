@@ -13,8 +13,8 @@ from analysis.folders import make_comparison, make_run
 from PIL import Image
 from torch import nn
 
-from cached_transformers.cli import paper_figures as command
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.paper_figures import initial_share
 from cached_transformers.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
 from cached_transformers.experiments.reports.figures import paper
 from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
@@ -102,8 +102,8 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
     assert rows == expected
     from cached_transformers.experiments.reports.run_folder import read_run
 
-    assert command.initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
-    assert command.initial_share(read_run(folder / "plain" / "seed_0")) is None
+    assert initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
+    assert initial_share(read_run(folder / "plain" / "seed_0")) is None
 
 
 def test_figure_5_shows_heads_means_and_where_training_began() -> None:

@@ -263,9 +263,27 @@ def test_summary_claims_what_the_test_shows() -> None:
         "grc is 1.63 points better than plain, more than chance" in text
         and "could not give less than p = 0.0625" in text
     )
-    assert "Between convolution and plain no difference can be shown with 5 seeds (p = 0.08" in text
+    assert "Between convolution and plain no difference can be shown with 5 seeds (Holm's p = 0.08" in text
     worse = summary_of({"plain": VALUES["grc"], "grc": VALUES["plain"]})
     assert "grc is 1.63 points worse than plain, more than" in worse
+
+
+def test_markdown_says_of_each_p_whether_it_is_corrected(tmp_path: Path) -> None:
+    several = comparison_markdown(read_comparison(make_comparison(tmp_path / "several")))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in several.splitlines() if line.startswith("| ")]
+    header, by_name = rows[0], {row[0]: row for row in rows[1:]}
+    assert header[2:5] == ["difference to plain", "p (uncorrected)", "p (Holm)"] and {*map(len, rows)} == {len(header)}
+    tested = {row["name"]: row for row in summarise(VALUES, "plain")}
+    for name in ("grc", "convolution"):
+        assert by_name[name][3:5] == [short_p(tested[name][key]) for key in ("p_value", "p_adjusted")]
+    assert f"(Holm's p = {by_name['convolution'][4]}" in several and " (p = " not in several
+    one = comparison_markdown(
+        read_comparison(make_comparison(tmp_path / "one", {n: VALUES[n] for n in ("plain", "grc")}))
+    )
+    assert "| difference to plain | p | parameters |" in one and "Holm" not in one
+    pair = summarise_pairs(VALUES, [("grc", "plain"), ("convolution", "plain")])
+    content = read_comparison(make_comparison(tmp_path / "pairs", pairs=pair))
+    assert "| pair | difference | p (uncorrected) | p (Holm) |" in comparison_markdown(content)
 
 
 def test_summary_corrects_for_several_variants() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -139,12 +140,11 @@ def test_nothing_that_padding_holds_reaches_another_token(name: str, held: float
 
 @able("exact_padding", rule="ties")
 def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> None:
-    core, given = build(name), inputs(LONGEST)
-    few = torch.randint(3, (LONGEST,), generator=torch.Generator().manual_seed(0))
-    for key in ("q", "k", "x"):  # what chooses; the values stay as different as they were
-        given[key] = given[key][..., few, :]
-    padding = torch.zeros(B, LONGEST, dtype=torch.bool)
-    for kept in (5, 11, 17, 22):
+    core, padding = build(name), torch.zeros(B, LONGEST, dtype=torch.bool)
+    for kinds, kept in itertools.product((1, 2, 4), (5, 11, 17, 22)):
+        given, few = inputs(LONGEST), torch.randint(kinds, (LONGEST,), generator=torch.Generator().manual_seed(kept))
+        for key in ("q", "k", "x"):  # what chooses; the values stay as different as they were
+            given[key] = given[key][..., few, :]
         padding[0] = torch.arange(LONGEST) >= kept
         for causal in causal_forms(name):
             got = run(core, given, causal=causal, key_padding_mask=padding).out_BHNV
@@ -154,16 +154,16 @@ def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_stay_finite_where_logits_are_large(name: str) -> None:
-    for tokens, padded in ((LONGEST, 0), (LONGEST - 1, 0), (LONGEST, 5)):
+    for tokens, padded, size in itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60)):
         padding = torch.arange(tokens).expand(B, -1) >= tokens - padded
         for causal in causal_forms(name):
             core = build(name).float().train()
-            given = {key: (t * 60).float().requires_grad_() for key, t in inputs(tokens).items()}
+            given = {key: (t * size).float().requires_grad_() for key, t in inputs(tokens).items()}
             out = run(core, given, causal=causal, key_padding_mask=padding if padded else None).out_BHNV
             assert out.isfinite().all()
             sources = [*given.values(), *core.parameters()]
             for gradient in torch.autograd.grad(out.square().mean(), sources, allow_unused=True):
-                assert gradient is None or gradient.isfinite().all(), (tokens, padded, causal)
+                assert gradient is None or gradient.isfinite().all(), (tokens, padded, size)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -356,7 +356,7 @@ def test_one_graph_is_compiled(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_under_a_closed_cache_it_is_itself(name: str) -> None:
     if "bidirectional" not in ATTENTIONS.entry(name).factory.can:
-        with pytest.raises(ValueError, match="has no other than a causal form"):
+        with pytest.raises(ValueError, match="a layer with causal=False needs bidirectional"):
             GRCAttention(H * E, H, 13, core=build(name))
         return
     torch.manual_seed(0)

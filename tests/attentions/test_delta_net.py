@@ -17,7 +17,7 @@ from cached_transformers.attentions.parts.building_blocks import causal_scan
 from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.seam.attention import in_words
+from cached_transformers.seam.fit import in_words
 
 
 def core_of(**options: Any) -> DeltaNet:
@@ -174,7 +174,7 @@ def test_it_is_causal_alone_and_needs_the_input() -> None:
         core(q, k, v, x_BND=given["x"])
     with pytest.raises(ValueError, match="beta of delta_net is made of the layer's input; give it as x_BND"):
         core(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="take causal=True"):
+    with pytest.raises(ValueError, match="a layer with causal=False needs bidirectional"):
         SelfAttention(H * E, H, core=core)
     layer = SelfAttention(H * E, H, core=core, causal=True).double()
     assert layer(given["x"]).y_BND.isfinite().all() and "causal alone" in in_words(DeltaNet.can)

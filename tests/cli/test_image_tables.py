@@ -12,13 +12,13 @@ from cli.made_images import make_cifar10
 from PIL import Image
 
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms, own_recipes
-from cached_transformers.experiments.cache_use.table import cache_use_statistics
+from cached_transformers.experiments.build import build_dataset, build_model
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_transformers.experiments.reports.cache_use_table import cache_use_statistics
 from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
+from cached_transformers.experiments.reproductions.arms import arms, row_recipes
 from cached_transformers.experiments.reproductions.base import pairs
 from cached_transformers.experiments.reproductions.images import PAPER, SMALL
-from cached_transformers.experiments.run import build_dataset, build_model
 from cached_transformers.experiments.variants import (
     Variant,
     equal_operations,
@@ -28,7 +28,8 @@ from cached_transformers.experiments.variants import (
 )
 from cached_transformers.memories.parts.memory_branch import PositionalConvolution
 from cached_transformers.tasks import create_model
-from cached_transformers.training.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
+from cached_transformers.tasks.recipes import check_sections, load_config
+from cached_transformers.training.config import RunConfig, config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
@@ -60,7 +61,7 @@ def variants_of(
     recipe = load_config(entry.recipes["small"], [f"data.path={images}", *overrides])
     train = build_dataset(recipe, "train")
     rows = entry.rows("small", chosen)
-    recipes = own_recipes(rows, recipe, overrides)
+    recipes = row_recipes(rows, recipe, overrides)
     return arms(entry, "small", rows, recipe, train, recipes), recipe, train
 
 
@@ -299,7 +300,7 @@ def test_rows_of_the_papers_scale_have_the_recipes_of_their_backbones(table: str
     entry = REPRODUCTIONS[table]
     rows = entry.rows("paper", "all")
     main_recipe = load_config(entry.recipes["paper"])
-    recipes = own_recipes(rows, main_recipe, [])
+    recipes = row_recipes(rows, main_recipe, [])
     for row in rows:
         assert row.recipe is not None and row.backbone is not None
         own = load_config(row.recipe)
@@ -330,7 +331,7 @@ def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: 
 def test_recipes_that_are_scored_differently_are_refused() -> None:
     rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
     with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
-        own_recipes(rows, load_config("table1_small"), [])
+        row_recipes(rows, load_config("table1_small"), [])
 
 
 def test_table_8_has_a_swin_of_equal_cost(tmp_path: Path) -> None:

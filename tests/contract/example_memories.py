@@ -97,7 +97,7 @@ class ExampleTokens(ModelMemory):
 
     def __init__(self, width: int, heads: int, length: int = 3) -> None:
         super().__init__()
-        self.length = length
+        self.length, self.extra_tokens = length, 2 * length
         self.write_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def init_state(self, batch_size: int, like: Tensor) -> TokensState:

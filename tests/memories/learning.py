@@ -22,7 +22,7 @@ ROWS = 1000
 
 
 def untrained(task: ProbeTask, memory: Any, **sizes: Any) -> nn.Module:
-    """The model before its training; `sizes` are those of `probes.protocol.Sizes`."""
+    """The model before its training; `sizes` are those of `experiments.probes.protocol.Sizes`."""
     torch.manual_seed(0)
     return build_model(task, memory, _sizes(**sizes))
 

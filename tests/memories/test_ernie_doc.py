@@ -374,8 +374,7 @@ def test_a_second_pass_of_a_causal_model_is_told_what_it_is_to_predict() -> None
     assert (second[0] - second[1])[:, 0].abs().max() > 1e-6
 
 
-def test_a_classifier_that_counts_anew_in_each_segment_finds_the_slots_before_it() -> None:
-    """Its positions begin with 0 in every segment; those of the slots end with -1."""
+def test_slots_stand_right_before_a_segment_whether_its_positions_go_on_or_begin_anew() -> None:
     model = create_model(
         "sequence_classifier",
         vocabulary=13,
@@ -394,7 +393,9 @@ def test_a_classifier_that_counts_anew_in_each_segment_finds_the_slots_before_it
     memory.read = lambda *args: offered.append(read(*args).context) or read(*args)
     state = model(text(2, 5)).state
     model(text(2, 5, seed=1), state)
-    assert offered[1].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
+    assert offered[1].positions_BMP[..., 0].tolist() == [[3, 4, 5]] * 2  # the class token was the sixth
+    model.stack(torch.randn(2, 6, WIDTH), state, positions_BNP=torch.arange(6)[None, :, None].expand(2, -1, -1))
+    assert offered[2].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
 
 
 # --- messages, learning

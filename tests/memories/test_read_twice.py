@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
+from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import Attention
 from cached_transformers.seam.memory import Query, Reading, Trace
@@ -358,7 +359,7 @@ def test_the_joint_form_appends_the_summaries_to_the_keys_of_each_layer() -> Non
 
 def test_a_bidirectional_stack_sees_the_document_by_default() -> None:
     spec = {"name": "read_twice", "slots": 4, "after": "tanh"}
-    stack = make_stack(WIDTH, 2, HEADS, 12, memory=spec, attention="softmax", fallback="rotary").double().eval()
+    stack = make_stack(StackOptions(WIDTH, 2, HEADS, 12, memory=spec), fallback="rotary").double().eval()
     memory = stack.model_memory
     assert isinstance(memory, ReadTwice) and (memory.scope, memory.first_read) == ("document", "plain")
     x = torch.randn(ROWS, 2 * BLOCK, WIDTH).double()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.models.decoder import LanguageModel
+from cached_transformers.models.language_model import LanguageModel
 from cached_transformers.tasks.language.reordering import ReorderingHead, orders, reorder
 
 

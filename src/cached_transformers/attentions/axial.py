@@ -37,7 +37,7 @@ from torch import Tensor
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
-from .parts.building_blocks import attend, into_blocks, merge, own_logits, seen_places
+from .parts.building_blocks import attend, into_blocks, merge, paired_logits, seen_places
 from .parts.pattern import PatternAttention, in_sequence
 from .parts.windows import beside_class_tokens
 
@@ -47,6 +47,8 @@ MODES = ("layers", "row", "col", "sum", "sequential")
 @ATTENTIONS.register(
     "axial",
     paper="arXiv:1912.12180",
+    title="Axial attention",
+    purpose="a regular pattern",
     equation="softmax over one row, or one column, of (q k^T / sqrt(E)) v; by turns of layers, summed, or in sequence",
     order="N sqrt(N)",
     cost="row: N C (E + V) multiply-adds a head; col: N R (E + V); sum and sequential: both, and the row twice for "
@@ -132,13 +134,13 @@ class AxialAttention(PatternAttention):
         out = beside_class_tokens(body, self.prefix, q_BHNE, k_BHNE, whole_rows, call, dropout=self.drop)
         return out.out_BHNV
 
-    def _down(self, own_BHNV: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        """One softmax over the values above in the column, and `own_BHNV` at the query's own place."""
+    def _down(self, row_BHNV: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        """One softmax over the values above in the column, and `row_BHNV` at the query's own place."""
         wanted = call._replace(want_lse=True)
         above = self._lines("col", True, q_BHNE, k_BHNE, v_BHNV, wanted, itself=False)
         assert above.lse_BHN is not None
         # Only a query that is padding itself could see padding here, and its result is nobody's.
-        return AttentionOutput(*merge(above.out_BHNV, above.lse_BHN, own_BHNV, own_logits(q_BHNE, k_BHNE)))
+        return AttentionOutput(*merge(above.out_BHNV, above.lse_BHN, row_BHNV, paired_logits(q_BHNE, k_BHNE)))
 
     def _lines(
         self,

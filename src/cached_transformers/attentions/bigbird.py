@@ -33,8 +33,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, gather_blocks, into_blocks
+from .parts.keys import visible
 from .parts.pattern import PatternAttention, in_sequence
-from .softmax import visible
 
 Number = TypeVar("Number", int, Tensor)
 WORD = 2**32 - 1
@@ -51,6 +51,8 @@ def mixed(x: Number) -> Number:
 @ATTENTIONS.register(
     "bigbird",
     paper="arXiv:2007.14062",
+    title="BigBird",
+    purpose="near tokens and a few that all see",
     equation="softmax over the first, the last, w neighbouring and r random blocks; first and last block see all",
     order="N W",
     cost="about N W (w + r + 4) (E + V) multiply-adds a head",

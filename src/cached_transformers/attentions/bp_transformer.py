@@ -11,8 +11,8 @@ are covered already, its half that is not is taken in its place (of the level be
 
     leaf 5 of 16, K = 1:   5 | left 4, 2-3, 0-1 | right 6, 7, 8-11, 12-15
 
-`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` (bp_layer.py)
-is the paper's layer, in which spans have states of their own.
+`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer`
+(layers/bp_layer.py) is the paper's layer, in which spans have states of their own.
 
 Differences from the original implementation: its table names nodes that do not exist where N is no power of two, and
 misses tokens; here the tree is filled up to a power of two, and nodes without a token are not seen. Spans are of the
@@ -58,6 +58,8 @@ from .parts.sizes import head_width
 @ATTENTIONS.register(
     "bp_transformer",
     paper="arXiv:1911.04070",
+    title="BP-Transformer",
+    purpose="a regular pattern",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
     cost="N (6 K J (E + V) + T E) multiply-adds a head (causal 4 K J), J <= 2 + log2(N / K) levels, T types",
@@ -189,8 +191,8 @@ def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device)
         next_half_NS = (rank_NS == k) & ((shifted_N1 >> at_S) % 2 == taken)
         full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_NS)
         above_NS = at_S + next_half_NS.long()
-        own_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
-        type_NS = torch.where(full_NS | next_half_NS, own_NS, type_NS)
+        here_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
+        type_NS = torch.where(full_NS | next_half_NS, here_NS, type_NS)
         seen_NS = seen_NS | full_NS | next_half_NS
     return Reach(levels, node_NS, seen_NS & (node_NS >= 0) & (node_NS < size_S), type_NS)
 

@@ -49,6 +49,8 @@ from .parts.sizes import at_least_one, head_width
 @ATTENTIONS.register(
     "clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="softmax(Q_c k^T / sqrt(E)) v, Q_c the mean of the query's cluster",
     order="N C, C clusters",
     cost="N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a head, R bits, T iterations",
@@ -158,6 +160,8 @@ class ClusteredAttention(Attention):
 @ATTENTIONS.register(
     "improved_clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
     "m = sum_T A_c",
     order="N (C + K), C clusters, K best keys",
@@ -221,11 +225,11 @@ class ImprovedClusteredAttention(ClusteredAttention):
         best_BHCK = weights_BHCM.gather(-1, key_BHCK)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
+        best_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
         rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
-        return mass_BHN1 * own_BHNV + rest_BHNV
+        return mass_BHN1 * best_BHNV + rest_BHNV
 
     def _of_queries(
         self,

@@ -47,6 +47,8 @@ from .parts.sizes import at_least_one, head_width
 @ATTENTIONS.register(
     "delta_net",
     paper="arXiv:2102.11174",
+    title="Delta Net",
+    purpose="a state of fixed size, linear in N",
     equation="S_t = S_(t-1) + phi(k_t) beta_t (v_t - S_(t-1)^T phi(k_t))^T,  out_t = S_t^T phi(q_t)",
     order="N",
     cost="N (C (5 F + 3 E) / 2 + 3 F E + D) multiply-adds a head for F features (2 E with dpfp), in chunks of C tokens",
@@ -140,9 +142,9 @@ def delta_scan(
     u, w = wanted.split([v.shape[-1], k.shape[-1]], -1)
     before, corrections = [], []
     # Unbound, not indexed: the gradient of an index is as long as the sequence.
-    for own_u, own_w, own_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
+    for chunk_u, chunk_w, chunk_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
         before.append(state_BHFV)
-        corrections.append(own_u - own_w @ state_BHFV)
-        state_BHFV = state_BHFV + own_k.mT @ corrections[-1]
+        corrections.append(chunk_u - chunk_w @ state_BHFV)
+        state_BHFV = state_BHFV + chunk_k.mT @ corrections[-1]
     inside = (q @ k.mT).tril() @ torch.stack(corrections, 2)
     return out_of_blocks(inside + q @ torch.stack(before, 2), tokens), state_BHFV

@@ -49,6 +49,8 @@ STEPS = 2**20
 @ATTENTIONS.register(
     "informer",
     paper="arXiv:2012.07436",
+    title="Informer",
+    purpose="fewer queries",
     equation="softmax(q k^T / sqrt(E)) v for the u queries of largest max_s q k_s - mean_s q k_s, mean(v) for others",
     order="N ln N",
     cost="N U E + u M (E + V) multiply-adds a head, u = c ceil(ln N), U = c ceil(ln M)",
@@ -104,20 +106,20 @@ class InformerAttention(Attention):
         return f"factor={self.factor}, sampling={self.sampling!r}"
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        padding_BN, own, queries = call.key_padding_mask, k_BHNE.shape[2], q_BHNE.shape[2]
-        there_BN = None if padding_BN is None or own != queries else ~padding_BN
+        padding_BN, tokens, queries = call.key_padding_mask, k_BHNE.shape[2], q_BHNE.shape[2]
+        there_BN = None if padding_BN is None or tokens != queries else ~padding_BN
         k_BHNE, v_BHNV, seen_BM = all_keys(k_BHNE, v_BHNV, call)
-        slots = k_BHNE.shape[2] - own
+        slots = k_BHNE.shape[2] - tokens
         seen = None if seen_BM is None else seen_BM[:, None, None]
         # A shorter row may need a choice where the longest one needs none.
         if self.share(queries) == queries and there_BN is None:
             if call.causal:
-                past_NM = torch.ones(queries, slots + own, dtype=torch.bool, device=q_BHNE.device).tril(slots)
+                past_NM = torch.ones(queries, slots + tokens, dtype=torch.bool, device=q_BHNE.device).tril(slots)
                 seen = past_NM if seen is None else seen & past_NM
             return AttentionOutput(F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNV, seen, self.drop))
         place_BHT = self.choose(q_BHNE, k_BHNE, seen_BM, there_BN, call.generator)
         if call.causal:
-            past_BHTM = torch.arange(-slots, own, device=q_BHNE.device) <= place_BHT[..., None]
+            past_BHTM = torch.arange(-slots, tokens, device=q_BHNE.device) <= place_BHT[..., None]
             seen = past_BHTM if seen is None else seen & past_BHTM
         q_BHTE = pick_rows(q_BHNE, place_BHT)
         chosen_BHTV = F.scaled_dot_product_attention(q_BHTE, k_BHNE, v_BHNV, seen, self.drop)

@@ -28,6 +28,8 @@ from .parts.sizes import at_least_one
 @ATTENTIONS.register(
     "linear",
     paper="arXiv:2006.16236",
+    title="Linear Transformer",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) sum phi(k) v^T / (phi(q) . sum phi(k)),  phi(x) = elu(x) + 1",
     order="N",
     cost="2 N E (E + 1) multiply-adds a head; causal N (C (2 E + 1) + 2 E (E + 1)) for chunks of C tokens",

@@ -37,6 +37,8 @@ SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 @ATTENTIONS.register(
     "linformer",
     paper="arXiv:2006.04768",
+    title="Linformer",
+    purpose="fewer keys",
     equation="softmax(q (E^T K)^T / sqrt(E)) F^T V",
     order="N S, S slots",
     cost="S (M + N) (E + V) multiply-adds a head",
@@ -67,9 +69,9 @@ class LinformerAttention(PatternAttention):
             raise ValueError(f"sharing={sharing!r} must be one of {', '.join(map(repr, SHARING))}")
         self.heads, self.length, self.slots, self.sharing = heads, length, slots, sharing
         kinds = 1 if sharing == "keys_values" else 2
-        told_apart = heads if sharing == "none" else 1
+        groups = heads if sharing == "none" else 1
         self.projection_PGLS: nn.Parameter | None
-        self.projection_PGLS = nn.Parameter(torch.randn(kinds, told_apart, length, slots) * slots**-0.5)
+        self.projection_PGLS = nn.Parameter(torch.randn(kinds, groups, length, slots) * slots**-0.5)
         # In a tuple, so that it is no submodule: its parameters are saved and trained once, where they belong.
         self.owner: tuple[LinformerAttention, ...] = ()
 

@@ -37,6 +37,8 @@ from .parts.windows import attend_all, local_attention
 @ATTENTIONS.register(
     "longformer",
     paper="arXiv:2004.05150",
+    title="Longformer",
+    purpose="near tokens and a few that all see",
     equation="softmax over {j: |i - j| <= w / 2} and global tokens of (q k^T / sqrt(E)) v; global tokens see all",
     order="N w",
     cost="N (1.5 w + 2 G) (E + V) multiply-adds a head, for w = window and G global tokens",

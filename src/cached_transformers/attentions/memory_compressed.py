@@ -81,6 +81,8 @@ class Compression(nn.Module):
 @ATTENTIONS.register(
     "memory_compressed",
     paper="arXiv:1801.10198",
+    title="Memory-compressed attention",
+    purpose="fewer keys",
     equation="softmax(q conv(K)^T / sqrt(E)) conv(V), stride C",
     order="N^2 / C, C tokens a slot",
     cost="M (E^2 + V^2) + N M (E + V) / C multiply-adds a head, M H (E^2 + V^2) with a full convolution",
@@ -167,15 +169,15 @@ class MemoryCompressedAttention(PatternAttention):
         return (first_S < count_BM[:, -1:])[:, None, None].expand(-1, -1, queries, -1)
 
     def _with_local(
-        self, own: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
+        self, qkv: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
     ) -> AttentionOutput:
         """One softmax over the slots and the tokens of the window, in blocks that have both as their keys.
 
         Slots are repeated for each block, which are therefore not smaller than `BLOCK`.
         """
-        q_BHNE, tokens = own[0], own[0].shape[2]
+        q_BHNE, tokens = qkv[0], qkv[0].shape[2]
         size, after = min(max(self.local, BLOCK), tokens), 0 if call.causal else 1
-        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in own)
+        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in qkv)
         blocks = q_BHQWE.shape[2]
         k_BHQSE, v_BHQSV = (
             torch.cat([made[:, :, None].expand(-1, -1, blocks, -1, -1), with_neighbours(t, 1, after)], 3)

@@ -55,6 +55,8 @@ class PerformerState(NamedTuple):
 @ATTENTIONS.register(
     "performer",
     paper="arXiv:2009.14794",
+    title="Performer",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) sum phi(k) v^T / (phi(q) . sum phi(k)),  phi_r(x) = exp(w_r . x' - |x'|^2 / 2),  x' = x / E^(1/4)",
     order="N",
     cost="2 N m (2 E + 1) multiply-adds a head for m features; causal, in chunks of C: + N (C - 1) (m + E + 1) / 2",
@@ -205,9 +207,9 @@ def scan_of_logarithms(
     weights, peak = unshift(q, before[:, :, :, None])
     sums = weights @ torch.stack(earlier, 2)
 
-    own = q + k
-    own_peak = own.detach().amax(-1, keepdim=True).clamp(min=LOW)
-    sums, peak = _add(sums, peak, (own - own_peak).exp().sum(-1, keepdim=True) * v, own_peak)
+    itself = q + k
+    itself_peak = itself.detach().amax(-1, keepdim=True).clamp(min=LOW)
+    sums, peak = _add(sums, peak, (itself - itself_peak).exp().sum(-1, keepdim=True) * v, itself_peak)
 
     half = 1
     while half < size:

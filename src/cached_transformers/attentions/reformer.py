@@ -40,7 +40,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 from cached_transformers.seam.memory import Context
 
-from .parts.building_blocks import attend, into_blocks, merge, own_logits, pick_rows, wide
+from .parts.building_blocks import attend, into_blocks, merge, paired_logits, pick_rows, wide
 from .parts.pattern import PatternAttention
 from .parts.sizes import at_least_one, head_width
 
@@ -62,6 +62,8 @@ class Sorted(NamedTuple):
 @ATTENTIONS.register(
     "reformer",
     paper="arXiv:2001.04451",
+    title="Reformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own and the previous chunk in bucket order, in any round; keys q/||q||",
     order="N log N",
     cost="R N (E buckets / 2 + 2 C (E + V)) multiply-adds a head for chunks of C",
@@ -161,8 +163,8 @@ class ReformerAttention(PatternAttention):
         out_BHNV, lse_BHN = value_BHNV, None
         alone_BHN = there_BN[:, None].expand(qk_BHNE.shape[:3])
         for turn, here in enumerate(placed):
-            own = [into_blocks(pick_rows(t, here.order_BHN), size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
-            q, k, v = own[0], *(_with_previous(t, last_B) for t in own[1:])
+            qkv = [into_blocks(pick_rows(t, here.order_BHN), size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
+            q, k, v = qkv[0], *(_with_previous(t, last_B) for t in qkv[1:])
             seen_BHQCS = self._seen(placed[: turn + 1], there_BN, last_B, size, causal=call.causal)
             seen_BHN = pick_rows(seen_BHQCS.any(-1).flatten(2), here.rank_BHN)
             alone_BHN = alone_BHN & ~seen_BHN
@@ -176,7 +178,7 @@ class ReformerAttention(PatternAttention):
         if self.see_self == "alone":
             out_BHNV = torch.where(alone_BHN[..., None], value_BHNV, out_BHNV)
             if lse_BHN is not None:
-                lse_BHN = torch.where(alone_BHN, own_logits(qk_BHNE, key_BHNE), lse_BHN)
+                lse_BHN = torch.where(alone_BHN, paired_logits(qk_BHNE, key_BHNE), lse_BHN)
         lse_BHN = lse_BHN[:, :, :tokens] if call.want_lse and lse_BHN is not None else None
         return AttentionOutput(out_BHNV[:, :, :tokens], lse_BHN)
 
@@ -224,8 +226,8 @@ class ReformerAttention(PatternAttention):
 
         def pair(t_BHN: Tensor) -> tuple[Tensor, Tensor]:
             """What is known of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
-            own_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
-            return own_BHQC1, _with_previous(own_BHQC1, last_B).mT
+            query_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
+            return query_BHQC1, _with_previous(query_BHQC1, last_B).mT
 
         def near(there: Sorted) -> Tensor:
             """The pairs whose query finds the key in a given round, whatever their positions."""

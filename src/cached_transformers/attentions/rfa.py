@@ -48,6 +48,8 @@ class RFAState(NamedTuple):
 @ATTENTIONS.register(
     "rfa",
     paper="arXiv:2103.02143",
+    title="RFA",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) S / (phi(q) . z),  S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T,  phi(x) = [sin(W x), cos(W x)]",
     order="N",
     cost="2 N R (3 E + 2) multiply-adds a head for R frequencies; causal N (2 R E + C (2 R + E + 1) + 4 R (E + 1)), "

@@ -54,6 +54,8 @@ from .parts.sizes import at_least_one, head_width
 @ATTENTIONS.register(
     "routing",
     paper="arXiv:2003.05997",
+    title="Routing Transformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own clusters of online k-means; causal: the last W of the nearest cluster",
     order="N sqrt(N)",
     cost="2 N C E + C W^2 (E + V + C), causal N C E + 2 N W (E + V) multiply-adds a head for C clusters of W tokens",

@@ -154,8 +154,8 @@ class EdgePredictor(nn.Module):
                 chosen_BCN = scores.argmax(-1)
             there.append(free_BCNN.gather(-1, chosen_BCN[..., None])[..., 0])
             if tell:
-                told = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
-                log_p.append(torch.where(there[-1], told, 0))
+                log_p_BCN = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
+                log_p.append(torch.where(there[-1], log_p_BCN, 0))
             index.append(chosen_BCN)
             free_BCNN = free_BCNN & (place_N != chosen_BCN[..., None])
         if not index:
@@ -170,6 +170,8 @@ class EdgePredictor(nn.Module):
 @ATTENTIONS.register(
     "sac",
     paper="arXiv:2003.09833",
+    title="SAC",
+    purpose="keys chosen by content",
     equation="softmax over a token and the A tokens that a recurrent predictor chose for it",
     order="N A (the choice N^2 A)",
     cost="N (A + 1) (E + V) multiply-adds a head; the choice N A (8 F^2 + N F) for all heads",

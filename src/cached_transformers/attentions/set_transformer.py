@@ -45,6 +45,8 @@ from .parts.sizes import head_width
 @ATTENTIONS.register(
     "set_transformer",
     paper="arXiv:1810.00825",
+    title="Set Transformer",
+    purpose="fewer keys",
     equation="softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v",
     order="N P, P inducing points",
     cost="P (N + M) (E + V) multiply-adds a head; P M E more with induced_keys",
@@ -79,9 +81,9 @@ class InducedAttention(Attention):
         seen_B11M = None if seen_BM is None else seen_BM[:, None, None]
         points_BHPE, keys_BHPE = (t.expand(len(k_BHNE), -1, -1, -1) for t in (self.points_HPE, self.keys_HPE))
         # One pass over the set gives both summaries.
-        told_BHMT = torch.cat([k_BHNE, v_BHNV], 3) if self.induced_keys else v_BHNV
+        content_BHMT = torch.cat([k_BHNE, v_BHNV], 3) if self.induced_keys else v_BHNV
         summary_BHPT = F.scaled_dot_product_attention(
-            points_BHPE, k_BHNE, told_BHMT, attn_mask=seen_B11M, dropout_p=self.drop
+            points_BHPE, k_BHNE, content_BHMT, attn_mask=seen_B11M, dropout_p=self.drop
         )
         if self.induced_keys:
             extra_BHPE, summary_BHPT = summary_BHPT.tensor_split([k_BHNE.shape[3]], 3)

@@ -46,6 +46,8 @@ from .parts.sizes import at_least_one
 @ATTENTIONS.register(
     "sinkhorn",
     paper="arXiv:2002.11296",
+    title="Sparse Sinkhorn Attention",
+    purpose="keys chosen by content",
     equation="softmax over the own block and a mixture of blocks by a doubly stochastic matrix, exp of balanced scores",
     order="N W + N^2 / W",
     cost="(2 N W + N^2 / W) (E + V) + (N / W)^2 E multiply-adds a head for blocks of W",
@@ -164,9 +166,9 @@ class SinkhornAttention(PatternAttention):
             return AttentionOutput(out[:, :, :tokens], None if lse is None else lse[:, :, :tokens])
         sorted_seen = sorted_seen[..., None, :]
         if self.combine == "outputs":
-            own, _ = attend(q, k, v, seen, dropout=self.drop)
-            other, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
-            return in_sequence(own + other, None, tokens)
+            near, _ = attend(q, k, v, seen, dropout=self.drop)
+            far, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
+            return in_sequence(near + far, None, tokens)
         if not whole:
             k = F.pad(k, (0, 1))
         shape = (*q.shape[:3], seen.shape[-2], size)

@@ -36,6 +36,8 @@ from .parts.windows import beside_class_tokens, local_attention
 @ATTENTIONS.register(
     "sparse_transformer",
     paper="arXiv:1904.10509",
+    title="Sparse Transformer",
+    purpose="a regular pattern",
     equation="softmax over a window or block of l keys and a grid of far ones of (q k^T / sqrt(E)) v",
     order="N sqrt(N)",
     cost="strided: N (2.5 l + N / l) (E + V) multiply-adds a head, N (1.5 l + N / l) (E + V) causally; "

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from cached_transformers.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
 from cached_transformers.registry import MODELS
 from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments
-from cached_transformers.training.config import RunConfig, check_sections, fill_from_data
+from cached_transformers.tasks.recipes import check_sections, fill_from_data
+from cached_transformers.training.config import RunConfig
 from cached_transformers.yaml_tree import parse_yaml
 
 from .costs.flops import count_flops, count_parameters
-from .run import build_dataset, build_model, with_memory
 
 TOLERANCE = 0.005
 """Share by which sizes may differ that count as equal."""
@@ -67,7 +68,7 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
     """Checked variants, controls last, and the scores of guessers that the data set offers.
 
     Raises:
-        ValueError: an unknown variant, option or control, or the same variant twice.
+        ValueError: an unknown variant, option or control, the same variant twice, or one that cannot be built.
     """
     if len(set(names)) < len(names):
         raise ValueError(f"--with {','.join(names)} names a variant twice")
@@ -83,6 +84,11 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
     variants = [Variant(name, with_memory(recipe, parse_variant(name))) for name in names]
     if "conv" in wanted:
         variants.append(Variant("control-conv", with_memory(recipe, "convolution")))
+    for variant in variants:  # before any is trained
+        try:
+            refuse_what_cannot_be_built(variant.config)
+        except ValueError as error:
+            raise ValueError(f"variant {variant.name}: {error}") from None
     if "flops" in wanted:
         variants.append(flops_control(variants, train))
     return variants, baselines(recipe, train, scored)
@@ -204,7 +210,7 @@ def feed_forward_option(config: RunConfig) -> str:
     """The option of the model that says how wide its feed-forward layers are.
 
     Raises:
-        ValueError: it has none, or a ratio that is not written down, so that nothing is known to begin with.
+        ValueError: it has none, or a ratio that is not written down, so that there is nothing to begin with.
     """
     model = MODELS.entry(config.model["name"])
     for option in FEED_FORWARD:

@@ -18,6 +18,9 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import CORE_WORDS, PLACE_WORDS, refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query
 
+WHOLE = frozenset({"head", "whole_segment"})
+"""What a layer offers a memory that is not causal: its tokens see the rest of their segment."""
+
 
 @dataclass
 class HostAttention:
@@ -72,8 +75,7 @@ class Host:
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
         attention: the layer's own attention.
-        offers: words of `fit.py`: what the layer offers a memory of its own. A layer that is not causal, whose tokens
-            see the rest of their segment, carries no state.
+        offers: words of `fit.py`: what the layer offers a memory of its own. A map whose size is not known is square.
         refusal: why the layer takes no memory at all.
         watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         channels: of the layer's input, where they are not D.
@@ -88,7 +90,7 @@ class Host:
     install: Callable[[nn.Module, LayerMemory], None] | None = None
     uninstall: Callable[[nn.Module], None] | None = None
     attention: HostAttention = field(default_factory=HostAttention)
-    offers: frozenset[str] = frozenset({"head", "whole_segment"})
+    offers: frozenset[str] = WHOLE | {"token_map"}
     refusal: str | None = None
     watch: tuple[nn.Module, Callable[..., None]] | None = None
     channels: int | None = None

@@ -1,61 +1,36 @@
-"""Memories; importing this package imports every file in it, which registers what the file defines."""
+"""Memories; importing this package imports every file in it, which registers what the file defines.
+
+What is registered here is exported under the name of its class, without a list of them.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
 
-from .attention_cache import AttentionCache
-from .compressive import Compressive
-from .convolution import ConvolutionControl
-from .crtn.crtn import CRTN
-from .ernie_doc import ErnieDoc
-from .feedback import Feedback
-from .grc.gated_recurrent_cache import GatedRecurrentCache
-from .grc.grc import GRC, StreamGRC
-from .infinity_former.infinity_former import InfinityFormer
-from .memformer import Memformer
-from .memorizing import Memorizing
-from .memory_transformer import MemoryTransformer
-from .read_twice import ReadTwice
-from .rmt import RecurrentMemory
-from .segatron import Segatron
-from .transformer_xl import TransformerXL
+from .grc import GatedRecurrentCache
 
 __all__ = [
-    "CRTN",
-    "GRC",
-    "AttentionCache",
-    "Compressive",
     "Context",
-    "ConvolutionControl",
     "Entry",
-    "ErnieDoc",
-    "Feedback",
     "GatedRecurrentCache",
-    "InfinityFormer",
     "LayerMemory",
-    "Memformer",
-    "Memorizing",
     "MemorySpec",
-    "MemoryTransformer",
     "ModelMemory",
     "Query",
-    "ReadTwice",
     "Reading",
-    "RecurrentMemory",
-    "Segatron",
-    "StreamGRC",
     "Tokens",
     "Trace",
-    "TransformerXL",
     "create_memory",
     "memory_spec",
 ]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The registered classes, to type checkers, which find them typed in their own files."""
 
 
 MemorySpec: TypeAlias = str | dict[str, Any] | None
@@ -107,5 +82,6 @@ def create_memory(memory: MemorySpec, width: int, heads: int, **known: Any) -> L
     return entry.factory(width, heads, **facts, **options)
 
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
+_registered = MEMORIES.import_files(__name__, __path__)
+globals().update(_registered)
+__all__ += _registered

@@ -84,7 +84,11 @@ class StoredCache(SharedCache):
 @MEMORIES.register(
     "attention_cache",
     paper="arXiv:2312.12742",
-    equations="K_t = mean_B LayerNorm(K + attention of S over [K; S]);  o = sigmoid(lambda) o_mem + ...",
+    title="Cached Transformers",
+    carries="a cache that attention updates, of all rows",
+    purpose="a cache for images and encoders",
+    equations="K_t = mean_B LayerNorm(K + attention of S over [K; S]), or S with update='store';  "
+    "o = sigmoid(lambda) o_mem + ...",
     state="one cache (M, ratio * D) for all rows and steps, a buffer of the layer",
     cost="multiply-adds per row and layer, N = M: (5 + 5 / B) N C^2 + 6 N^2 C in training, N C^2 + 2 N^2 C folded",
     reach="all earlier training steps, with update='store' the last one; the same for all rows",

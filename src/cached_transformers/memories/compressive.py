@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
 from .parts.rows import Rows, empty_rows, push
@@ -41,12 +42,20 @@ class CompressiveState(NamedTuple):
 @MEMORIES.register(
     "compressive",
     paper="arXiv:1911.05507",
+    title="Compressive Transformer",
+    carries="the last inputs of every layer, and older ones compressed",
+    purpose="more of the past in as many slots",
     equations="keys and values of [f(evicted groups), last inputs, segment]; f trained to keep attention's result",
     state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 (convolution) multiply-adds",
+    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 "
+    "(convolution) multiply-adds; training adds (2 D^2 + 2 N D) (1 + 1 / rate) for the attention loss",
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
+    probe=Probing(
+        lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
+        lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
+    ),
 )
 class Compressive(LayerMemory):
     """The last inputs of the layer, and before them older ones compressed.

@@ -21,6 +21,9 @@ from .parts.memory_branch import PositionalConvolution
 @MEMORIES.register(
     "convolution",
     paper="arXiv:2312.12742 (control)",
+    title="Cached Transformers",
+    carries="nothing: the released code's convolution, a control",
+    purpose="a control that carries nothing",
     equations="y + conv3x3(x), D channels in ratio * D groups, class tokens excluded",
     state="none",
     cost="9 N D / ratio multiply-adds per row and layer",
@@ -37,12 +40,14 @@ class ConvolutionControl(LayerMemory):
         sequence: convolve along one dimension (text) with 3 taps instead of over a map.
     """
 
-    needs = frozenset({"whole_segment"})
+    needs = frozenset({"whole_segment", "token_map"})
 
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()
         groups = cache_width(width, heads, ratio)
         self.sequence = sequence
+        if sequence:
+            self.needs = self.needs - {"token_map"}
         self.convolution: nn.Module = (
             nn.Conv1d(width, width, 3, padding=1, groups=groups)
             if sequence

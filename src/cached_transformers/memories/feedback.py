@@ -26,8 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, Through, Tokens, Trace
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    Projections,
+    Through,
+    Tokens,
+    Trace,
+)
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.rows import Rows, empty_rows, push
 
@@ -71,13 +81,17 @@ class Opened(NamedTuple):
 @MEMORIES.register(
     "feedback",
     paper="arXiv:2002.09402",
-    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
+    title="Feedback Transformer",
+    carries="one vector a token, mixed of all layers",
+    purpose="higher layers' results in lower layers",
+    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}, and not itself",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
     cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",
+    probe=Probing(whole_episode),
 )
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
@@ -105,7 +119,7 @@ class Feedback(ModelMemory):
         ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
-    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces"})
+    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces", "pieces"})
 
     def __init__(
         self,
@@ -142,8 +156,11 @@ class Feedback(ModelMemory):
         if positions == "learned":
             self.table_EM = nn.Parameter(torch.randn(width // heads, length) / math.sqrt(width // heads))
 
-    def layer_options(self, index: int) -> dict[str, bool]:
-        return {"keys": index == 0 or not self.shared_kv}
+    def layer_memory(self, index: int) -> LayerMemory:
+        memory = LayerMemory()
+        if index == 0 or not self.shared_kv:
+            memory.needs = frozenset({"kv_projection"})
+        return memory
 
     def position_scheme(self) -> Positions | None:
         if self.table_EM is not None:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import carried_norm
 from .parts.slot_attention import SlotAttention
@@ -64,11 +65,15 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 @MEMORIES.register(
     "memformer",
     paper="arXiv:2010.06891",
+    title="Memformer",
+    carries="slots that every layer reads, rewritten after each segment",
+    purpose="a state of fixed size, written by what training needs",
     equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
     state="per row: 4 M D + 8 bytes",
     cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",
     reach="unbounded; what fits into M slots",
     gradient="through the slots, over `bptt` segments",
+    probe=Probing(fixed(length=2, temperature=0.5), learning_rate=1e-3),
 )
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 from cached_transformers.state import State
 
 from .grc.gated_recurrent_cache import one_of
@@ -100,14 +101,28 @@ def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: T
     return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2), logits_BHNK.logsumexp(-1)
 
 
+def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """All of the episode is in the store of the first layer, and nearly all of it is found."""
+    length = whole_episode(segment, distance, depth)["length"]
+    return {"length": length, "k": length, "layer": 1}
+
+
+def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
+    return {**one_segment(segment, distance, depth), "k": segment, "layer": 1}
+
+
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
+    title="Memorizing Transformers",
+    carries="keys and values of one layer; the nearest are attended",
+    purpose="a choice out of a long past",
     equations="out = g_h V_m + (1 - g_h) V_c;  V_m = softmax(|s_h| q^ k^_J) v_J over the K nearest stored keys J",
     state="per row, in one layer: 8 M D + 8 bytes",
     cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
+    probe=Probing(_whole_store, _short_store),
 )
 class Memorizing(LayerMemory):
     """The nearest of the last `length` keys of one upper layer, mixed per head by a learned gate.

@@ -22,19 +22,25 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State
 
-from .parts.memory_tokens import CACHE_NEEDS, CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
+from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .transformer_xl import CacheBeforeTokens
 
 
 @MEMORIES.register(
     "memory_transformer",
     paper="arXiv:2006.11527",
+    title="Memory Transformer",
+    carries="nothing: learned vectors beside each segment, a control",
+    purpose="a control that carries nothing",
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
     state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
+    probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
@@ -86,7 +92,9 @@ class MemoryTransformer(ModelMemory):
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
         more = {"bias"} if (causal and self.full) or cache else set()
-        self.needs = self.needs | more | (CACHE_NEEDS if cache else set()) | ({"own_weights"} if control else set())
+        self.needs = (
+            self.needs | more | (CacheBeforeTokens.needs if cache else set()) | ({"own_weights"} if control else set())
+        )
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def enter(self, state: State, tokens: Tokens) -> Entry:

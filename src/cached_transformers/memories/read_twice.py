@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
@@ -83,11 +84,15 @@ class ReadTwiceState(NamedTuple):
 @MEMORIES.register(
     "read_twice",
     paper="arXiv:2105.04241",
+    title="ReadTwice",
+    carries="summaries of all blocks, for a second read",
+    purpose="a whole document, read more than once",
     equations="second read: x + side attention over summaries s_b = summary(H_b) of the first read, and a no-op key",
     state="per row, for the whole model: M (4 D + 16) + 16 bytes",
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",
     reach="all blocks of a document that the table holds, in both directions with scope='document'",
     gradient="through the summaries into the first read of every block that bptt covers",
+    probe=Probing(fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
 )
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).
@@ -171,9 +176,12 @@ class ReadTwice(ModelMemory):
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})
+        if block_length is not None:
+            self.needs = self.needs | {"pieces"}
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
+        self.rereads = scope == "earlier"
         self.readers = range(depth) if layer is None else (layer % depth,)
         self.norm = nn.LayerNorm(width)
         self.ends = nn.Linear(2 * width, width) if summary == "ends" else None
@@ -201,8 +209,8 @@ class ReadTwice(ModelMemory):
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
-            table = {"hidden_BMD": state.table.hidden_BMD, "positions_BMP": begin_BM[..., None], "valid_BM": visible_BM}
-            summaries = partial(recalled, **table)
+            table_BMD, begin_BM1 = state.table.hidden_BMD, begin_BM[..., None]
+            summaries = partial(recalled, hidden_BMD=table_BMD, positions_BMP=begin_BM1, valid_BM=visible_BM)
             return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
         return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
 

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import (
-    CACHE_NEEDS,
-    CacheBeforeTokens,
     carried_norm,
     check_cache,
     check_tokens,
     surround,
     visible_round,
 )
+from .transformer_xl import CacheBeforeTokens
 
 
 class MemoryTokens(NamedTuple):
@@ -48,11 +48,15 @@ class MemoryTokens(NamedTuple):
 @MEMORIES.register(
     "rmt",
     paper="arXiv:2207.06881",
-    equations="[., Y, memory'] = transformer([memory; segment; memory])",
+    title="Recurrent Memory Transformer",
+    carries="memory tokens, written behind a segment and read before the next",
+    purpose="a state of fixed size, written by what training needs",
+    equations="[., Y_t, memory_{t+1}] = transformer([memory_t; segment_t; memory_t])",
     state="per row: 4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
     cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
     reach="unbounded; what fits into M vectors",
     gradient="through the memory, over `bptt` segments; none into the cache",
+    probe=Probing(fixed(length=4)),
 )
 class RecurrentMemory(ModelMemory):
     """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.
@@ -105,7 +109,7 @@ class RecurrentMemory(ModelMemory):
         self.extra_tokens = length + self.behind
         self.hides_cache = cache > 0 and not read_cache
         self.masks = (causal and self.full) or self.hides_cache
-        self.needs = self.needs | ({"bias"} if self.masks else set()) | (set(CACHE_NEEDS) if cache else set())
+        self.needs |= ({"bias"} if self.masks else set()) | (CacheBeforeTokens.needs if cache else set())
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.norm = carried_norm(norm, width)
 

@@ -10,7 +10,6 @@ D width of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -57,27 +56,6 @@ class AttentionOutput(NamedTuple):
     lse_BHN: Tensor | None = None
     auxiliary_loss: Tensor | None = None
     state: State = ()
-
-
-PHRASES = {
-    "causal": "causal",
-    "cross": "other keys than queries",
-    "bias": "bias",
-    "context": "keys of a memory",
-    "exact_padding": "exact padding",
-    "lse": "log-sum-exp",
-    "weights": "weights of keys",
-}
-"""The words of a core, in a list for people."""
-
-
-def in_words(can: Iterable[str]) -> str:
-    """What a core can, as a phrase."""
-    can = set(can)
-    phrases = [phrase for word, phrase in PHRASES.items() if word in can]
-    if "bidirectional" not in can:
-        phrases = ["causal alone" if phrase == "causal" else phrase for phrase in phrases]
-    return ", ".join(phrases) or "only what all can"
 
 
 class Attention(nn.Module):

@@ -34,12 +34,37 @@ PLACE_WORDS: dict[str, str] = {
     "slots": "a cross-attention over slots in every block",
     "own_weights": "weights of their own for the memory's tokens in every block",
     "token_ids": "the token ids of the segment",
+    "token_map": "tokens that are a map of a height and a width",
+    "pieces": "a segment that is read piece by piece, of which no token sees a later piece",
     "whole_segment": "tokens that see the rest of their segment",
     "layer_traces": "what every layer makes of the segment",
 }
 """What a memory may need of the place where it stands, beside what it needs of the core."""
 
+PHRASES: dict[str, str] = {
+    "causal": "causal",
+    "cross": "other keys than queries",
+    "bias": "bias",
+    "context": "keys of a memory",
+    "exact_padding": "exact padding",
+    "lse": "log-sum-exp",
+    "weights": "weights of keys",
+}
+"""The words of a core, in a list for people."""
+
+STANDS: dict[str, str] = {"tokens_round": "input", "context": "kv", "head": "head", "slots": "sublayer"}
+"""The usual names of the four places, by the word of `needs` that asks for them."""
+
 WORDS = CORE_WORDS | PLACE_WORDS
+
+
+def in_words(can: Iterable[str]) -> str:
+    """What a core can, as a phrase."""
+    can = set(can)
+    phrases = [phrase for word, phrase in PHRASES.items() if word in can]
+    if "bidirectional" not in can:
+        phrases = ["causal alone" if phrase == "causal" else phrase for phrase in phrases]
+    return ", ".join(phrases) or "only what all can"
 
 
 def check_words(words: Iterable[str], whose: str) -> frozenset[str]:

@@ -32,7 +32,7 @@ def product(q: Tensor, k: Tensor) -> Tensor:
         return wide(q) @ wide(k).mT
 
 
-def own_logits(q: Tensor, k: Tensor) -> Tensor:
+def paired_logits(q: Tensor, k: Tensor) -> Tensor:
     """(...): the logit of each query with the key at its place, in float32 or wider."""
     return (wide(q) * wide(k)).sum(-1) / math.sqrt(q.shape[-1])
 
@@ -220,8 +220,21 @@ def pick_rows(t: Tensor, index: Tensor) -> Tensor:
 
 
 def largest(t: Tensor, count: int) -> Tensor:
-    """(..., count): places of the largest numbers, the largest first; of equals the first one, in a padded row, too."""
-    return t.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    """(..., count): places of the largest numbers, the largest first; of equals the first one, in a padded row, too.
+
+    The first so many of a stable sort, in a fraction of its time where few are wanted.
+    """
+    size = t.shape[-1]
+    if 4 * count > size:
+        return t.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    values, place = t.topk(count)
+    above = values > values[..., -1:]
+    # Only of those that equal the least one is it open which are taken.
+    early = torch.arange(size, 0, -1, device=t.device, dtype=torch.float32)
+    first = ((t == values[..., -1:]) * early).topk(count).indices
+    nth = torch.arange(count, device=t.device) - above.sum(-1, keepdim=True)
+    place = torch.where(above, place, first.gather(-1, nth.clamp(min=0))).sort(dim=-1).values
+    return place.gather(-1, t.gather(-1, place).argsort(dim=-1, descending=True, stable=True))
 
 
 def causal_scan(

@@ -1,12 +1,13 @@
-"""Keys of a memory before those of the segment, for cores that take both as one set.
+"""Keys of a memory before those of the segment, for cores that take both as one set, and who sees which of them.
 
-Legend: B rows, H heads, N keys of the segment, M keys of context and segment, E key width, V value width.
+Legend: B rows, H heads, N queries or keys of the segment, M keys of context and segment, E key width, V value width.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.seam.attention import Call
 from cached_transformers.seam.memory import Context
@@ -29,3 +30,29 @@ def all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor
         there_BN = k_BHNE.new_ones(rows, tokens, dtype=torch.bool) if there_BM is None else there_BM
         there_BM = torch.cat([call.context.valid_BM.expand(rows, -1), there_BN], 1)
     return *with_context(k_BHNE, v_BHNV, call.context), there_BM
+
+
+def visible(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    context: Context | None,
+    bias_BHNM: Tensor | None,
+) -> Tensor | None:
+    """Mask for scaled_dot_product_attention over [context, segment]: bool (True = visible), or additive with a bias."""
+    n, total = q_BHNE.shape[2], k_BHNE.shape[2]
+    slots = 0 if context is None else context.k_BHME.shape[2]
+    mask = None
+    if causal:
+        mask = torch.ones(n, total, dtype=torch.bool, device=q_BHNE.device).tril(slots)[None, None]
+    if key_padding_mask is not None:
+        keep = F.pad(~key_padding_mask, (slots, 0), value=True)[:, None, None]
+        mask = keep if mask is None else mask & keep
+    if context is not None:
+        keep = F.pad(context.valid_BM, (0, total - slots), value=True)[:, None, None]
+        mask = keep if mask is None else mask & keep
+    if bias_BHNM is None:
+        return mask
+    bias_BHNM = bias_BHNM.to(q_BHNE.dtype)
+    return bias_BHNM if mask is None else bias_BHNM.masked_fill(~mask, -torch.inf)

@@ -67,8 +67,8 @@ def local_attention(
     key = (class_T11 + stride * (first_Q1 + torch.arange(-before, size + after, device=device))).flatten(0, 1)[:, None]
     mask = seen_places(key, tokens, call.key_padding_mask) & sees(query, key)
     if everywhere_G is not None:
-        known_N = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill(0, everywhere_G, True)
-        mask = mask & ~known_N[key.clamp(0, tokens - 1)]
+        everywhere_N = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill(0, everywhere_G, True)
+        mask = mask & ~everywhere_N[key.clamp(0, tokens - 1)]
         seen = seen_places(everywhere_G.expand(1, 1, -1), tokens, call.key_padding_mask)
         seen = seen & (query >= everywhere_G if call.causal else torch.ones_like(query, dtype=torch.bool))
         lead = torch.broadcast_shapes(mask.shape[:-1], seen.shape[:-1])

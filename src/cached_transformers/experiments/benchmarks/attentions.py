@@ -129,7 +129,8 @@ def slope(seconds: Mapping[int, float]) -> float:
 
 def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) -> list[Row]:
     """Time the mechanisms, and exact attention with them, length by length; the rows are in order of the names."""
-    causal = {name: "bidirectional" not in ATTENTIONS.entry(name).factory.can for name in names}
+    kinds: dict[str, Any] = {name: ATTENTIONS.entry(name).factory for name in names}
+    causal = {name: "bidirectional" not in kind.can for name, kind in kinds.items()}
     seconds: dict[str, dict[int, float]] = {name: {} for name in names}
     mebibytes: dict[str, dict[int, float]] = {name: {} for name in names}
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}
@@ -142,10 +143,10 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
         reference = {"exact, causal": causal_exact} if any(causal[name] for name in able) else {}
         ratios = compare({**steps, **reference}, EXACT, rounds)
         for name in able:
-            own = ratios[name]
+            timed = ratios[name]
             if causal[name]:
-                own = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
-            seconds[name][length], exact[name][length] = own.seconds, own
+                timed = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
+            seconds[name][length], exact[name][length] = timed.seconds, timed
             mebibytes[name][length] = peak_mebibytes(steps[name], device)
     rows = []
     for name in names:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cached_transformers.experiments.cache_use.table import cache_use_table, legend
-
+from .cache_use_table import cache_use_table, legend
 from .figures import scores
 from .figures.style import COLOURS, inline_svg, looks
 from .page import FILE_NAME, Block, Cell, Folded, Header, Picture, Row, Section, Table, Text, titled, write_page
@@ -21,6 +20,7 @@ from .run_folder import Comparison, Run, find_comparisons
 from .run_page import feature_maps, gates, learning_curves
 from .wording import (
     MISSING,
+    P_VALUES,
     Metric,
     comparison_summary,
     environment_text,
@@ -107,7 +107,7 @@ def _variants(comparison: Comparison, metric: Metric) -> Table:
     if any_has("last_values"):
         columns["last step"] = [metric.value(mean_of(variant.get("last_values"))) for variant in variants]
     if not comparison.pairs:
-        heads = [f"difference to {reference}", "p", *(["p (Holm)"] if len(variants) > 2 else [])]
+        heads = [f"difference to {reference}", *(P_VALUES if len(variants) > 2 else ["p"])]
         cells = zip(*(_difference_cells(row, metric) for row in statistics), strict=True)
         columns |= dict(zip(heads, cells, strict=False))
     costs: dict[str, tuple[str, Callable[[float | None], str]]] = {
@@ -135,7 +135,7 @@ def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[Cell | str
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> list[Block]:
     rows = [[pair_name(pair), *_difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs]
-    return [Table(["pair", "difference", "p", "p (Holm)", "seeds"], rows, _pairs_caption(pairs))] if pairs else []
+    return [Table(["pair", "difference", *P_VALUES, "seeds"], rows, _pairs_caption(pairs))] if pairs else []
 
 
 def _variants_caption(comparison: Comparison) -> str:

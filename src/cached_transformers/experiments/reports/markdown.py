@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.experiments.cache_use.table import cache_use_table, legend
-
+from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
-from .wording import Metric, comparison_summary, mean_of, pair_name, short_count, short_p
+from .wording import P_VALUES, Metric, comparison_summary, mean_of, pair_name, short_count, short_p
 
 FILE_NAME = "compare.md"
 
@@ -46,13 +45,13 @@ def comparison_markdown(comparison: Comparison) -> str:
 def _circumstances(data: Mapping[str, Any]) -> str:
     environment = data.get("environment") or {}
     commit = environment.get("commit")
-    known = {
+    facts = {
         "seeds": ", ".join(map(str, data.get("seeds", []))),
         "torch": environment.get("torch"),
         "date": data.get("date"),
         "commit": commit[:7] if commit else None,
     }
-    text = "; ".join(f"{key} {value}" for key, value in known.items() if value)
+    text = "; ".join(f"{key} {value}" for key, value in facts.items() if value)
     rows = f" By rows: Wilson's 95 % interval for {data['rows']:,} rows." if data.get("rows") else ""
     if not rows and any(variant.get("rows_interval") for variant in data.get("variants", [])):
         rows = " By rows: the mean of the runs' 95 % bootstrap intervals."
@@ -60,14 +59,14 @@ def _circumstances(data: Mapping[str, Any]) -> str:
 
 
 def _scores(comparison: Comparison, metric: Metric) -> str:
-    variants, paired = comparison.variants, bool(comparison.pairs)
+    variants, paired, several = comparison.variants, bool(comparison.pairs), len(comparison.variants) > 2
     by_rows = any(variant.get("rows_interval") for variant in variants)
     training = any(variant.get("training_flops") for variant in variants)
     protocols = any(variant.get("protocol") for variant in variants)
     header = ["variant", f"{comparison.split} {metric.name}", *(["by rows"] if by_rows else [])]
     last = any(variant.get("last_values") for variant in variants)
     header += ["last step"] if last else []
-    header += [] if paired else [f"difference to {comparison.reference}", "p"]
+    header += [] if paired else [f"difference to {comparison.reference}", *(P_VALUES if several else ["p"])]
     header += ["parameters", "operations", *(["operations in training"] if training else [])]
     header += ["protocol"] if protocols else []
     rows = []
@@ -75,7 +74,7 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
         cells = [row["name"], f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}"]
         cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
         cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
-        cells += [] if paired else _difference(row, metric)
+        cells += [] if paired else _difference(row, metric)[: 3 if several else 2]
         cells += [short_count(variant.get("parameters")), short_count(variant.get("flops"))]
         cells += [short_count(variant.get("training_flops"))] if training else []
         rows.append([*cells, *([str(variant.get("protocol", ""))] if protocols else [])])
@@ -85,8 +84,8 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
-    rows = [[pair_name(pair), *_difference(pair, metric), short_p(pair["p_adjusted"])] for pair in pairs]
-    return _table(["pair", "difference", "p", "p (Holm)"], rows)
+    rows = [[pair_name(pair), *_difference(pair, metric)] for pair in pairs]
+    return _table(["pair", "difference", *P_VALUES], rows)
 
 
 def _cache_use(comparison: Comparison, metric: Metric) -> str:
@@ -97,10 +96,12 @@ def _cache_use(comparison: Comparison, metric: Metric) -> str:
 
 
 def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
+    """The difference with its interval, p, and p after Holm."""
     if row["difference"] is None:
-        return ["", ""]
+        return ["", "", ""]
     mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    return [f"{metric.difference(mean)} {metric.interval(low, high, signed=True)}", short_p(row["p_value"])]
+    difference = f"{metric.difference(mean)} {metric.interval(low, high, signed=True)}"
+    return [difference, short_p(row["p_value"]), short_p(row["p_adjusted"])]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cached_transformers.training.scores import kind_of
+
 SIGNIFICANCE = 0.05
+P_VALUES = ("p (uncorrected)", "p (Holm)")
+"""Headings of the two where several differences are tested: of each by itself, and corrected for all of them."""
 MISSING, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_character", "bits_per_byte")
 
 
 class Metric(NamedTuple):
@@ -18,7 +21,7 @@ class Metric(NamedTuple):
     @property
     def percent(self) -> bool:
         """Whether the metric is a share of 1, shown in per cent and its differences in percentage points."""
-        return self.name == "accuracy" or self.name.endswith("_accuracy") or self.name.startswith(("box_ap", "mask_ap"))
+        return kind_of(self.name).share
 
     @property
     def scale(self) -> float:
@@ -28,7 +31,7 @@ class Metric(NamedTuple):
     @property
     def lower_is_better(self) -> bool:
         """Whether a smaller value is the better one."""
-        return self.name.endswith(LOWER_IS_BETTER)
+        return kind_of(self.name).lower_is_better
 
     @property
     def axis_label(self) -> str:
@@ -123,7 +126,8 @@ def comparison_summary(
     mean = metric.value(base["mean"])
     opening = f"{reference} reaches {mean} {split} {metric.name}, averaged over {_seeds(base['seeds'])}."
     compared = [(row, reference) for row in others] if not pairs else [(row, str(row["against"])) for row in pairs]
-    sentences = [opening, *(_finding(row, against, metric) for row, against in compared)]
+    label = "Holm's p" if len(compared) > 1 else "p"
+    sentences = [opening, *(_finding(row, against, metric, label) for row, against in compared)]
     sentences += _caveats([row for row, _ in compared])
     return sentences + _baseline_sentences(statistics, metric, baselines)
 
@@ -151,7 +155,7 @@ def run_summary(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
     return [*sentences, "One run has no spread: a difference to another run may be chance."]
 
 
-def _finding(row: Mapping[str, Any], reference: str, metric: Metric) -> str:
+def _finding(row: Mapping[str, Any], reference: str, metric: Metric, label: str) -> str:
     difference, p = row["difference"], row["p_adjusted"]
     mean = difference["mean"]
     better = (mean < 0) if metric.lower_is_better else (mean > 0)
@@ -161,7 +165,7 @@ def _finding(row: Mapping[str, Any], reference: str, metric: Metric) -> str:
     if p is None:
         why = "from one seed nothing can be concluded" if row["seeds"] < 2 else f"no test can be made ({row['note']})"
         return f"{row['name']} is {side} {reference} on average; {why}."
-    evidence = f"p = {short_p(p)}".replace("= <", "<") + (f", 95 % interval {interval}" if interval else "")
+    evidence = f"{label} = {short_p(p)}".replace("= <", "<") + (f", 95 % interval {interval}" if interval else "")
     if p < SIGNIFICANCE:
         return f"{row['name']} is {side} {reference}, more than chance between seeds explains ({evidence})."
     return (

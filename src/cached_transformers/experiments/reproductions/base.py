@@ -1,7 +1,7 @@
 """What a reproduction is: a recipe for each scale, and rows, each of which is the recipe with another model.
 
 Everything else, the data and the seeds among it, is the recipe's. What makes rows comparable, equally many parameters
-or equal operations in training, is set by `cli.variants`.
+or equal operations in training, is set by `experiments.variants`.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ class Reproduction:
         Raises:
             ValueError: an unknown name, or one twice.
         """
-        known = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
+        by_name = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
         if chosen == "all":
-            return list(known.values())
+            return list(by_name.values())
         if chosen == "paper":
             return list(self.paper(scale))
         names = [name for name in chosen.split(",") if name]
         for name in names:
-            if name not in known:
-                raise ValueError(unknown_name("row", name, ["paper", "all", *known]))
+            if name not in by_name:
+                raise ValueError(unknown_name("row", name, ["paper", "all", *by_name]))
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"--rows {chosen!r} must be paper, all, or different names such as {','.join(known)}")
-        return [known[name] for name in names]
+            raise ValueError(f"--rows {chosen!r} must be paper, all, or different names such as {','.join(by_name)}")
+        return [by_name[name] for name in names]
 
 
 def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
     return Query(x, size=(int(feat_size[0]), int(feat_size[1])))
 
 
-@register_adapter("cached_transformers.models.pvt_parts.SpatialReductionAttention")
+@register_adapter("cached_transformers.models.pvt.layers.SpatialReductionAttention")
 def pvt_attention(site: Site) -> Host:
     """PVT: as PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
     layer = site.layer

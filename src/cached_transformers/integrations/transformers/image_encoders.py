@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import insist
-from cached_transformers.integrations.hosts import Host, HostAttention, Site, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, HostAttention, Site, register_adapter
 from cached_transformers.integrations.masks import MASKED, map_size, no_mask, padding_of
 from cached_transformers.seam.memory import Query
 
@@ -48,6 +48,7 @@ def bert_attention(site: Site) -> Host:
         # A decoder takes no memory, whatever its length.
         {"length": 0 if layer.is_decoder else site.length(config.max_position_embeddings)},
         attention=softmax_of(config, layer.dropout.p, causal=layer.is_decoder),
+        offers=WHOLE,
         refusal="BERT with is_decoder=True is causal, and has no place for a state" if layer.is_decoder else None,
     )
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import insist
 from cached_transformers.integrations.taps import no_loss
+from cached_transformers.models.segments import cut, read_segments
 from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Query, Reading, Tokens, Trace
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
@@ -25,6 +26,13 @@ from cached_transformers.state import check as check_state
 from .output_state import Carried, with_state
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap, place_of_segment
+
+
+class Piece(NamedTuple):
+    """The host's output for a part of one segment, and the text as it is behind that part."""
+
+    out: Any
+    state: MemoryCache
 
 
 class SegmentReader:
@@ -76,19 +84,19 @@ class SegmentReader:
         padding_BN = self._padding(mask, text, rows, n)
         tuples = given.pop("return_dict", None) is False
         keeps = self._keeps(given.pop("use_cache", None))
-        outs, done = [], 0
         begin = text.tokens - text.length  # the column at which the padding begins
-        while done < n:
-            room = n if self.segment_length is None else self.segment_length - text.length
-            size = min(room, n - done)
-            columns = slice(text.tokens - text.length - begin, text.tokens + size - begin)
-            piece = {name: t[:, done : done + size] for name, t in new.items()}
+
+        def read_piece(columns: slice, text: MemoryCache, reset_B: Tensor | None) -> Piece:
+            before = text.tokens - text.length
+            piece = {name: t[:, columns] for name, t in new.items()}
             if "position_ids" in piece:
-                before = text.tokens - text.length
                 piece["position_ids"] = (piece["position_ids"] - before).clamp(min=0)
-            outs.append(self._piece(text, piece, None if padding_BN is None else padding_BN[:, columns], keeps, given))
-            done += size
-        out = _joined(outs)
+            end = text.tokens + columns.stop - columns.start
+            hidden_BN = None if padding_BN is None else padding_BN[:, before - begin : end - begin]
+            return Piece(self._piece(text, piece, hidden_BN, keeps, given), text)
+
+        pieces = cut(n, self.segment_length, text.length)
+        out = _joined([piece.out for piece in read_segments(read_piece, pieces, text)])
         if keeps:
             out["past_key_values"] = text
         if text.after is not None:

@@ -35,22 +35,38 @@ from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
 
 from .choice import choose
 from .store import CRTNState, masked_softmax, pack, renew, stored, windows
 from .summaries import make_summary
 
 
+def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
+    regions = distance + 1
+    return {"segment": segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
+
+
+def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
+    return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
+
+
 @MEMORIES.register(
     "crtn",
     paper="github.com/xyz961014/longterm",
-    equations="top-k regions by softmax(summary(X) Keys^T); values times alpha; keys summary(top layer)",
-    state="per row: R (4 V L D + 4 K + 8 L + 8) + 4 L D bytes, R = regions + short_memory",
-    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) L, and for relative "
-    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R L, one after the "
+    title="CRTN",
+    carries="whole segments under a key each; the best few are recalled",
+    purpose="a choice out of a long past",
+    equations="alpha, Z = topk(softmax(summary(X) Keys^T)); keys of [SG(Z), h], values of "
+    "[alpha SG(Z), h] in every layer",
+    state="per row: R (4 L S D + 4 K + 8 S + 8) + 4 S D bytes, R = regions + short_memory, S = segment, K = key_width",
+    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) S, and for relative "
+    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R S, one after the "
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
     """Whole past segments under one key each; the best few are recalled in all layers, weighted by their match.

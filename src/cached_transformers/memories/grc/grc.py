@@ -38,6 +38,7 @@ from cached_transformers.memories.parts.shared_cache import (
 )
 from cached_transformers.registry import MEMORIES, unknown_name
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing
 
 from .equations import Candidate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
@@ -97,6 +98,9 @@ class GRCOptions(NamedTuple):
 @MEMORIES.register(
     "grc",
     paper="arXiv:2312.12742",
+    title="Cached Transformers",
+    carries="a cache that gates update, of all rows (images, encoders)",
+    purpose="a cache for images and encoders",
     equations="C_t = mean_B[(1 - u) C + u c~];  o = sigmoid(lambda) o_mem + (1 - sigmoid(lambda)) o_self",
     state="one cache (M, ratio * D) for all rows and steps, a buffer of the layer",
     cost="multiply-adds per row and layer, N = M: (5 + 4 / B) N C^2 + 2 N^2 C in training, N C^2 + 2 N^2 C folded",
@@ -200,11 +204,15 @@ class StreamGRCState(NamedTuple):
 @MEMORIES.register(
     "grc_stream",
     paper="arXiv:2312.12742",
+    title="Cached Transformers",
+    carries="a cache that gates update, of each row (text)",
+    purpose="a state of fixed size, written by what training needs",
     equations="C_{t-1} = GRC(S_{t-1}, C_{t-2}) computed at segment t with gradient; o = sigmoid(lambda) o_mem + ...",
     state="per row: cache (M, C), slots of the last segment (M, C), segments seen; 2 M C * itemsize + 8 bytes",
     cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds",
     reach="unbounded, through the gates",
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
+    probe=Probing(lambda segment, distance, depth: {"length": 2 * segment, "ratio": 1.0}),
 )
 class StreamGRC(LayerMemory):
     """Gated recurrent cache of a stream: per row, updated one segment late, so that no token sees a later one.

@@ -26,6 +26,7 @@ from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing
 
 from . import continuous_signal as signal
 
@@ -49,12 +50,18 @@ class Attention(NamedTuple):
 @MEMORIES.register(
     "infinity_former",
     paper="arXiv:2109.00301",
+    title="∞-former",
+    carries="the last inputs of every layer, and the whole past as a continuous signal",
+    purpose="more of the past in as many slots",
     equations="y = attention over [SG(last inputs), segment] + W_O E_p[psi] B W_V;  B <- G^T [X~(t_1 .. t_T); X_new]",
     state="per row and layer, M = length + chunk - 1: M (4 D + 8) + 8 bytes, and 4 C D + 8",
-    cost="per token and layer: D^2 + 2 C D + 2 H C multiply-adds and those of transformer_xl; per segment 2 C D^2; "
-    "per chunk of L tokens 2 (T + L) C D",
-    reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / L",
+    cost="per token and layer: D^2 + 2 C D + 2 H C multiply-adds and those of transformer_xl; per "
+    "segment 2 C D^2; per chunk 2 (T + chunk) C D, T = samples",
+    reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / chunk",
     gradient="none into inputs of earlier segments; the projections, mean and variance learn from the signal",
+    probe=Probing(
+        lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
+    ),
 )
 class InfinityFormer(LayerMemory):
     """A short memory of the last inputs, and before it the whole past as a continuous signal of fixed size.

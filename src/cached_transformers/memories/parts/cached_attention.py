@@ -66,6 +66,8 @@ class CachedAttention(LayerMemory):
         super().__init__()
         self.source, self.mix = source, mix
         self.cache, self.branch, self.convolution = cache, branch, convolution
+        if convolution is not None:
+            self.needs = self.needs | {"token_map"}
         self._folded: _Folded | None = None
 
     def read(self, state: State, query: Query, project_kv: ProjectKV | None = None) -> Reading:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from cached_transformers.data.base import SPLIT_WORDS, check_split
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
+from cached_transformers.data.splits import SPLIT_WORDS, check_split
 from cached_transformers.data.store import Arrays, load_or_build
 from cached_transformers.data.subwords import (
     BEGIN,
@@ -45,7 +45,7 @@ class Translation:
     """Translate lines of text: files, TSV, archives, or a data set of the Hugging Face hub.
 
     A split is a name: of `train.de` and `train.en`, say, or of `train.tsv`, in a folder or archive, where anything may
-    stand between it and the language, and compression behind (see `data.parallel_files`).
+    stand between it and the language, and compression behind (see `tasks.translation.parallel_files`).
 
     Args:
         split: "train", "validation" or "test".

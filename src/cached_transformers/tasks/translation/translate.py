@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.models.beam_search import search
-from cached_transformers.models.encoder_decoder_parts import Encoded
+from cached_transformers.models.encoder_decoder import Encoded
 from cached_transformers.models.generation import evaluating
 from cached_transformers.state import State
 
