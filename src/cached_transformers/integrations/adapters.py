@@ -65,7 +65,8 @@ def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options
     MEMORIES.check(name, options)
     settings |= options
     sizes = {"input_size": more["input_size"]} if "input_size" in more else {}
-    slots = "whole_segment" in getattr(MEMORIES.entry(name).factory, "needs", ())
+    entry = MEMORIES.entry(name)
+    slots = "length" in entry.options and "whole_segment" in getattr(entry.factory, "needs", ())
     found = sites(model, settings | sizes, slots=slots)
     refusal = next((host.refusal for _, host in found if host.refusal is not None), None)
     if refusal is not None:

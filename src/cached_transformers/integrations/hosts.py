@@ -238,11 +238,9 @@ def refuse_memory(
         refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
         if not by_model:
             raise ValueError(f"{who} spans the layers, for which {title} has no place; {way_out}")
-    for index, (host, layer) in enumerate(zip(hosts, layers, strict=True)):
-        needs = _needs(layer, who)
-        if spanning is not None and (spanning.position_scheme() is not None or spanning.layer_options(index)):
-            needs["bias"] = f"what {who} changes in the attention of every layer"
-        refuse_misfit(needs, host.offers, title, way_out)
+    scheme = {} if spanning is None or spanning.position_scheme() is None else {"bias": f"the position scheme of {who}"}
+    for host, layer in zip(hosts, layers, strict=True):
+        refuse_misfit(_needs(layer, who) | scheme, host.offers, title, way_out)
 
 
 def _needs(memory: LayerMemory, who: str) -> dict[str, str]:

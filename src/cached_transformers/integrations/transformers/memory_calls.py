@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cached_transformers.state import State, repeat
 
-from .output_state import OUTPUT, Carried, with_state
+from .output_state import OUTPUT, Carried, prepare_outputs, with_state
 from .segment_reader import SegmentReader
 
 
@@ -144,6 +144,7 @@ def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
 def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) -> None:
     """Put the calls in their places, on these instances."""
     ours: Any = model
+    prepare_outputs(decoder, model)
     vars(decoder)["segment_reader"] = reader
     replace_forward(decoder, type(reader).read, reader)
     if model is not decoder:

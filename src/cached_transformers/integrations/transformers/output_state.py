@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from cached_transformers.state import State
+
+try:
+    from transformers.utils import ModelOutput
+except ImportError:  # this module is of use to those alone who hold a model of transformers, but imports without it
+    ModelOutput = object
 
 OUTPUT = "memory_state"
 
@@ -37,6 +44,17 @@ def output_with_state(kind: type) -> type:
     made = dataclasses.dataclass(made)
     made.__reduce__ = reduce  # type: ignore[method-assign, assignment]
     return made
+
+
+def prepare_outputs(*modules: nn.Module) -> None:
+    """Make the classes that the outputs of these modules of transformers will have.
+
+    transformers tells torch of a class of outputs when it is made or used first, unless a graph is being traced.
+    """
+    for part in {sys.modules[kind.__module__] for module in modules for kind in type(module).__mro__}:
+        for kind in list(vars(part).values()):
+            if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
+                output_with_state(kind)
 
 
 @torch.compiler.assume_constant_result
