@@ -132,9 +132,9 @@ class Compressive(LayerMemory):
             "error": (self.error, ("norm", "mean_square")),
             "positions": (self.positions, ("slots", "age")),
         }
-        for option, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        for option, (choice, allowed) in choices.items():
+            if choice not in allowed:
+                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, allowed))}")
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "
@@ -197,8 +197,8 @@ class Compressive(LayerMemory):
         # The context begins with what `read` lined up: the recent states are its last ones.
         m, slots, n = state.recent.hidden_BMD.shape[1], sum(rows.hidden_BMD.shape[1] for rows in state), x_BND.shape[1]
         before = Rows(usage_BL[:, slots - m : slots, None], state.recent.positions_BMP, state.recent.count_B)
-        own_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
-        used = push_groups(before, own_BN1, query.positions_BNP, query.padding_BN, self.rate)
+        segment_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
+        used = push_groups(before, segment_BN1, query.positions_BNP, query.padding_BN, self.rate)
         weight_BE = used.hidden_BED[..., 0].masked_fill(~used.real_BE, -torch.inf)
         rank_BE = weight_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         stays_BE = rank_BE < gone.real_BE.sum(1, keepdim=True) // self.rate
@@ -233,9 +233,9 @@ class Compressive(LayerMemory):
 
 def mean_weight(weights_BHNL: Tensor) -> Tensor:
     """(B, L): weight of each key, mean over the heads and the tokens that see the key."""
-    seen_BHNL = ~weights_BHNL.isnan()
-    sums_BL = torch.where(seen_BHNL, weights_BHNL, 0).sum((1, 2))
-    return sums_BL / seen_BHNL.sum((1, 2)).clamp(min=1)
+    counted_BHNL = ~weights_BHNL.isnan()
+    sums_BL = torch.where(counted_BHNL, weights_BHNL, 0).sum((1, 2))
+    return sums_BL / counted_BHNL.sum((1, 2)).clamp(min=1)
 
 
 def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:

@@ -222,15 +222,15 @@ class ReadTwice(ModelMemory):
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         here_B1 = positions_BNP[:, 0, :1].expand(begin_BM.shape[0], -1)
         valid_BM = state.table.valid_BM
-        later_BM, own_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
+        later_BM, here_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
         new_B = ~later_BM.any(1)
-        known_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
-        number_B = known_B - (~new_B & ~own_BM.any(1)).to(known_B.dtype)
+        first_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
+        number_B = first_B - (~new_B & ~here_BM.any(1)).to(first_B.dtype)
         visible_BM = valid_BM
         if self.scope == "earlier":
             visible_BM = valid_BM & ~later_BM
         elif self.scope == "others":
-            visible_BM = valid_BM & ~own_BM
+            visible_BM = valid_BM & ~here_BM
         if self.first_read == "plain":
             visible_BM = visible_BM & ~new_B[:, None]
         return visible_BM, new_B, number_B

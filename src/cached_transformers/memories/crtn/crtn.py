@@ -218,18 +218,18 @@ class CRTN(ModelMemory):
     def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
         """What the layers attend, given what queries are made of; and the state that knows the latter."""
         positions_BNP, padding_BN = tokens.positions_BNP, tokens.padding_BN
-        own_BLD, size_B = pack(source_BND, padding_BN, self.segment)
+        source_BLD, size_B = pack(source_BND, padding_BN, self.segment)
         if self.scope == "token":
             x_BNLD, size_BN = windows(state, source_BND, padding_BN)
             query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
             offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
         else:
             present = self.scope == "segment"
-            before_BLD, before_B = (own_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
+            before_BLD, before_B = (source_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
             offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
         wrote_B11 = (size_B > 0)[:, None, None]
-        own_BLD = torch.where(wrote_B11, own_BLD.to(state.source_BLD.dtype), state.source_BLD)
-        return offers, state._replace(source_BLD=own_BLD)
+        source_BLD = torch.where(wrote_B11, source_BLD.to(state.source_BLD.dtype), state.source_BLD)
+        return offers, state._replace(source_BLD=source_BLD)
 
     def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""

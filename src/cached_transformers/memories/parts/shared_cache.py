@@ -265,10 +265,10 @@ def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
 
 
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     """`value`, or a ValueError that names the argument and what it may be."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
     return value
 
 
