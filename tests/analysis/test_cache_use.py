@@ -17,8 +17,8 @@ from cached_transformers.experiments.cache_use.scores import (
 from cached_transformers.memories.parts.shared_cache import caches, commit_caches
 from cached_transformers.tasks import create_model
 from cached_transformers.tasks.classification.images.digits import Digits
+from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import evaluate
 
 WORLD = World(torch.device("cpu"))
 

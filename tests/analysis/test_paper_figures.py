@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.paper_figures import initial_share
 from cached_transformers.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
-from cached_transformers.experiments.reports.draw_paper import initial_share
 from cached_transformers.experiments.reports.figures import paper
 from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
 from cached_transformers.experiments.statistics import mean_interval

@@ -15,11 +15,12 @@ from rich.console import Console
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
 from cached_transformers.experiments import compare
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.reports.terminal import open_console, print_statistics
-from cached_transformers.experiments.run import build_dataset, load_run
 from cached_transformers.experiments.statistics import summarise, summarise_pairs
 from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
-from cached_transformers.training.config import load_config
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

@@ -12,13 +12,13 @@ from cli.made_images import make_cifar10
 from PIL import Image
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.cache_use.table import cache_use_statistics
+from cached_transformers.experiments.build import build_dataset, build_model
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_transformers.experiments.reports.cache_use_table import cache_use_statistics
 from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
 from cached_transformers.experiments.reproductions.arms import arms, row_recipes
 from cached_transformers.experiments.reproductions.base import pairs
 from cached_transformers.experiments.reproductions.images import PAPER, SMALL
-from cached_transformers.experiments.run import build_dataset, build_model
 from cached_transformers.experiments.variants import (
     Variant,
     equal_operations,
@@ -28,7 +28,8 @@ from cached_transformers.experiments.variants import (
 )
 from cached_transformers.memories.parts.memory_branch import PositionalConvolution
 from cached_transformers.tasks import create_model
-from cached_transformers.training.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
+from cached_transformers.tasks.recipes import check_sections, load_config
+from cached_transformers.training.config import RunConfig, config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

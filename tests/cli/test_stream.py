@@ -143,7 +143,7 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
 
 
 def test_the_state_is_one_row_of_the_model(run: Path, tmp_path: Path) -> None:
-    from cached_transformers.experiments.run import load_run
+    from cached_transformers.experiments.load import load_run
 
     book, state = tmp_path / "book.txt", tmp_path / "state.safetensors"
     book.write_text(TEXT)

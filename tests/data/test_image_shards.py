@@ -48,7 +48,7 @@ def test_images_and_labels_of_all_shards(folder):
 
 def test_the_pixels_are_those_of_the_file(folder):
     data = ImageShards("validation", path=folder, image_size=8, crop_ratio=None)
-    from cached_transformers.data.decoding import open_picture
+    from cached_transformers.data.image_files import open_picture
     from cached_transformers.tasks.classification.images.augmentation import central_square
 
     expected = np.asarray(central_square(open_picture(encoded(201, kind="JPEG"), ""), 8)).transpose(2, 0, 1)

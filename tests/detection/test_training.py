@@ -17,12 +17,13 @@ from PIL import Image
 from pycocotools import mask as codes
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.run import load_run, run_training
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
 from cached_transformers.tasks import create_dataset
 from cached_transformers.tasks.detection.scores import PARTS
 from cached_transformers.tasks.detection.task import evaluate_detector
+from cached_transformers.tasks.recipes import config_from_dict, load_config
 from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.config import config_from_dict, load_config
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.optim import OptimizerConfig, ScheduleConfig, learning_rate

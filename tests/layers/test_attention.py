@@ -305,9 +305,9 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
     torch.testing.assert_close(out.y_BND[0], want[0], rtol=0, atol=1e-10)
     assert torch.equal(out.y_BND[1], layer.output.bias.expand(TOKENS, -1))
     assert out.query.k_BHNE.shape == out.query.v_BHNE.shape == (ROWS, HEADS, 0, E)
-    assert torch.equal(
-        make(causal=True, kind=ContextAttention)(x, places).y_BND[0], layer.output.bias.expand(TOKENS, -1)
-    )
+    alone = make(causal=True, kind=ContextAttention)
+    assert torch.equal(alone(x, places).y_BND[0], alone.output.bias.expand(TOKENS, -1))
+    assert len(alone.qkv.weight) == WIDTH < len(layer.qkv.weight) == 3 * WIDTH  # keys only where the memory needs them
     out.y_BND.sin().sum().backward()
     assert x.grad is not None and all(p.grad.isfinite().all() for p in [x, *layer.parameters()] if p.grad is not None)
 
@@ -315,7 +315,7 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keys": False, "shared_query_key": True}, r"queries keys, which keys=False leaves out"),
+        ({"shared_query_key": True}, r"makes the queries keys, which this layer has none of"),
         ({"core": Bare()}, r"a layer of context alone needs context .*, which attention Bare does not give"),
         ({"memory": Weighing()}, r"memory Weighing weighs the keys of the segment"),
     ],

@@ -265,7 +265,7 @@ def test_the_default_memories_change_nothing() -> None:
     assert memory.combine(heads, query, Reading()) is heads
     assert torch.equal(memory.project(heads, query, Reading(), lambda y: y, None), x)
     spanning = ModelMemory()
-    assert spanning.next_pass("z", ["a", "b"]) == "b"
+    assert spanning.next_pass("z", ["a", "b"]) == "b" and not spanning.rereads
     assert spanning.enter((), Tokens(x, x)) == Entry(Tokens(x, x))
 
 

@@ -25,7 +25,7 @@ from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
@@ -379,7 +379,7 @@ def test_only_layers_that_project_hold_projections() -> None:
         stack = make(depth=3, shared_kv=shared_kv)
         assert [len(block.attention.qkv.weight) for block in stack.blocks] == [D * n for n in rows]
         assert len({id(block.attention.positions.table_EM) for block in stack.blocks}) == 1
-    with pytest.raises(ValueError, match=r"a layer with keys=False projects no keys and values"):
+    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
         make(depth=2).blocks[1].attention.project_kv(torch.zeros(1, 1, D))
 
 
@@ -413,8 +413,8 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"memory Feedback lets tokens attend the memory alone; make layer 0"):
         Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match=r"a layer with keys=False projects no keys and values"):
-        ContextAttention(D, H, keys=False).project_kv(torch.zeros(1, 1, D))
+    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
+        ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))
 
 
 SIZES: dict[str, Any] = {"heads": 2, "model": {"tied": False}}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import Attention

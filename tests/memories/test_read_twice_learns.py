@@ -57,7 +57,7 @@ def heard(memory: dict[str, Any] | None, passes: int) -> float:
     other_BN = torch.where(inputs_BN < VALUES, (inputs_BN + 1) % VALUES, inputs_BN)
     answers = []
     for tokens_BN in (inputs_BN, other_BN):
-        state, _ = SegmentLoop(model, TASK.segment, 3, passes).earlier_passes(tokens_BN, targets_BN)
+        state = SegmentLoop(model, TASK.segment, 3, passes).earlier_passes(tokens_BN, targets_BN)
         answers.append(model(tokens_BN[:, : TASK.segment], state).outputs[:, -1])
     return (answers[0] - answers[1]).abs().max().item()
 

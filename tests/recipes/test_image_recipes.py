@@ -13,7 +13,7 @@ from cached_transformers.experiments.costs.flops import count_parameters
 from cached_transformers.experiments.run import run_training
 from cached_transformers.resources import recipes_folder
 from cached_transformers.tasks import create_model
-from cached_transformers.training.config import load_config
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.optim import learning_rate
 

@@ -12,7 +12,7 @@ from integrations.hosts import library
 from cached_transformers.experiments.costs.flops import count_parameters
 from cached_transformers.experiments.run import run_training
 from cached_transformers.tasks import create_dataset, create_model
-from cached_transformers.training.config import load_config
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
 
 BART = {

@@ -11,15 +11,17 @@ import torch
 from data.pictures import class_folders, write_files, write_tar
 
 from cached_transformers.cli.main import main
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.run import load_run, run_training, write_report
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
+from cached_transformers.experiments.run_outputs import write_report
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches
 from cached_transformers.tasks import create_model
+from cached_transformers.tasks.recipes import config_from_dict, load_config
 from cached_transformers.training.averaging import WeightAverage
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.config import config_from_dict, load_config
 from cached_transformers.training.initial import head_names, load_initial_weights
 from cached_transformers.training.loader import TrainingOrder
 from cached_transformers.training.metrics import read_metrics

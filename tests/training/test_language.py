@@ -21,10 +21,12 @@ import yaml
 from training.same_run import assert_same_run, final
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.run import build_dataset, build_model, run_training
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.run import run_training
 from cached_transformers.state import named_tensors
-from cached_transformers.tasks.language.task import evaluate_language
-from cached_transformers.training.config import config_from_dict, fill_from_data
+from cached_transformers.tasks.kinds import make_task
+from cached_transformers.tasks.language.task import evaluate_language, evaluation_streams
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.progress import Reporter
@@ -80,7 +82,8 @@ def make(folder: Path, text: Path, *overrides: str) -> Trainer:
     train, validation = (build_dataset(config, split) for split in ("train", "validation"))
     config = fill_from_data(config, train.describe())
     folder.mkdir(parents=True, exist_ok=True)
-    return Trainer(config, build_model(config), train, validation, folder, CPU, Reporter("test", 1, None))
+    task = make_task(config, build_model(config), train, validation, CPU)
+    return Trainer(config, task, folder, CPU, Reporter("test", 1, None))
 
 
 def fitted(folder: Path, text: Path, *overrides: str) -> Trainer:
@@ -104,7 +107,7 @@ def test_it_learns(tmp_path, text, memory):
         "model.width=32",
         f"model.memory={memory}",
     )
-    unigram = trainer.validation_data.baselines(trainer.validation_data)["unigram"]["bits_per_byte"]
+    unigram = trainer.task.validation.baselines(trainer.task.validation)["unigram"]["bits_per_byte"]
     assert trainer.best["bits_per_byte"] < 0.8 * unigram
 
 
@@ -299,12 +302,12 @@ def evaluation(trainer: Trainer, **options) -> tuple[dict, list]:
         training=dataclasses.replace(trainer.config.training, **training),
         evaluation=dataclasses.replace(trainer.config.evaluation, **section),
     )
-    return evaluate_language(trainer.model, trainer.validation_data, CPU, config)
+    return evaluate_language(trainer.model, trainer.task.validation, CPU, config)
 
 
 def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, text):
     trainer = fitted(tmp_path / "run", text)
-    tokens = [10, *trainer.validation_data.tokens.tolist()]
+    tokens = [10, *trainer.task.validation.tokens.tolist()]
     before = torch.get_rng_state()
     values, places = evaluation(trainer, evaluation_batch_size=1)
     assert torch.equal(torch.get_rng_state(), before) and trainer.model.training
@@ -316,7 +319,7 @@ def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, 
             logits, state, _ = model(torch.tensor([tokens[begin:end]]), state)
             targets = torch.tensor(tokens[begin + 1 : end + 1])
             losses += torch.nn.functional.cross_entropy(logits[0], targets, reduction="none").tolist()
-    assert len(losses) == len(trainer.validation_data)
+    assert len(losses) == len(trainer.task.validation)
     mean = sum(losses) / len(losses)
     assert values["loss"] == pytest.approx(mean, rel=1e-5)
     assert values["bits_per_byte"] == pytest.approx(mean / math.log(2), rel=1e-5)
@@ -328,7 +331,7 @@ def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, 
 
 def test_without_a_memory_rows_and_modes_change_nothing(tmp_path, text):
     trainer = make(tmp_path / "run", text, "model.memory=null")
-    data = trainer.validation_data
+    data = trainer.task.validation
     data.tokens = data.tokens[: 8 * 4 * 9]  # rows end where segments end
     losses = {
         (rows, mode): evaluation(trainer, evaluation_batch_size=rows, memory=mode)[0]["loss"]
@@ -342,7 +345,7 @@ def test_memory_kept_emptied_and_exchanged(tmp_path, text):
     carry, reset, shuffle = (evaluation(trainer, memory=mode)[0]["loss"] for mode in ("carry", "reset", "shuffle"))
     assert len({carry, reset, shuffle}) == 3
     # Emptied before each segment is the same as segments without a past.
-    tokens = [10, *trainer.validation_data.tokens.tolist()]
+    tokens = [10, *trainer.task.validation.tokens.tolist()]
     bounds = [row * (len(tokens) - 1) // 4 for row in range(5)]
     total, model = 0.0, trainer.model.eval()
     for begin, end in pairwise(bounds):
@@ -362,7 +365,67 @@ def test_a_longer_segment_gives_more_to_see(tmp_path, text):
     trainer = fitted(tmp_path / "run", text)
     losses = [evaluation(trainer, segment_length=n, memory="reset")[0]["loss"] for n in (1, 8)]
     assert losses[0] != pytest.approx(losses[1], abs=1e-4)
-    assert evaluation(trainer, segments=3, passes=2)[0]["loss"] > 0
+
+
+READ_TWICE = 'model.memory={"name": "read_twice", "slots": 8}'
+
+
+@pytest.mark.parametrize("reset", ["never", "document"])
+def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
+    """The loss of two passes in training is that of two passes in evaluation, and not that of one."""
+    options = [
+        "training.segments=3",
+        "training.bptt=3",
+        "training.passes=2",
+        "model.dropout=0.0",
+        f"data.reset={reset}",
+    ]
+    trainer = make(tmp_path / "run", text, READ_TWICE, *options)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = trainer.model.eval()
+    streams = evaluation_streams(trainer.task.validation, trainer.config)
+    losses = {}
+    for passes in (1, 2):
+        state, nats = None, 0.0
+        for step in range(streams.steps):
+            batch = streams.batch(step)
+            loop = SegmentLoop(model, 8, 3, passes)
+            loss, state = loop(batch.inputs, batch.targets, state, batch.reset, batch.padding)
+            nats += loss.item() * batch.tokens
+        losses[passes] = nats / len(trainer.task.validation)
+    assert evaluation(trainer)[0]["loss"] == pytest.approx(losses[2], rel=1e-5)
+    assert abs(losses[1] - losses[2]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        "transformer_xl",
+        "ernie_doc",
+        {"name": "read_twice", "slots": 8, "scope": "document"},
+        {"name": "read_twice", "slots": 8, "scope": "others"},
+    ],
+)
+def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
+    options = [f"model.memory={json.dumps(memory)}", "training.segments=2"]
+    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens .* take training\.passes=1, or"):
+        make(tmp_path / "run", text, *options, "training.passes=2")
+    trainer = make(tmp_path / "run", text, *options)
+    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens"):
+        evaluation(trainer, passes=2)
+
+
+@pytest.mark.parametrize("memory", [READ_TWICE, "model.memory=null"])
+def test_a_pass_that_shows_no_answer_is_not_refused(tmp_path, text, memory):
+    """Beside a memory that rereads, a model without one is the plain arm of a comparison."""
+    trainer = make(tmp_path / "run", text, memory, "training.segments=2", "training.passes=2")
+    data = trainer.task.validation
+    before = evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"]
+    data.tokens = data.tokens.copy()
+    data.tokens[1:] ^= 1
+    assert evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"] == before
 
 
 # ------------------------------------------------------------------------------------------------------- whole commands
@@ -448,7 +511,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 
 
 def test_a_run_of_a_text_recipe(tmp_path, text):
-    from cached_transformers.training.config import load_config
+    from cached_transformers.tasks.recipes import load_config
 
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):

@@ -9,7 +9,7 @@ from translation.made import recipe, write_corpus
 
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.run import run_training
-from cached_transformers.training.config import config_from_dict
+from cached_transformers.tasks.recipes import config_from_dict
 
 
 @pytest.fixture(autouse=True)

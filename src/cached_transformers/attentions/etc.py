@@ -9,8 +9,8 @@ global token sees everything; each in one softmax. What a key is to a query is t
 
 `ETCLayer` (layers/etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
 none: its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find
-in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the segments
-that are complete.
+in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
+segments that are complete.
 
 Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r in place of 3 r. The
 layer's attention adds G ((E + V) (N + G) + (2 k + 3) E). Labels cost a product with all of them and a look-up, never a

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.compare import Comparison, carry_out
     from cached_transformers.experiments.reports.terminal import open_console
     from cached_transformers.experiments.variants import prepare
-    from cached_transformers.training.config import load_config
+    from cached_transformers.tasks.recipes import load_config
 
     if any(override.startswith("training.seed=") for override in arguments.overrides):
         raise ValueError("training.seed is set by --seeds in a comparison; drop the override")

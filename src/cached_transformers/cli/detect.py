@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: not a run of a detector, or a threshold outside 0..1.
         FileNotFoundError: there is no such image.
     """
-    from cached_transformers.data.decoding import BadFile
-    from cached_transformers.experiments.run import load_run, read_categories
+    from cached_transformers.data.image_files import BadFile
+    from cached_transformers.experiments.load import load_run, read_categories
     from cached_transformers.tasks.detection.coco_files import decode_rgb
     from cached_transformers.tasks.detection.detect import as_record, detect
     from cached_transformers.tasks.detection.drawing import draw_detections

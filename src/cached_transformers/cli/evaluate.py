@@ -48,8 +48,9 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one row of scores per way of treating the memory."""
     from cached_transformers.experiments.evaluate import Evaluation
+    from cached_transformers.experiments.load import read_run_config
     from cached_transformers.experiments.reports.terminal import open_console, print_scores
-    from cached_transformers.experiments.run import read_run_config, write_evaluation, write_report
+    from cached_transformers.experiments.run_outputs import write_evaluation, write_report
     from cached_transformers.training.metrics import jsonable
     from cached_transformers.training.progress import Reporter
 

@@ -66,15 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
     """Draw one of the paper's figures; its numbers go into a file of the same name beside it."""
-    from cached_transformers.experiments.reports import draw_paper
+    from cached_transformers.experiments import paper_figures
     from cached_transformers.experiments.reports.figures.style import save
 
     output.parent.mkdir(parents=True, exist_ok=True)
     if arguments.kind == "fig4":
         layers = None if arguments.layers is None else _parse_layers(arguments.layers)
-        figure = draw_paper.figure_4(arguments.folders, output, arguments.images, layers)
+        figure = paper_figures.figure_4(arguments.folders, output, arguments.images, layers)
     else:
-        drawn = {"fig1": draw_paper.figure_1, "fig5": draw_paper.figure_5}[arguments.kind]
+        drawn = {"fig1": paper_figures.figure_1, "fig5": paper_figures.figure_5}[arguments.kind]
         figure = drawn(arguments.folders, output)
     print(save(figure, output))
     print(output.with_suffix(".json" if arguments.kind == "fig4" else ".csv"))

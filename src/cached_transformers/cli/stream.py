@@ -40,9 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         FileNotFoundError: there is no such text.
     """
     from cached_transformers.data.tokenizers import load_tokenizer
-    from cached_transformers.experiments.run import TOKENIZER, load_run
+    from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.language.reading import TextReader, fingerprint
     from cached_transformers.training.checkpoint import Checkpoints
+    from cached_transformers.training.run_files import TOKENIZER
 
     for name in ("segment_length", "every", "tokens"):
         value = getattr(arguments, name)

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or with --dry-run print what would be trained, after the model has been built without weights."""
     from cached_transformers.experiments.reports.terminal import open_console
     from cached_transformers.experiments.run import run_training
-    from cached_transformers.training.config import load_config
+    from cached_transformers.tasks.recipes import load_config
 
     config = load_config(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
@@ -45,9 +45,10 @@ def describe(config: RunConfig) -> str:
     Raises:
         ValueError: a model of this configuration cannot be built.
     """
-    from cached_transformers.experiments.building import filled, refuse_what_cannot_be_built
+    from cached_transformers.experiments.build import filled, refuse_what_cannot_be_built
     from cached_transformers.registry import MODELS
-    from cached_transformers.training.config import LEARNED_FROM_DATA, config_to_yaml
+    from cached_transformers.tasks.recipes import LEARNED_FROM_DATA
+    from cached_transformers.training.config import config_to_yaml
 
     options = MODELS.entry(config.model["name"]).options
     open_options = [f"model.{key}" for key in LEARNED_FROM_DATA if key in options and key not in config.model]

@@ -57,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: not a run of a translation model, an option out of its range, a line that is not UTF-8.
         FileNotFoundError: there is no such input.
     """
-    from cached_transformers.experiments.run import TOKENIZER, load_run
+    from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.translation import lines
     from cached_transformers.training.distributed import pick_device
+    from cached_transformers.training.run_files import TOKENIZER
 
     batch = arguments.batch
     if batch is not None and batch < 1:

@@ -1,9 +1,18 @@
-"""What the data of several tasks share: rows and batches, files on disk, images decoded, texts as tokens."""
+"""What the data of several tasks share.
+
+- dataset, splits: what a data set is; training, validation and test
+- store, archives: arrays kept on disk; the files of folders, zips and tars by name
+- image_files: image files to pictures
+- text_files, text: texts on disk; a corpus as token ids
+- tokenizers, subwords: bytes, words, byte pairs and special ids of a text; subwords of pairs of texts
+- pairs, huggingface: a source and a target; data sets of the Hugging Face hub
+"""
 
 from __future__ import annotations
 
-from .base import SPLITS, Batch, Dataset, LabelledDataset, majority_accuracy, stratified_split
-from .decoding import BadFile
+from .dataset import Batch, Dataset, LabelledDataset, majority_accuracy
+from .image_files import BadFile
+from .splits import SPLITS, stratified_split
 from .store import cache_folder
 from .text import TextDataset
 

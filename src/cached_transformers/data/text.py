@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import check_split
+from .splits import check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
 from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
@@ -119,11 +119,11 @@ class TextDataset:
         nothing, are per byte and per word of the text (WikiText's way: blank-separated, a line end counts as one).
         """
         loss = nats / tokens
-        values = {"loss": loss, "perplexity": _exp(loss)}
+        values = {"loss": loss, "perplexity": perplexity(loss)}
         if self.tokenizer.lossless:
             per_token = {unit: self.counts[unit] / self.counts["tokens"] for unit in ("bytes", "words")}
             values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
-            values["word_perplexity"] = _exp(loss / per_token["words"])
+            values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
     def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
@@ -161,5 +161,6 @@ def _digest(path: Path, modified: int) -> str:
     return digest.hexdigest()
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+def perplexity(nats: float) -> float:
+    """Of a mean loss in nats; infinite where it is too large for a number."""
+    return math.exp(nats) if nats < 700 else math.inf

@@ -20,17 +20,19 @@ from typing import Any
 
 from rich.console import Console
 
+from cached_transformers.experiments.environment import environment
+from cached_transformers.experiments.load import read_run_config
+from cached_transformers.experiments.run import run_training
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.metrics import jsonable
 
 from .cache_use.runs import has_shared_cache, score_variant
-from .cache_use.table import cache_use_statistics
+from .reports.cache_use_table import cache_use_statistics
 from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
 from .reports.terminal import print_cache_use, print_statistics
 from .reports.wording import Metric
-from .run import environment, read_run_config, run_training
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .variants import Variant
 
@@ -112,7 +114,7 @@ class Comparison:
                 self.print_table(console)
             return
         with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(lambda run: self._train_apart(*run, jobs), missing):
+            for _ in pool.map(lambda run: self._train_apart(run[0], run[1], jobs), missing):
                 self.print_table(console)
 
     def _train_apart(self, variant: Variant, seed: int, jobs: int) -> None:

@@ -30,7 +30,9 @@ def registry_facts() -> dict[str, list[dict[str, Any]]]:
 
 def reproduction_facts() -> list[dict[str, str]]:
     """Name and summary of the tables that `cached reproduce` runs, sorted by name."""
-    return [{"name": name, "summary": table.summary} for name, table in sorted({**REPRODUCTIONS, **MEASURED}.items())]
+    summaries = {name: table.summary for name, table in REPRODUCTIONS.items()}
+    summaries |= {name: table.summary for name, table in MEASURED.items()}
+    return [{"name": name, "summary": summary} for name, summary in sorted(summaries.items())]
 
 
 def as_text() -> str:

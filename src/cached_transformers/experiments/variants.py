@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from cached_transformers.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
 from cached_transformers.registry import MODELS
 from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments
-from cached_transformers.training.config import RunConfig, check_sections, fill_from_data
+from cached_transformers.tasks.recipes import check_sections, fill_from_data
+from cached_transformers.training.config import RunConfig
 from cached_transformers.yaml_tree import parse_yaml
 
-from .building import refuse_what_cannot_be_built
 from .costs.flops import count_flops, count_parameters
-from .run import build_dataset, build_model, with_memory
 
 TOLERANCE = 0.005
 """Share by which sizes may differ that count as equal."""
@@ -210,7 +210,7 @@ def feed_forward_option(config: RunConfig) -> str:
     """The option of the model that says how wide its feed-forward layers are.
 
     Raises:
-        ValueError: it has none, or a ratio that is not written down, so that nothing is known to begin with.
+        ValueError: it has none, or a ratio that is not written down, so that there is nothing to begin with.
     """
     model = MODELS.entry(config.model["name"])
     for option in FEED_FORWARD:

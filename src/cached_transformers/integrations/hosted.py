@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ class TimmModel(nn.Module):
     ) -> None:
         super().__init__()
         timm = require("timm", extra="vision")
-        importlib.import_module("cached_transformers.integrations.timm.timm_models")  # our models by name
+        from cached_transformers.integrations.timm import timm_models  # noqa: F401  (registers our models in timm)
+
         if not timm.is_model(architecture):
             raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
         self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)

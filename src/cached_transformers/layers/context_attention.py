@@ -20,9 +20,10 @@ from .attention import SelfAttention
 class ContextAttention(SelfAttention):
     """Tokens attend the context alone, and get 0 where it is empty. What is asked of the memory has no keys and values.
 
+    There are projections of keys and values only where the layer's memory needs them ("kv_projection").
+
     Args:
         width: D. heads: H.
-        keys: whether there are projections of keys and values, for a memory to make a context with.
         options: as of `SelfAttention`.
 
     Raises:
@@ -30,12 +31,11 @@ class ContextAttention(SelfAttention):
             queries are to be keys where there are none.
     """
 
-    def __init__(self, width: int, heads: int, *, keys: bool = True, **options: Any) -> None:
-        self.keys = keys
-        if options.get("shared_query_key") and not keys:
-            raise ValueError(
-                "shared_query_key=True makes the queries keys, which keys=False leaves out; set one of them"
-            )
+    def __init__(self, width: int, heads: int, **options: Any) -> None:
+        memory = options.get("memory")
+        self.keys = memory is not None and "kv_projection" in memory.needs
+        if options.get("shared_query_key") and not self.keys:
+            raise ValueError("shared_query_key=True makes the queries keys, which this layer has none of; leave it out")
         super().__init__(width, heads, **options)
         if "weights" in self.memory.needs:
             name = type(self.memory).__name__
@@ -54,7 +54,7 @@ class ContextAttention(SelfAttention):
             ValueError: the layer was made without such projections.
         """
         if not self.keys:
-            raise ValueError("a layer with keys=False projects no keys and values; ask one that does")
+            raise ValueError("this layer has no keys and values, which its memory does not need; ask one that has")
         return super().project_kv(hidden_BMD, frozen=frozen, normed=normed)
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:

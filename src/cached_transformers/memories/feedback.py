@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, Through, Tokens, Trace
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    Projections,
+    Through,
+    Tokens,
+    Trace,
+)
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
@@ -147,8 +156,11 @@ class Feedback(ModelMemory):
         if positions == "learned":
             self.table_EM = nn.Parameter(torch.randn(width // heads, length) / math.sqrt(width // heads))
 
-    def layer_options(self, index: int) -> dict[str, bool]:
-        return {"keys": index == 0 or not self.shared_kv}
+    def layer_memory(self, index: int) -> LayerMemory:
+        memory = LayerMemory()
+        if index == 0 or not self.shared_kv:
+            memory.needs = frozenset({"kv_projection"})
+        return memory
 
     def position_scheme(self) -> Positions | None:
         if self.table_EM is not None:

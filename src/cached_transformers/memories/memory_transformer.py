@@ -25,7 +25,8 @@ from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tok
 from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State
 
-from .parts.memory_tokens import CACHE_NEEDS, CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
+from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .transformer_xl import CacheBeforeTokens
 
 
 @MEMORIES.register(
@@ -91,7 +92,9 @@ class MemoryTransformer(ModelMemory):
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
         more = {"bias"} if (causal and self.full) or cache else set()
-        self.needs = self.needs | more | (CACHE_NEEDS if cache else set()) | ({"own_weights"} if control else set())
+        self.needs = (
+            self.needs | more | (CacheBeforeTokens.needs if cache else set()) | ({"own_weights"} if control else set())
+        )
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def enter(self, state: State, tokens: Tokens) -> Entry:

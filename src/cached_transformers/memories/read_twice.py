@@ -181,6 +181,7 @@ class ReadTwice(ModelMemory):
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
+        self.rereads = scope == "earlier"
         self.readers = range(depth) if layer is None else (layer % depth,)
         self.norm = nn.LayerNorm(width)
         self.ends = nn.Linear(2 * width, width) if summary == "ends" else None

@@ -29,14 +29,13 @@ from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tok
 from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import (
-    CACHE_NEEDS,
-    CacheBeforeTokens,
     carried_norm,
     check_cache,
     check_tokens,
     surround,
     visible_round,
 )
+from .transformer_xl import CacheBeforeTokens
 
 
 class MemoryTokens(NamedTuple):
@@ -110,7 +109,7 @@ class RMT(ModelMemory):
         self.extra_tokens = length + self.behind
         self.hides_cache = cache > 0 and not read_cache
         self.masks = (causal and self.full) or self.hides_cache
-        self.needs = self.needs | ({"bias"} if self.masks else set()) | (set(CACHE_NEEDS) if cache else set())
+        self.needs |= ({"bias"} if self.masks else set()) | (CacheBeforeTokens.needs if cache else set())
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.norm = carried_norm(norm, width)
 

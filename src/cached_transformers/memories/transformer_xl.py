@@ -11,6 +11,7 @@ Legend: B rows, N tokens, M slots, H heads, D model width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cached_transformers.registry import MEMORIES
@@ -91,3 +92,29 @@ class TransformerXL(LayerMemory):
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None
         return push(state, trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN)[0], None
+
+
+class CacheBeforeTokens(TransformerXL):
+    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment.
+
+    Args:
+        width: D. heads: H. length: cached tokens.
+        front, back: memory tokens in front of the segment and behind it.
+        read_by_all: whether memory tokens see the cache; the segment's tokens do.
+    """
+
+    def __init__(self, width: int, heads: int, length: int, *, front: int, back: int, read_by_all: bool) -> None:
+        super().__init__(width, heads, length, relative=False)
+        self.front, self.back, self.read_by_all = front, back, read_by_all
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        context = super().read(state, query, project_kv).context
+        assert context is not None
+        visible_BHNM = None
+        if not self.read_by_all:
+            tokens = query.x_BND.shape[1]
+            place_L = torch.arange(tokens, device=query.x_BND.device)
+            inside_L = (place_L >= self.front) & (place_L < tokens - self.back)
+            visible_BHNM = inside_L[:, None].expand(-1, context.k_BHME.shape[2])[None, None]
+        positions_BMP = context.positions_BMP - self.front
+        return Reading(context._replace(positions_BMP=positions_BMP, consecutive=False, visible_BHNM=visible_BHNM))

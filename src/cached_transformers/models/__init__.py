@@ -2,6 +2,10 @@
 
 Detectors and models that others wrote stand in `cached_transformers.tasks` and `cached_transformers.integrations`;
 `cached_transformers.create_model` knows all of them.
+
+One file a model, a folder where it needs several (`encoder_decoder/`, `pvt/`); `stack_options` says what their stacks
+are made of, `stack_model` builds them and says where tokens stand. Beside them: `adaptive` (embedding and softmax with
+clusters), `initial_weights`, `pretrained` (weights for a backbone), `generation` and `beam_search`.
 """
 
 from __future__ import annotations

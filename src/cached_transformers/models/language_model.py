@@ -23,7 +23,7 @@ from cached_transformers.state import reset as reset_rows
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
 from .initial_weights import initialise
-from .parts import StackModel, embed_places, make_stack
+from .stack_model import StackModel, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import LearnedPositions, Positions, make_positions
 
 from .initial_weights import initialise
-from .parts import StackModel, acts_in_layers, carries, embed_places, make_stack
+from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
 if TYPE_CHECKING:

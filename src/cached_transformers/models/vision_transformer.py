@@ -15,7 +15,7 @@ from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import LearnedPositions
 
 from .initial_weights import initialise
-from .parts import StackModel, make_stack
+from .stack_model import StackModel, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
 if TYPE_CHECKING:

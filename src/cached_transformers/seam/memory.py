@@ -15,7 +15,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -254,18 +254,18 @@ class ModelMemory(nn.Module):
     Attributes:
         needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
         extra_tokens: tokens that it puts round a segment, by which attention sees longer ones.
+        rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
+            behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
+            a next-token loss over several passes needs it.
     """
 
     needs: frozenset[str] = frozenset()
     extra_tokens: int = 0
+    rereads: bool = False
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
         return LayerMemory()
-
-    def layer_options(self, index: int) -> Mapping[str, Any]:
-        """Options of the attention in the layer `index` which this memory sets."""
-        return {}
 
     def position_scheme(self) -> Positions | None:
         """Position scheme for a layer, made anew at every call; None for the model's."""

@@ -12,8 +12,8 @@ from cached_transformers.integrations import hosted as hosted
 from cached_transformers.models import create_model
 from cached_transformers.registry import DATASETS
 
-from .classification.images.base import ImageDataset
 from .classification.images.cifar import CIFAR10, CIFAR100
+from .classification.images.dataset import ImageDataset
 from .classification.images.digits import Digits
 from .classification.images.huggingface_images import HuggingFaceImages
 from .classification.images.image_folder import ImageFolder

@@ -16,16 +16,18 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 
+T = TypeVar("T")
 Key = tuple[int, ...]
 """(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
 _IN_A_ROW = 100
@@ -146,6 +148,15 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
     return loaded.batch
 
 
+class Order(Protocol):
+    """Rows of one piece of a batch after the other, endlessly: a pure function of `seed`, from step `start` on."""
+
+    seed: int
+    start: int
+
+    def __iter__(self) -> Iterator[list[Key]]: ...
+
+
 class TrainingOrder(Sampler[list[Key]]):
     """Endless pieces of batches for one process, beginning at a step.
 
@@ -245,7 +256,7 @@ class GroupedOrder(TrainingOrder):
         return [(epoch, index) for index in self._batches[position].tolist()]
 
 
-def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
+def training_batches(dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
     """Endless batches (`dataset.collate`) in the given order.
 
     Args:
@@ -275,6 +286,11 @@ def _ignore_interrupts(worker: int) -> None:
 
 def _as_it_is(loaded: Loaded) -> Loaded:
     return loaded
+
+
+def to_device(tree: T, device: torch.device) -> T:
+    """A batch, or a tuple, list or mapping of parts of one, with its tensors on a device; the rest stays as it is."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)  # type: ignore[no-any-return]
 
 
 class _EvaluationRows(TorchDataset[Any]):

@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-Score = Literal[
-    "accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap", "bleu", "chrf"
-]
+from .scores import Score
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class TrainingConfig:
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
     passes: int = 1
-    """Text: how often the segments of a step are read; see `SegmentLoop`."""
+    """Text: how often the segments of a step are read (`SegmentLoop`); refused where a memory shows what follows."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
@@ -143,6 +141,11 @@ class TrainingConfig:
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
             )
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of an evaluation batch."""
+        return self.evaluation_batch_size or self.batch_size
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context in which the model runs."""

@@ -143,10 +143,10 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
         reference = {"exact, causal": causal_exact} if any(causal[name] for name in able) else {}
         ratios = compare({**steps, **reference}, EXACT, rounds)
         for name in able:
-            own = ratios[name]
+            timed = ratios[name]
             if causal[name]:
-                own = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
-            seconds[name][length], exact[name][length] = own.seconds, own
+                timed = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
+            seconds[name][length], exact[name][length] = timed.seconds, timed
             mebibytes[name][length] = peak_mebibytes(steps[name], device)
     rows = []
     for name in names:

@@ -58,10 +58,10 @@ def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: i
             if index:
                 times[name].append(spent)
     result = {}
-    for name, own in times.items():
-        ratios = sorted(a / b for a, b in zip(own, times[reference], strict=True))
+    for name, seconds in times.items():
+        ratios = sorted(a / b for a, b in zip(seconds, times[reference], strict=True))
         quartile = len(ratios) // 4
         low, high = ratios[quartile], ratios[-1 - quartile]
-        fastest = min(own) / min(times[reference])
-        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(own), fastest)
+        fastest = min(seconds) / min(times[reference])
+        result[name] = Ratio(statistics.median(ratios), low, high, statistics.median(seconds), fastest)
     return result

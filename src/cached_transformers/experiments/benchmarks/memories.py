@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from cached_transformers import state as states
 from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
 from cached_transformers.experiments.probes.settings import stream_memories
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
+from cached_transformers.models.segments import read_segments
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
@@ -123,18 +125,21 @@ def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], No
     """All segments without gradient, the state carried on."""
     state: Any = None
 
+    def read(segment_BN: Tensor, before: Any, reset_B: Tensor | None) -> ModelOutput:
+        return model(segment_BN, before)  # type: ignore[no-any-return]
+
     def run() -> None:
         nonlocal state
         model.eval()
         with torch.no_grad():
-            for segment in tokens[:, :-1].split(sizes.segment, 1):
-                state = model(segment, state).state
+            for out in read_segments(read, tokens[:, :-1].split(sizes.segment, 1), state):
+                state = out.state
 
     return run
 
 
 def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
-    """All that is told of one memory."""
+    """All that is measured of one memory."""
     spec = {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
     model, tokens = build(spec, sizes), random_tokens(sizes)
     bptt = sizes.segments if memory in ACROSS else 1
@@ -147,11 +152,11 @@ def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
     loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)
     kept = saved_activation_bytes(lambda: loop(tokens[:, :-1], tokens[:, 1:])[0], model, tokens)
     per_step = sizes.tokens_per_step
-    own = train["ours"].seconds
+    seconds = train["ours"].seconds
     return Row(
         memory,
         count_parameters(model),
-        per_step / own,
+        per_step / seconds,
         _inverse(train["plain"]),
         per_step / stream.seconds,
         kept / 2**20,

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from cached_transformers.experiments.environment import environment
 from cached_transformers.experiments.reports.figures.curves import cost_against_length
 from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
-from cached_transformers.experiments.run import environment
 
 from . import attentions, grc, loading, memories, translation, vision
 

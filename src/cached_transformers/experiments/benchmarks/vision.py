@@ -40,7 +40,7 @@ MODELS = {
     "PVTv2-B4": "pvt_v2_b4",
 }
 STANDARD = ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2")
-"""What is measured unless told otherwise."""
+"""What is measured unless others are named."""
 
 CASES: Mapping[str, dict[str, Any] | None] = {
     "plain": None,

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from cached_transformers.experiments.run import build_dataset, load_run
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.variants import Variant
 from cached_transformers.memories import memory_spec
 from cached_transformers.registry import MEMORIES

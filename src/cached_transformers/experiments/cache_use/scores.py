@@ -26,12 +26,12 @@ from torch import nn
 
 from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import evaluate
 
 FILE_NAME = "cache_use.json"
 BATCHES = (4, 256)
-"""Sizes of batches whose own update is read, beside that of training."""
+"""Sizes of batches of which the update is read, beside that of training."""
 
 
 @contextlib.contextmanager
@@ -46,8 +46,8 @@ def caches_updated_by_the_batch(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for layer, (own, cache, folded) in zip(layers, before, strict=True):
-                layer.training, layer.cache.training, layer._folded = own, cache, folded
+            for layer, (attention, cache, folded) in zip(layers, before, strict=True):
+                layer.training, layer.cache.training, layer._folded = attention, cache, folded
 
 
 @torch.no_grad()

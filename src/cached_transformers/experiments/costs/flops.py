@@ -110,7 +110,7 @@ def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor)
         bytes of whole storages: a saved slice keeps the storage it was cut from. With activation checkpointing these
         are what stays until backward, not what backward recomputes.
     """
-    known = {_storage_id(t) for item in excluded for t in _tensors(item)}
+    left_out = {_storage_id(t) for item in excluded for t in _tensors(item)}
     alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
@@ -122,7 +122,7 @@ def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor)
         result = fn()
     storages = {_storage_id(saved.tensor): saved.tensor.untyped_storage().nbytes() for saved in alive}
     del result  # held until here: with the graph gone there would be nothing to count
-    return sum(size for key, size in storages.items() if key not in known)
+    return sum(size for key, size in storages.items() if key not in left_out)
 
 
 class _Saved:

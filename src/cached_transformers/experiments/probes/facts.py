@@ -70,10 +70,10 @@ class Facts(ProbeTask):
             raise ValueError(f"bAbI's task {story} has no story of at most facts={facts} sentences; take more")
         self.stories = stories[split]
         novel = _words(Path(books))
-        told = sorted({w for s in stories["train"] + stories["test"] for p in (*s.sentences, s.question) for w in p})
+        texts = sorted({w for s in stories["train"] + stories["test"] for p in (*s.sentences, s.question) for w in p})
         self.answers = sorted({s.answer for part in stories.values() for s in part})
         frequent = [word for word, _ in collections.Counter(novel).most_common(words)]
-        self.words = list(dict.fromkeys([UNKNOWN, *self.answers, *told, *frequent]))
+        self.words = list(dict.fromkeys([UNKNOWN, *self.answers, *texts, *frequent]))
         self.ids = {word: index for index, word in enumerate(self.words)}
         cut = len(novel) * 9 // 10
         text = novel[:cut] if split == "train" else novel[cut:]

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
+from cached_transformers.models.segments import read_segments
 from cached_transformers.state import State, reorder
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
@@ -82,7 +84,7 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (memories that read twice).
         distances: where the trained model is tried too.
-        progress: told at every check.
+        progress: called at every check.
     """
     sizes = sizes or Sizes()
     started = time.perf_counter()
@@ -186,13 +188,14 @@ def _answers(
 ) -> tuple[Tensor, Tensor]:
     """Best guess and truth at every place that is asked; `before_last` gives the state of the last segment."""
     segments = episode.inputs_BN.split(task.segment, 1)
-    state, _ = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
-    guesses = []
-    for index, segment in enumerate(segments):
-        if index and index == len(segments) - 1:
-            state = before_last(state)
-        logits_BNV, state, _ = model(segment, state)
-        guesses.append(logits_BNV.argmax(-1))
+    last = len(segments) - 1
+
+    def read(index: int, state: State, reset_B: Tensor | None) -> ModelOutput:
+        out: ModelOutput = model(segments[index], before_last(state) if index and index == last else state)
+        return out
+
+    state = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
+    guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
     asked = episode.targets_BN != IGNORED
     return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]
 

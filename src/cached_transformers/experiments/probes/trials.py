@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cached_transformers.experiments.run import environment
+from cached_transformers.experiments.environment import environment
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
 
 from .protocol import Sizes, as_dict, probe

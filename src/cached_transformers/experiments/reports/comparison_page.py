@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cached_transformers.experiments.cache_use.table import cache_use_table, legend
-
+from .cache_use_table import cache_use_table, legend
 from .figures import scores
 from .figures.style import COLOURS, inline_svg, looks
 from .page import FILE_NAME, Block, Cell, Folded, Header, Picture, Row, Section, Table, Text, titled, write_page

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.experiments.cache_use.table import cache_use_table, legend
-
+from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
 from .wording import P_VALUES, Metric, comparison_summary, mean_of, pair_name, short_count, short_p
 

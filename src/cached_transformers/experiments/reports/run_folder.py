@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from cached_transformers.experiments.cache_use.table import cache_use_statistics
 from cached_transformers.experiments.statistics import summarise, summarise_pairs
+
+from .cache_use_table import cache_use_statistics
 
 Layers = list[list[float]]
 

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cached_transformers.experiments.cache_use.table import cache_use_table, legend
-
+from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .probe_page import accuracy_text, table_columns, table_rows
 from .wording import MISSING, P_VALUES, Metric, pair_name, short_p

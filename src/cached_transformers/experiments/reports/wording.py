@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cached_transformers.training.scores import kind_of
+
 SIGNIFICANCE = 0.05
 P_VALUES = ("p (uncorrected)", "p (Holm)")
 """Headings of the two where several differences are tested: of each by itself, and corrected for all of them."""
 MISSING, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits_per_character", "bits_per_byte")
 
 
 class Metric(NamedTuple):
@@ -20,7 +21,7 @@ class Metric(NamedTuple):
     @property
     def percent(self) -> bool:
         """Whether the metric is a share of 1, shown in per cent and its differences in percentage points."""
-        return self.name == "accuracy" or self.name.endswith("_accuracy") or self.name.startswith(("box_ap", "mask_ap"))
+        return kind_of(self.name).share
 
     @property
     def scale(self) -> float:
@@ -30,7 +31,7 @@ class Metric(NamedTuple):
     @property
     def lower_is_better(self) -> bool:
         """Whether a smaller value is the better one."""
-        return self.name.endswith(LOWER_IS_BETTER)
+        return kind_of(self.name).lower_is_better
 
     @property
     def axis_label(self) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.experiments.build import build_dataset
 from cached_transformers.experiments.compare import Comparison
-from cached_transformers.experiments.run import build_dataset
 from cached_transformers.experiments.variants import Variant, equal_operations, equal_parameters
 from cached_transformers.tasks.kinds import baselines, task_name
-from cached_transformers.training.config import RunConfig, check_sections, fill_from_data, load_config
+from cached_transformers.tasks.recipes import check_sections, fill_from_data, load_config
+from cached_transformers.training.config import RunConfig
 
 from .base import Reproduction, Row, pairs
 

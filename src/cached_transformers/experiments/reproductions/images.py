@@ -42,12 +42,12 @@ class Backbone:
 
         def model(recipe: RunConfig) -> dict[str, Any]:
             given = grc_options(recipe)
-            own = {**self.options, **recipe.model}
+            section = {**self.options, **recipe.model}
             if memory is None:
-                return {**own, "memory": None}
+                return {**section, "memory": None}
             if "name" in memory:
-                return {**own, "memory": {"ratio": given.get("ratio", 0.5), **memory}}
-            return {**own, "memory": {**given, **memory}}
+                return {**section, "memory": {"ratio": given.get("ratio", 0.5), **memory}}
+            return {**section, "memory": {**given, **memory}}
 
         name = f"{self.name}-{suffix}" if suffix else self.name
         return Row(name, model, backbone=self.name, recipe=self.recipe, **facts)

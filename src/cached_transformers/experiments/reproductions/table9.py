@@ -30,20 +30,20 @@ class Throughput:
     settings: Mapping[str, Mapping[str, int]]
     models: Mapping[str, Sequence[str]]
 
-    def chosen(self, scale: str, rows: str, known: Sequence[str]) -> list[str]:
+    def chosen(self, scale: str, rows: str, models: Sequence[str]) -> list[str]:
         """Models by `--rows`: "paper", "all", or names with commas between them.
 
         Raises:
             ValueError: an unknown name, or one twice.
         """
         if rows in ("paper", "all"):
-            return list(self.models[scale] if rows == "paper" else known)
+            return list(self.models[scale] if rows == "paper" else models)
         names = [name for name in rows.split(",") if name]
         for name in names:
-            if name not in known:
-                raise ValueError(unknown_name("row", name, ["paper", "all", *known]))
+            if name not in models:
+                raise ValueError(unknown_name("row", name, ["paper", "all", *models]))
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"--rows {rows!r} must be paper, all, or different names such as {','.join(known[:2])}")
+            raise ValueError(f"--rows {rows!r} must be paper, all, or different names such as {','.join(models[:2])}")
         return names
 
     def options(self, scale: str, overrides: Sequence[str]) -> dict[str, int]:

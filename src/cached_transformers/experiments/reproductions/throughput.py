@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from cached_transformers.experiments.benchmarks import vision
+from cached_transformers.experiments.environment import environment
 from cached_transformers.experiments.reports.wording import environment_text
-from cached_transformers.experiments.run import environment
 from cached_transformers.training.metrics import jsonable
 
 from .table9 import Throughput, beside_the_paper

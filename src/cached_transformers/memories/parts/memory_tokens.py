@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.seam.memory import ProjectKV, Query, Reading, Tokens
-
-from .rows import Rows
+from cached_transformers.seam.memory import Tokens
 
 
 def check_tokens(length: int, mask: str) -> None:
@@ -27,36 +24,6 @@ def check_cache(cache: int) -> None:
     """Refuse a number of cached tokens below 0 (ValueError)."""
     if cache < 0:
         raise ValueError(f"cache={cache} must be a number of tokens, or 0 for no cache")
-
-
-CACHE_NEEDS = TransformerXL.needs
-"""What memory tokens need beside a cache."""
-
-
-class CacheBeforeTokens(TransformerXL):
-    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment.
-
-    Args:
-        width: D. heads: H. length: cached tokens.
-        front, back: memory tokens in front of the segment and behind it.
-        read_by_all: whether memory tokens see the cache; the segment's tokens do.
-    """
-
-    def __init__(self, width: int, heads: int, length: int, *, front: int, back: int, read_by_all: bool) -> None:
-        super().__init__(width, heads, length, relative=False)
-        self.front, self.back, self.read_by_all = front, back, read_by_all
-
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
-        context = super().read(state, query, project_kv).context
-        assert context is not None
-        visible_BHNM = None
-        if not self.read_by_all:
-            tokens = query.x_BND.shape[1]
-            place_L = torch.arange(tokens, device=query.x_BND.device)
-            inside_L = (place_L >= self.front) & (place_L < tokens - self.back)
-            visible_BHNM = inside_L[:, None].expand(-1, context.k_BHME.shape[2])[None, None]
-        positions_BMP = context.positions_BMP - self.front
-        return Reading(context._replace(positions_BMP=positions_BMP, consecutive=False, visible_BHNM=visible_BHNM))
 
 
 def carried_norm(norm: str, width: int) -> nn.Module:

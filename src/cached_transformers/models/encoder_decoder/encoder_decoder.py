@@ -25,7 +25,7 @@ from cached_transformers.seam.positions import BucketedPositions, Positions, mak
 from cached_transformers.state import State, map_state
 from cached_transformers.state import check as check_state
 
-from ..parts import StackModel, acts_in_layers, carries, embed_places, make_stack
+from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
 from ..stack_options import StackKeywords, StackOptions, takes_stack_options
 from .initial_weights import initialise_weights
 from .text_decoder import DecoderCache, Encoded, make_decoder

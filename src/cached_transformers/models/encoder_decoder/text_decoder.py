@@ -15,7 +15,7 @@ from cached_transformers.layers.decoder_block import CausalAttention, CrossAtten
 from cached_transformers.seam.positions import BucketedPositions, Positions
 from cached_transformers.state import State
 
-from ..parts import feed_forward_of
+from ..stack_model import feed_forward_of
 from ..stack_options import StackOptions
 
 BLOCK = 32

@@ -1,7 +1,7 @@
 """Detection and instance segmentation on data in COCO's format ("coco"): any categories, any number of images.
 
 Paper: Lin et al., "Microsoft COCO: Common Objects in Context" (arXiv:1405.0312). Annotations are read and masks decoded
-by pycocotools, the format's own library.
+by pycocotools, the format's own library. torchvision's CocoDetection reads folders alone, and checks no annotation.
 
 Shape legend: N objects, C channels, H height, W width.
 """
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_transformers.data.base import check_split
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
+from cached_transformers.data.splits import check_split
 from cached_transformers.extras import require
 from cached_transformers.registry import DATASETS
 
@@ -131,7 +131,7 @@ class CocoDetection:
         missing = [number for number, name in names.items() if name not in self._files]
         if not missing:
             return
-        listed = ", ".join(self._files.label(names[number]) for number in missing[:5])
+        listed = ", ".join(str(self._files.root / names[number]) for number in missing[:5])
         text = f"{len(missing)} of {len(names)} image files are missing: {listed}"
         if self.bad_files == "stop":
             raise ValueError(f"{text}; fetch them, or go on without them by data.bad_files=skip")
@@ -179,7 +179,7 @@ class CocoDetection:
     def pixels(self, number: int) -> Tensor:
         """The image with this id, float (3, H, W) in 0..1."""
         record = self.annotations.images[number]
-        label = self._files.label(record["file_name"])
+        label = str(self._files.root / record["file_name"])
         try:
             content = self._files.read(record["file_name"])
         except Exception as error:  # a damaged archive raises what it likes

@@ -1,76 +1,17 @@
-"""Where annotations and images of a COCO-format data set lie: folders or zip archives, and pixels from their bytes."""
+"""Where annotations and images of a COCO-format data set lie: folders or archives, and pixels from their bytes."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from cached_transformers.data.decoding import BadFile, open_picture
-
-
-class Files(Protocol):
-    """Image files by the names that the annotations give."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def read(self, name: str) -> bytes:
-        """The bytes of one file (KeyError or OSError when there is none)."""
-        ...
-
-    def label(self, name: str) -> str:
-        """The file in words, for messages."""
-        ...
-
-
-class FolderFiles:
-    """Files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._names: set[str] | None = None
-
-    def __contains__(self, name: object) -> bool:
-        if self._names is None:  # one listing instead of a question per image
-            self._names = {entry.name for entry in os.scandir(self.folder)}
-        text = str(name)
-        return text in self._names if "/" not in text else (self.folder / text).is_file()
-
-    def read(self, name: str) -> bytes:
-        return (self.folder / name).read_bytes()
-
-    def label(self, name: str) -> str:
-        return str(self.folder / name)
-
-
-class ZipFiles:
-    """Files of a zip archive, below `prefix`; each process opens it for itself."""
-
-    def __init__(self, path: Path, prefix: str) -> None:
-        self.path, self.prefix = path, prefix
-        with zipfile.ZipFile(path) as archive:
-            self._members = frozenset(archive.namelist())
-        self._opened: tuple[int, zipfile.ZipFile] | None = None
-
-    def __contains__(self, name: object) -> bool:
-        return f"{self.prefix}{name}" in self._members
-
-    def read(self, name: str) -> bytes:
-        # A handle that two processes share has one place in the file for both.
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), zipfile.ZipFile(self.path))
-        return self._opened[1].read(f"{self.prefix}{name}")
-
-    def label(self, name: str) -> str:
-        return f"{self.path}:{self.prefix}{name}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+from cached_transformers.data.archives import Listing
+from cached_transformers.data.image_files import BadFile, open_picture
 
 
 def read_annotations(root: Path, name: str) -> tuple[dict[str, Any], str]:
@@ -91,20 +32,18 @@ def read_annotations(root: Path, name: str) -> tuple[dict[str, Any], str]:
     for relative in wanted:
         if (root / relative).is_file():
             return _parsed((root / relative).read_bytes(), str(root / relative)), str(root / relative)
-    for path in _archives(root):
-        with _open(path) as archive:
-            members = set(archive.namelist())
-            for relative in wanted:
-                if relative in members:
-                    label = f"{path}:{relative}"
-                    return _parsed(archive.read(relative), label), label
+    for archive in _archives(root):
+        for relative in wanted:
+            if relative in archive:
+                label = str(archive.root / relative)
+                return _parsed(archive.read(relative), label), label
     raise FileNotFoundError(
         f"{root} holds no annotations for {name!r}: looked for {', '.join(wanted)}, also in its zip archives; "
         "set data.train, data.validation and data.test to the names that the files have"
     )
 
 
-def find_images(root: Path, name: str, examples: Iterable[str]) -> Files:
+def find_images(root: Path, name: str, examples: Iterable[str]) -> Listing:
     """The files of the images called `name`: the first folder or archive that holds at least one of `examples`.
 
     Looked for: the folders NAME, images/NAME, images and `root` itself, then the same places in zip archives.
@@ -113,18 +52,12 @@ def find_images(root: Path, name: str, examples: Iterable[str]) -> Files:
         FileNotFoundError: there is none.
     """
     examples = list(examples)
-    folders = [root / name, root / "images" / name, root / "images", root]
-    for folder in folders:
-        if folder.is_dir():
-            files = FolderFiles(folder)
-            if any(example in files for example in examples):
-                return files
-    for path in _archives(root):
-        for prefix in (f"{name}/", f"images/{name}/", "images/", ""):
-            _open(path).close()
-            members = ZipFiles(path, prefix)
-            if any(example in members for example in examples):
-                return members
+    places = (name, f"images/{name}", "images", "")
+    in_folders = (Listing(root / place) for place in places if (root / place).is_dir())
+    in_archives = (archive.inside(place) for archive in _archives(root) for place in places)
+    for files in itertools.chain(in_folders, in_archives):
+        if any(example in files for example in examples):
+            return files
     raise FileNotFoundError(
         f"{root} holds none of the {len(examples)} images of {name!r} (such as {examples[0] if examples else 'none'}): "
         f"expected them in {name}/, images/{name}/, images/ or beside the annotations, in folders or zip archives"
@@ -147,15 +80,8 @@ def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) 
     return np.array(picture)
 
 
-def _archives(root: Path) -> list[Path]:
-    return [root] if root.is_file() else sorted(root.glob("*.zip"))
-
-
-def _open(path: Path) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a zip archive: {error}; fetch it again") from error
+def _archives(root: Path) -> Iterator[Listing]:
+    return map(Listing, [root] if root.is_file() else sorted(root.glob("*.zip")))
 
 
 def _parsed(content: bytes, label: str) -> dict[str, Any]:

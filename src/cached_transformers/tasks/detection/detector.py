@@ -15,7 +15,6 @@ Legend: N objects, C channels, H height, W width.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,9 @@ from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import MemorySpec
 from cached_transformers.memories.parts.shared_cache import reset_caches as empty_caches
-from cached_transformers.models.pretrained import load_backbone
 from cached_transformers.registry import MODELS, unknown_name
+
+from .pretrained import load_backbone
 
 STRIDES = (4, 8, 16, 32)
 
@@ -265,7 +265,8 @@ def make_body(name: str, strides: Sequence[int], options: dict[str, Any]) -> tup
         ValueError: timm does not know it, or it has no such maps.
     """
     timm = require("timm", extra="vision")
-    importlib.import_module("cached_transformers.integrations.timm.timm_models")  # our models by name
+    from cached_transformers.integrations.timm import timm_models  # noqa: F401  (registers our models in timm)
+
     if not timm.is_model(name):
         raise ValueError(f"timm knows no model {name!r} for model.backbone; timm.list_models('pvt*') lists some")
     body = timm.create_model(name, pretrained=False, num_classes=0, **options)

@@ -6,24 +6,24 @@ Legend: N objects of an image.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.data.decoding import BadFile
-from cached_transformers.training.distributed import World, wrap
-from cached_transformers.training.loader import GroupedOrder, training_batches
+from cached_transformers.data.image_files import BadFile
+from cached_transformers.training.config import RunConfig
+from cached_transformers.training.distributed import World
+from cached_transformers.training.loader import GroupedOrder, to_device
 from cached_transformers.training.metrics import untouched
+from cached_transformers.training.run_files import CATEGORIES, json_text
+from cached_transformers.training.task import Arguments, Task, sums_of
 
 from .coco import CocoDetection, DetectionBatch
 from .scores import Results, score, to_results
 
-if TYPE_CHECKING:
-    from cached_transformers.training.config import RunConfig
 
-
-class Detection:
+class Detection(Task):
     """Object detection and instance segmentation; nothing is carried from step to step.
 
     The losses are means over a piece of a batch, as torchvision makes them, and pieces and processes weigh alike.
@@ -35,37 +35,26 @@ class Detection:
     def __init__(
         self, config: RunConfig, model: nn.Module, train: CocoDetection, validation: CocoDetection, world: World
     ) -> None:
-        self.settings, self.model, self.data, self.world = config.training, model, train, world
+        super().__init__(config, model, train, validation, world)
         check(config, model, train)
         check_categories(train.class_names, validation)
         self.losses: tuple[str, ...] = model.losses  # type: ignore[assignment]
         self.width = len(self.losses) + 2
-        share = (world.rank, world.size, self.settings.accumulate)
-        self.order = GroupedOrder(train.groups, self.settings.batch_size, self.settings.seed, 0, *share)
-
-    def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
-        wrapped = wrap(self.model, self.world)
-        return wrapped, wrapped
+        self.order = GroupedOrder(train.groups, self.settings.batch_size, self.settings.seed, 0, *self._share())
 
     def batches(self, step: int) -> Iterator[DetectionBatch]:
-        self.order.start = step
-        return training_batches(self.data, self.order, self.settings.workers)
+        return self._loaded(self.order, step, pin_memory=False)  # its images come one by one
 
     def backward(self, runner: Callable[..., Any], batch: DetectionBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device = self.world.device
-        images, targets = moved(batch, device)
+        images, targets = to_device(batch, device)
         with self.settings.autocast(device):
             losses = runner(images, targets)
         total = torch.stack([losses[name].float() for name in self.losses]).sum()
         scaler.scale(total / self.settings.accumulate).backward()
-        if not torch.isfinite(total):
-            return total.new_full((self.width,), torch.nan).double()
-        parts = [total, *(losses[name] for name in self.losses)]
-        sums = torch.stack([part.detach().double() for part in parts]) * len(images)
-        return torch.cat([sums, sums.new_tensor([len(images)])])
-
-    def finish(self, taken: bool) -> None:
-        pass
+        count = len(images)
+        parts = [part.detach().double() * count for part in (total, *(losses[name] for name in self.losses))]
+        return sums_of(total, *parts, total.new_tensor(count))
 
     def averages(self, total: Tensor) -> dict[str, float]:
         """The loss and its parts, averaged over images."""
@@ -74,14 +63,15 @@ class Detection:
 
     def evaluate(self, model: nn.Module, dataset: CocoDetection) -> tuple[dict[str, float], list[dict[str, float]]]:
         check_categories(self.data.class_names, dataset)
-        size = self.settings.evaluation_batch_size or self.settings.batch_size
-        return evaluate_detector(model, dataset, self.world, size), []
+        return evaluate_detector(model, dataset, self.world, self.settings.evaluation_rows), []
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
+    @classmethod
+    def arguments(cls, batch: DetectionBatch) -> Arguments:
+        return (batch.inputs,), {}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        pass
+    def files(self) -> dict[str, bytes]:
+        pairs = zip(self.data.category_ids, self.data.class_names, strict=True)
+        return {CATEGORIES: json_text([{"id": number, "name": name} for number, name in pairs])}
 
 
 def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
@@ -117,13 +107,6 @@ def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
         f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
         "the same list of categories"
     )
-
-
-def moved(batch: DetectionBatch, device: torch.device) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Images and targets on a device."""
-    images = [image.to(device, non_blocking=True) for image in batch.inputs]
-    targets = [{key: t.to(device, non_blocking=True) for key, t in target.items()} for target in batch.targets]
-    return images, targets
 
 
 def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, batch_size: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.data.base import SPLIT_WORDS, check_fraction
-from cached_transformers.data.hub import load_from_hub
+from cached_transformers.data.huggingface import load_from_hub
+from cached_transformers.data.splits import SPLIT_WORDS, check_fraction
 from cached_transformers.data.text import TextDataset, fingerprint
 from cached_transformers.data.text_files import TextFile, decoded, find_texts, split_of, split_text, split_texts
 from cached_transformers.registry import DATASETS

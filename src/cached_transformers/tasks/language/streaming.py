@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.data.text import perplexity
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.segments import read_segments
+from cached_transformers.state import State
 from cached_transformers.training.segments import token_losses
 
 
@@ -35,8 +39,7 @@ class Progress(NamedTuple):
     @property
     def perplexity(self) -> float:
         """Of a token, over everything read; infinite where it is too large for a number."""
-        mean = self.nats / max(self.tokens, 1)
-        return math.exp(mean) if mean < 700 else math.inf
+        return perplexity(self.nats / max(self.tokens, 1))
 
     def bits_per_byte(self, size: int) -> float:
         """Bits that a text of `size` bytes takes, a byte."""
@@ -67,21 +70,26 @@ def read_stream(
         raise ValueError(f"segment_length={segment_length} must be at least 1 token")
     model.eval()
     device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def read(tokens: list[int], state: State | None, reset_1: Tensor | None) -> ModelOutput:
+        ids_1N: Tensor = torch.tensor(tokens, device=device)[None]
+        return token_losses(model, ids_1N[:, :-1], ids_1N[:, 1:], state)
+
     now = start if start is not None else Progress(0, 0.0, 0, 0.0, 0, None)
+    for losses_1N, state, _ in read_segments(read, _segments(pieces, segment_length), now.state):
+        nats, count = losses_1N.double().sum().item(), losses_1N.shape[1]
+        now = Progress(now.tokens + count, now.nats + nats, count, nats, now.consumed + count, state)
+        yield now
+
+
+def _segments(pieces: Iterable[list[int]], length: int) -> Iterator[list[int]]:
+    """The tokens of each segment, with the one behind it, which is its last target."""
     buffer: list[int] = []
     for piece in pieces:
         buffer += piece
-        while len(buffer) > segment_length:
-            now = _segment(model, buffer[: segment_length + 1], now, device)
-            del buffer[:segment_length]
-            yield now
+        while len(buffer) > length:
+            yield buffer[: length + 1]
+            del buffer[:length]
     if len(buffer) > 1:
-        yield _segment(model, buffer, now, device)
-
-
-@torch.no_grad()
-def _segment(model: nn.Module, tokens: list[int], before: Progress, device: torch.device) -> Progress:
-    ids_1N: Tensor = torch.tensor(tokens, device=device)[None]
-    losses, state, _ = token_losses(model, ids_1N[:, :-1], ids_1N[:, 1:], before.state)
-    nats, count = losses.double().sum().item(), len(tokens) - 1
-    return Progress(before.tokens + count, before.nats + nats, count, nats, before.consumed + count, state)
+        yield buffer

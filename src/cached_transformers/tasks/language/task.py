@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.text import TextDataset
+from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
+from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.loader import to_device
 from cached_transformers.training.metrics import untouched
-from cached_transformers.training.segments import SegmentLoop, token_losses
+from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
+from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.settings import TrainingConfig
+from cached_transformers.training.task import Arguments, Task
 
 from .streams import IGNORED, StreamBatch, Streams
-
-if TYPE_CHECKING:
-    from cached_transformers.training.config import RunConfig
-    from cached_transformers.training.settings import TrainingConfig
 
 BUCKETS = 48  # the last one begins at place 2^47 - 1
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     """Next-token prediction over streams; each row keeps its place in the text, and its memory, from step to step.
 
     A step reads `segments` segments of every row. The rows of a batch are divided over processes and accumulated
@@ -43,7 +46,7 @@ class LanguageModelling:
     def __init__(
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
     ) -> None:
-        self.config, self.settings, self.model, self.data, self.world = config, config.training, model, train, world
+        super().__init__(config, model, train, validation, world)
         check(config, model, train)
         settings = self.settings
         if settings.batch_size % (world.size * settings.accumulate):
@@ -69,8 +72,8 @@ class LanguageModelling:
             seed=settings.seed if train.shuffle else None,
         )
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
-        self._share = settings.batch_size // world.size
-        self._piece = self._share // settings.accumulate
+        self._rows = settings.batch_size // world.size
+        self._piece = self._rows // settings.accumulate
         self._states: list[State | None] = [None] * settings.accumulate
         self._coming: list[State] = []
 
@@ -83,9 +86,9 @@ class LanguageModelling:
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
-        first = self.world.rank * self._share
+        first = self.world.rank * self._rows
         while True:
-            for begin in range(first, first + self._share, self._piece):
+            for begin in range(first, first + self._rows, self._piece):
                 yield self.streams.batch(step, slice(begin, begin + self._piece))
             step += 1
 
@@ -116,6 +119,17 @@ class LanguageModelling:
     def evaluate(self, model: nn.Module, dataset: TextDataset) -> tuple[dict[str, float], list[dict[str, float]]]:
         return evaluate_language(model, dataset, self.world, self.config)
 
+    @classmethod
+    def example_inputs(cls, dataset: TextDataset, config: RunConfig) -> Arguments:
+        tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
+        return (tokens[None],), {}
+
+    def files(self) -> dict[str, bytes]:
+        return {TOKENIZER: self.data.tokenizer.dump()}
+
+    def check_continued(self, folder: Path) -> None:
+        check_tokenizer(folder, self.data.tokenizer)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The states of all rows, in order of the rows, whatever processes and pieces they belong to."""
         if self._states[0] is None:
@@ -135,8 +149,8 @@ class LanguageModelling:
             return
         self.model.train()  # the size of a state may depend on the mode
         whole = from_tensors(state, self.model.init_state(self.settings.batch_size), "the checkpoint")  # type: ignore[operator]
-        first = self.world.rank * self._share
-        begins = range(first, first + self._share, self._piece)
+        first = self.world.rank * self._rows
+        begins = range(first, first + self._rows, self._piece)
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
@@ -159,12 +173,25 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
         )
     if settings.label_smoothing:
         raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
+    check_passes(model, settings.passes)
+
+
+def check_passes(model: nn.Module, passes: int) -> None:
+    """Refuse several passes over text whose next tokens a memory has read by then (ValueError)."""
+    if passes == 1:
+        return
+    memory = model_memory(model, passes)
+    if not memory.rereads and remembers(model.init_state(1)):  # type: ignore[operator]
+        raise ValueError(
+            f"training.passes={passes}: after the first pass the memory has read the tokens that are to be predicted; "
+            "take training.passes=1, or a memory that shows a token only what stands before it in every pass "
+            "(read_twice with scope='earlier')"
+        )
 
 
 def moved(batch: StreamBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Inputs, targets, resets and padding on a device."""
-    inputs, targets, reset = (t.to(device, non_blocking=True) for t in (batch.inputs, batch.targets, batch.reset))
-    return inputs, targets, reset, None if batch.padding is None else batch.padding.to(device, non_blocking=True)
+    return to_device((batch.inputs, batch.targets, batch.reset, batch.padding), device)
 
 
 def _grain(data: TextDataset, segment: int, settings: TrainingConfig) -> int:
@@ -183,7 +210,7 @@ def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
         dataset.tokens,
         dataset.starts,
         dataset.tokenizer.start,
-        settings.evaluation_batch_size or settings.batch_size,
+        settings.evaluation_rows,
         length * window,
         unit=length,
         align=_grain(dataset, length, settings),
@@ -202,13 +229,15 @@ def evaluate_language(
         The scores; and for places 0, 1 to 2, 3 to 6, 7 to 14, ... in the document: from, to, tokens, loss.
 
     Raises:
-        ValueError: shuffling with a single row.
+        ValueError: shuffling with a single row, or several passes over a model whose memory would show the answers.
     """
     streams, memory = evaluation_streams(dataset, config), config.evaluation.memory
     length = config.evaluation.segment_length or config.training.segment_length
     first, last = (rank * streams.rows // world.size for rank in (world.rank, world.rank + 1))
     if memory == "shuffle" and last - first == 1:
         raise ValueError("evaluation.memory=shuffle needs two rows or more; raise training.evaluation_batch_size")
+    check_passes(model, config.training.passes)
+    loop = SegmentLoop(model, length, passes=config.training.passes)
     generator = torch.Generator().manual_seed(config.training.seed)
     total = torch.zeros(2, BUCKETS, dtype=torch.float64, device=world.device)
     with untouched(model):
@@ -220,7 +249,9 @@ def evaluate_language(
             elif memory == "shuffle" and state is not None:
                 shift = int(torch.randint(1, last - first, (), generator=generator))
                 state = reorder(state, torch.arange(last - first, device=world.device).roll(shift))
-            losses_BN, state = _losses(model, batch, state, length, config.training.passes, world.device)
+            inputs_BN, targets_BN, reset, padding_BN = moved(batch, world.device)
+            outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
+            losses_BN, state = torch.cat([out.outputs for out in outs], 1), outs[-1].state
             bucket_BN = torch.from_numpy(np.frexp(batch.positions.numpy() + 1)[1] - 1).long()
             valid_BN = batch.targets != IGNORED
             index = bucket_BN[valid_BN].to(world.device)
@@ -234,24 +265,3 @@ def evaluate_language(
         if tokens_P[p]
     ]
     return dataset.scores(float(nats_P.sum()), float(tokens_P.sum())), places
-
-
-def _losses(
-    model: nn.Module, batch: StreamBatch, state: State | None, length: int, passes: int, device: torch.device
-) -> tuple[Tensor, State]:
-    """Losses (B, N) of the tokens of one batch, read as a `SegmentLoop` reads it, and the state after it."""
-    inputs_BN, targets_BN, reset, padding_BN = moved(batch, device)
-    for remaining in reversed(range(passes)):
-        losses, states = [], []
-        # An evaluation step is one segment, or, read in several passes, one document at most: one reset in front.
-        start: Tensor | None = reset[:, 0] if remaining == passes - 1 else None
-        for begin in range(0, inputs_BN.shape[1], length):
-            inputs, targets = (t[:, begin : begin + length] for t in (inputs_BN, targets_BN))
-            padding = None if padding_BN is None else padding_BN[:, begin : begin + length]
-            part, state, _ = token_losses(model, inputs, targets, state, start, padding)
-            start = None
-            losses.append(part)
-            states.append(state)
-        if remaining:
-            state = model.stack.model_memory.next_pass(None, states)  # type: ignore[union-attr, operator]
-    return torch.cat(losses, 1), state

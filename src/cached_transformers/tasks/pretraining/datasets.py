@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cached_transformers.data.base import SPLITS
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
-from cached_transformers.data.special_tokens import SpecialTokens
+from cached_transformers.data.splits import SPLITS
 from cached_transformers.data.text import TextDataset
+from cached_transformers.data.tokenizers import SpecialTokens
 from cached_transformers.registry import DATASETS
 
 from .objectives import ObjectiveSpec, create_objective

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cached_transformers.data.special_tokens import SpecialTokens
+from cached_transformers.data.tokenizers import SpecialTokens
 from cached_transformers.registry import OBJECTIVES
 
 from .denoising import (

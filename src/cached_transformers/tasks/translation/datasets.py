@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from cached_transformers.data.base import SPLIT_WORDS, check_split
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
+from cached_transformers.data.splits import SPLIT_WORDS, check_split
 from cached_transformers.data.store import Arrays, load_or_build
 from cached_transformers.data.subwords import (
     BEGIN,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from cached_transformers.data.base import SPLIT_WORDS
+from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.data.text import fingerprint
 from cached_transformers.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
 from cached_transformers.extras import require

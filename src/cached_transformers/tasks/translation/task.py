@@ -9,24 +9,26 @@ Legend: B rows, N source tokens, T target tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.pairs import IGNORED, PairBatch
-from cached_transformers.training.distributed import World, wrap
-from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
+from cached_transformers.data.text import perplexity
+from cached_transformers.training.config import RunConfig
+from cached_transformers.training.distributed import World
+from cached_transformers.training.loader import TrainingOrder, evaluation_batches, to_device
 from cached_transformers.training.metrics import untouched
+from cached_transformers.training.run_files import TOKENIZER, TRANSLATIONS, check_tokenizer
+from cached_transformers.training.settings import EvaluationConfig
+from cached_transformers.training.task import Arguments, Task, sums_of
 
 from .scores import RESAMPLES, corpus_scores
 from .token_batches import TokenOrder
-
-if TYPE_CHECKING:
-    from cached_transformers.training.config import RunConfig
-    from cached_transformers.training.settings import EvaluationConfig
+from .translate import translate
 
 
 class Piece(NamedTuple):
@@ -45,7 +47,7 @@ class Translated(NamedTuple):
     score: float
 
 
-class Translation:
+class Translation(Task):
     """Sequence-to-sequence training; every target token of a step weighs alike, wherever it is computed.
 
     Attributes:
@@ -56,34 +58,28 @@ class Translation:
     """
 
     width = 3
+    dynamic = True
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
-        self.config, self.settings, self.model, self.data, self.world = config, config.training, model, train, world
+        super().__init__(config, model, train, validation, world)
         check(config, model, train)
         check_same_tokenizer(train, validation)
         settings = self.settings
-        share = (world.rank, world.size, settings.accumulate)
         self.order: TokenOrder | TrainingOrder
         if settings.batch_tokens is None:
-            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, *share)
+            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, *self._share())
         else:
-            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, *share)
+            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, *self._share())
         self.translations: list[Translated] = []
 
-    def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
-        wrapped = wrap(self.model, self.world)
-        return wrapped, torch.compile(wrapped, dynamic=True) if self.settings.compile else wrapped
-
     def facts(self) -> dict[str, float]:
-        """What is known of the batches before training: the share of their tokens that is not padding."""
+        """The share of the batches' tokens that is not padding, and steps of an epoch."""
         if not isinstance(self.order, TokenOrder):
             return {}
         return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
 
     def batches(self, step: int) -> Iterator[Piece]:
-        self.order.start = step
-        pin_memory = self.world.device.type == "cuda"
-        loaded = training_batches(self.data, self.order, self.settings.workers, pin_memory)  # type: ignore[arg-type]
+        loaded = self._loaded(self.order, step)
         while True:
             pairs = [next(loaded) for _ in range(self.settings.accumulate)]
             if isinstance(self.order, TokenOrder):
@@ -96,7 +92,7 @@ class Translation:
             step += 1
 
     def backward(self, runner: Callable[..., Any], batch: Piece, scaler: torch.amp.GradScaler) -> Tensor:
-        pairs = moved(batch.pairs, self.world.device)
+        pairs = to_device(batch.pairs, self.world.device)
         with self.settings.autocast(self.world.device):
             output = runner(
                 pairs.inputs,
@@ -112,19 +108,14 @@ class Translation:
         if output.auxiliary_loss is not None:
             loss = loss + output.auxiliary_loss * (count * share)
         scaler.scale(loss).backward()
-        if not torch.isfinite(loss):
-            return loss.new_full((self.width,), torch.nan).double()
         sources = (~pairs.padding).sum() * (count > 0)  # a piece without targets is there for company
-        return torch.stack([part.detach().double() for part in (nats, sources, count)])
-
-    def finish(self, taken: bool) -> None:
-        pass
+        return sums_of(loss, nats, sources, count)
 
     def averages(self, total: Tensor) -> dict[str, float]:
         """Loss per target token (with label smoothing, if any), and the tokens of both sides that made it."""
         nats, sources, targets = total.tolist()
         loss = nats / targets
-        values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": _exp(loss)}
+        values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": perplexity(loss)}
         return {**values, "tokens": sources + targets}
 
     def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
@@ -134,11 +125,20 @@ class Translation:
         values, self.translations = evaluate_pairs(model, dataset, self.world, self.config, sentences)
         return values, []
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
+    @classmethod
+    def arguments(cls, batch: PairBatch) -> Arguments:
+        return (batch.inputs, batch.decoder_inputs), {"padding": batch.padding}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        pass
+    def files(self) -> dict[str, bytes]:
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return {} if tokenizer is None else {TOKENIZER: tokenizer.dump()}
+
+    def results(self) -> dict[str, bytes]:
+        return {TRANSLATIONS: written(self.translations).encode()} if self.translations else {}
+
+    def check_continued(self, folder: Path) -> None:
+        if hasattr(self.data, "tokenizer"):
+            check_tokenizer(folder, self.data.tokenizer)
 
 
 def check(config: RunConfig, model: nn.Module, data: Any) -> None:
@@ -198,11 +198,6 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
         )
 
 
-def moved(batch: PairBatch, device: torch.device) -> PairBatch:
-    """The batch on a device."""
-    return PairBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
-
-
 def evaluate_pairs(
     model: nn.Module, dataset: Any, world: World, config: RunConfig, sentences: int | None
 ) -> tuple[dict[str, Any], list[Translated]]:
@@ -214,16 +209,16 @@ def evaluate_pairs(
         sentences: how many are translated, the first ones; None for all. Intervals come with all alone.
     """
     settings = config.training
-    size = settings.evaluation_batch_size or settings.batch_size
+    size = settings.evaluation_rows
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     with untouched(model):
         for batch in evaluation_batches(dataset, size, world.rank, world.size, settings.workers):
-            pairs = moved(batch, world.device)
+            pairs = to_device(batch, world.device)
             output = model(pairs.inputs, pairs.decoder_inputs, padding=pairs.padding, targets=pairs.targets)
             total[0] += output.outputs.double().sum()
             total[1] += (pairs.targets != IGNORED).sum()
     nats, tokens = world.sum(total).tolist()
-    values: dict[str, Any] = {"loss": nats / tokens, "perplexity": _exp(nats / tokens)}
+    values: dict[str, Any] = {"loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
     if not translatable(dataset) or dataset.split == "train" or sentences == 0:
         return values, []
     count = len(dataset) if sentences is None else min(sentences, len(dataset))
@@ -244,14 +239,12 @@ def translate_rows(
 
     Sentences of about the same length are searched together.
     """
-    from .translate import translate
-
     facts, texts = dataset.describe(), dataset.texts
     mine = sorted(rows[world.rank :: world.size], key=lambda row: (len(dataset[row].source), row))
     found: dict[int, tuple[str, float]] = {}
     for begin in range(0, len(mine), batch_size):
         chosen = mine[begin : begin + batch_size]
-        batch = moved(dataset.collate([dataset[row] for row in chosen]), world.device)
+        batch = to_device(dataset.collate([dataset[row] for row in chosen]), world.device)
         answer = translate(
             model,  # type: ignore[arg-type]
             batch.inputs,
@@ -278,7 +271,3 @@ def written(translations: list[Translated]) -> str:
         f"{number}\t{row.score:.4f}\nsource\t{row.source}\nreference\t{row.reference}\nhypothesis\t{row.hypothesis}\n"
         for number, row in enumerate(translations, 1)
     )
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
+from cached_transformers.training.config import check_type
 
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
 
@@ -72,12 +73,19 @@ class Augmentation:
         Raises:
             ValueError: an unknown key (with a suggestion), or a value out of range or of another type.
         """
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for key, value in options.items():
-            if key not in known:
-                raise ValueError(unknown_name("option of data.augmentation", key, list(known)))
-            values[key] = _typed(key, value, known[key].default)
+            if key not in defaults:
+                raise ValueError(unknown_name("option of data.augmentation", key, list(defaults)))
+            path, default = f"data.augmentation.{key}", defaults[key]
+            if isinstance(default, tuple):
+                numbers = isinstance(value, (list, tuple)) and all(isinstance(x, (int, float)) for x in value)
+                if not numbers or len(value) != 2:
+                    raise ValueError(f"{path}={value!r} must be a list of two numbers")
+                values[key] = (float(value[0]), float(value[1]))
+            elif value is not None or default is not None:
+                values[key] = check_type(path, value, str if default is None else type(default))
         return cls(**values)
 
     def transform(self, size: int, mean: Sequence[float], std: Sequence[float]) -> Any:
@@ -161,20 +169,3 @@ def evaluation_view(
 def _one_of(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(unknown_name(f"data.augmentation.{name}", value, list(known)))
-
-
-def _typed(key: str, value: Any, default: Any) -> Any:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(default, tuple):
-        if (
-            not isinstance(value, (list, tuple))
-            or len(value) != 2
-            or not all(isinstance(x, (int, float)) for x in value)
-        ):
-            raise ValueError(f"data.augmentation.{key}={value!r} must be a list of two numbers")
-        return (float(value[0]), float(value[1]))
-    fits = {int: isinstance(value, int) and number, float: number, str: isinstance(value, str)}
-    if not (fits[type(default)] if default is not None else value is None or isinstance(value, str)):
-        wanted = {int: "a whole number", float: "a number"}.get(type(default), "text")
-        raise ValueError(f"data.augmentation.{key}={value!r} must be {wanted}, not {type(value).__name__}")
-    return value

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cached_transformers.data.base import SPLIT_WORDS, check_fractions, check_split, items_of_split
-from cached_transformers.data.decoding import BadFile
-from cached_transformers.data.hub import load_from_hub
+from cached_transformers.data.huggingface import load_from_hub
+from cached_transformers.data.image_files import BadFile
+from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.extras import require
 from cached_transformers.registry import DATASETS
 
-from .base import BadFiles, EncodedImages, check_view
+from .dataset import EncodedImages
 
 
 @DATASETS.register("huggingface_images")
+@dataclass(kw_only=True, eq=False, repr=False)
 class HuggingFaceImages(EncodedImages):
     """Classify the images of any data set of the Hugging Face hub, or of one saved to disk.
 
@@ -26,97 +27,60 @@ class HuggingFaceImages(EncodedImages):
     that bad ones are handled as elsewhere.
 
     Args:
-        split: "train", "validation" or "test".
         dataset: its name, e.g. "uoft-cs/cifar10", or the folder that `save_to_disk` wrote.
         config: its configuration, if it has any.
         image: column of the images. label: column of the labels; null takes "label", or "fine_label" if there is none.
-        image_size: height and width of an input in pixels.
-        augment: shift by up to an eighth of the size and mirror training images at random.
-        augmentation: options of `Augmentation`, in place of that.
-        crop_ratio, interpolation: of evaluation; see `ImageFolder`.
-        validation_fraction, test_fraction: shares held out where the data set has no such split.
-        seed: decides which rows are held out.
-        bad_files: "stop" at an image that cannot be decoded, or "skip" it.
+        test_fraction: share of every class held out where the data set has no split for testing.
+        others: see `EncodedImages`.
 
     Raises:
         ImportError: the `datasets` library is not installed.
         ValueError: unknown data set or column, or one of another kind; labels that are hidden (-1); an empty split.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        dataset: str,
-        config: str | None = None,
-        image: str = "image",
-        label: str | None = None,
-        image_size: int = 224,
-        augment: bool = True,
-        augmentation: Mapping[str, Any] | None = None,
-        crop_ratio: float | None = None,
-        interpolation: str = "bicubic",
-        validation_fraction: float = 0.1,
-        test_fraction: float = 0.1,
-        seed: int = 0,
-        bad_files: BadFiles = "stop",
-    ) -> None:
-        check_view(image_size, 3, crop_ratio, interpolation, bad_files)
-        fractions = check_fractions(validation_fraction, test_fraction)
-        check_split(split)
-        self.dataset = dataset
-        loaded = load_from_hub(dataset, config)
-        present = {own: name for own, words in SPLIT_WORDS.items() for name in loaded if name in words}
+    name = "huggingface_images"
+    dataset: str
+    config: str | None = None
+    image: str = "image"
+    label: str | None = None
+    test_fraction: float = 0.1
+
+    def _load(self) -> tuple[np.ndarray, list[str]]:
+        loaded = load_from_hub(self.dataset, self.config)
+        present = {split: name for split, words in SPLIT_WORDS.items() for name in loaded if name in words}
         if "train" not in present:
-            raise ValueError(f"{dataset} has no training split; it has {', '.join(loaded)}")
-        rows = loaded[present.get(split, present["train"])]
-        column = _label_column(dataset, rows, image, label)
-        labels, names = _labels(dataset, rows, column)
-        if split not in present or split == "train":
-            shares = {name: share for name, share in fractions.items() if name not in present}
-            chosen = items_of_split(dataset, labels, shares, seed, split)
+            raise ValueError(f"{self.dataset} has no training split; it has {', '.join(loaded)}")
+        rows = loaded[present.get(self.split, present["train"])]
+        labels, names = self._labels(rows)
+        if self.split not in present or self.split == "train":
+            held_out = [split for split in ("validation", "test") if split not in present]
+            chosen = self._dealt(self.dataset, labels, *held_out)
             rows, labels = rows.select(chosen), labels[chosen]
         library = require("datasets", extra="language")
-        self._image, self._rows = image, rows.select_columns([image]).cast_column(image, library.Image(decode=False))
-        size = max(len(names), int(labels.max()) + 1)
-        super().__init__(
-            "huggingface_images",
-            split,
-            labels,
-            class_names=names or [f"class {place}" for place in range(size)],
-            image_size=image_size,
-            augment=augment,
-            augmentation=augmentation,
-            crop_ratio=crop_ratio,
-            interpolation=interpolation,
-            bad_files=bad_files,
-        )
+        self._rows = rows.select_columns([self.image]).cast_column(self.image, library.Image(decode=False))
+        return labels, names or [f"class {place}" for place in range(int(labels.max()) + 1)]
+
+    def _labels(self, rows: Any) -> tuple[np.ndarray, list[str]]:
+        """Labels as whole numbers, and the names of the classes where the data set has them."""
+        columns, dataset = list(rows.column_names), self.dataset
+        column = self.label or next((name for name in ("label", "fine_label") if name in columns), "label")
+        for option, name in (("image", self.image), ("label", column)):
+            if name not in columns:
+                raise ValueError(f"data.{option}={name!r}: {dataset} has {', '.join(columns)}")
+        if type(rows.features[self.image]).__name__ != "Image":
+            held = rows.features[self.image]
+            raise ValueError(f"data.image={self.image!r}: {dataset} holds {held} there, not images")
+        labels = np.asarray(list(rows[column]))
+        if not len(labels) or labels.dtype.kind not in "iu":
+            raise ValueError(f"data.label={column!r}: {dataset} holds {rows.features[column]} there, not class numbers")
+        if labels.min() < 0:
+            hidden = int((labels < 0).sum())
+            raise ValueError(f"{dataset}: {hidden} of {len(labels)} labels are hidden (-1); choose another split")
+        return labels.astype(np.int64), list(getattr(rows.features[column], "names", None) or [])
 
     def encoded(self, index: int) -> tuple[bytes, object]:
-        value = self._rows[index][self._image]
+        value = self._rows[index][self.image]
         name = (value or {}).get("path") or f"{self.dataset}, {self.split} row {index}"
         if value is None:
             raise BadFile(name, "the row holds no image")
         return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes(), name
-
-
-def _label_column(dataset: str, rows: Any, image: str, label: str | None) -> str:
-    columns = list(rows.column_names)
-    column = label or next((name for name in ("label", "fine_label") if name in columns), "label")
-    for option, name in (("image", image), ("label", column)):
-        if name not in columns:
-            raise ValueError(f"data.{option}={name!r}: {dataset} has {', '.join(columns)}")
-    if type(rows.features[image]).__name__ != "Image":
-        raise ValueError(f"data.image={image!r}: {dataset} holds {rows.features[image]} there, not images")
-    return column
-
-
-def _labels(dataset: str, rows: Any, column: str) -> tuple[np.ndarray, list[str]]:
-    """Labels as whole numbers, and the names of the classes where the data set knows them."""
-    labels = np.asarray(list(rows[column]))
-    if not len(labels) or labels.dtype.kind not in "iu":
-        raise ValueError(f"data.label={column!r}: {dataset} holds {rows.features[column]} there, not class numbers")
-    if labels.min() < 0:
-        hidden = int((labels < 0).sum())
-        raise ValueError(f"{dataset}: {hidden} of {len(labels)} labels are hidden (-1); choose another split")
-    return labels.astype(np.int64), list(getattr(rows.features[column], "names", None) or [])

@@ -2,24 +2,25 @@
 
 Source: Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge" (arXiv:1409.0575). `image_shards` reads
 the same images, and those of ImageNet-22k, from tar shards, which suits network file systems better.
+
+Why not torchvision's ImageNet: it unpacks every archive first, and takes the classes of the validation images from the
+development kit alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
-from cached_transformers.data.base import check_fraction, check_split
-from cached_transformers.data.decoding import SUFFIXES
+from cached_transformers.data.archives import Listing
 from cached_transformers.registry import DATASETS
 
-from .base import BadFiles, check_view
-from .image_folder import ListedImages, dealt, labelled, refuse_foreign_classes
-from .packed import Listing
+from .class_folders import LabelledFiles, ListedImages, class_names, is_image, labelled, refuse_foreign_classes
+from .dataset import AUGMENTATION_DEFAULTS
 
 _HOMES = ("", "Data/CLS-LOC", "ILSVRC/Data/CLS-LOC")
 _LISTS = (
@@ -33,6 +34,7 @@ _VAL = ("val", "validation", "ILSVRC2012_img_val")
 
 
 @DATASETS.register("imagenet")
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImageNet(ListedImages):
     """Classify ImageNet-1k from its own layout: train/<wnid>/ or train/<wnid>.tar, and val/ with or without folders.
 
@@ -43,72 +45,37 @@ class ImageNet(ListedImages):
     checkpoint by step then (training.test=last), since the best on these images is biased.
 
     Args:
-        split: "train", "validation" or "test".
         path: the folder that holds train/ and val/.
-        image_size: height and width of an input in pixels.
         augmentation: options of `Augmentation`; null crops at random and mirrors, as its defaults are.
-        crop_ratio: share of the shorter side that evaluation sees, as timm's crop_pct.
-        interpolation: "bicubic", "bilinear" or "nearest", of evaluation.
         validation_list: a list of the classes of val/, where it lies elsewhere or is named otherwise.
-        validation_fraction: share of every class of the training images held out for validation.
-        seed: decides which.
-        bad_files: "stop" at a file that cannot be decoded and at a class without an image, or "skip" them.
+        others: see `EncodedImages`.
 
     Raises:
         FileNotFoundError: no such folder, or it lacks train/, val/ or the list.
         ValueError: a class without an image, or a list that does not fit.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path,
-        image_size: int = 224,
-        augmentation: Mapping[str, Any] | None = None,
-        crop_ratio: float = 0.875,
-        interpolation: str = "bicubic",
-        validation_list: str | Path | None = None,
-        validation_fraction: float = 0.0,
-        seed: int = 0,
-        bad_files: BadFiles = "stop",
-    ) -> None:
-        check_view(image_size, 3, crop_ratio, interpolation, bad_files)
-        check_fraction("validation_fraction", validation_fraction)
-        root = Path(path).expanduser()
-        check_split(split)
+    name = "imagenet"
+    no_augmentation = AUGMENTATION_DEFAULTS
+    path: str | Path
+    crop_ratio: float | None = 0.875
+    validation_list: str | Path | None = None
+    validation_fraction: float = 0.0
+
+    def _find(self) -> tuple[LabelledFiles, list[str]]:
+        root = Path(self.path).expanduser()
         home = next((root / home for home in _HOMES if (root / home / "train").is_dir()), None)
         if home is None:
             hint = "unpack ILSVRC2012_img_train.tar into it (the tars of the classes may stay packed)"
             raise FileNotFoundError(f"{root} has no folder train/ of <wnid>/ or <wnid>.tar; {hint}")
         train = Listing(home / "train", open_tars=True)
-        names = train.subfolders()
-        if len(names) < 2:
-            raise ValueError(f"{home / 'train'} must hold two or more classes; found {', '.join(names) or 'none'}")
-        if split == "test" or (split == "validation" and validation_fraction == 0):
-            listing, files, labels = _validation(root, home, names, validation_list)
-        else:
-            listing, share = train, {"validation": validation_fraction}
-            files, labels = dealt(train, "", names, split, share, seed, bad_files)
-        super().__init__(
-            "imagenet",
-            split,
-            listing,
-            files,
-            labels,
-            class_names=names,
-            image_size=image_size,
-            augment=True,
-            augmentation={} if augmentation is None else augmentation,
-            crop_ratio=crop_ratio,
-            interpolation=interpolation,
-            bad_files=bad_files,
-        )
+        names = class_names(train)
+        if self.split == "test" or (self.split == "validation" and self.validation_fraction == 0):
+            return _validation(root, home, names, self.validation_list), names
+        return self._dealt_files(train, names, "validation"), names
 
 
-def _validation(
-    root: Path, home: Path, names: list[str], given: str | Path | None
-) -> tuple[Listing, list[str], np.ndarray]:
+def _validation(root: Path, home: Path, names: list[str], given: str | Path | None) -> LabelledFiles:
     """The images of val/ with their labels."""
     places = [home / f"{name}{suffix}" for name in _VAL for suffix in ("", ".tar")]
     place = next((place for place in places if place.exists()), None)
@@ -117,14 +84,14 @@ def _validation(
     listing = Listing(place, open_tars=place.is_dir())
     if given is None and listing.subfolders():
         refuse_foreign_classes(place, listing.subfolders(), "train/", names)
-        return listing, *labelled(listing, "", names, None)
-    files = [name for name in listing.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
+        return labelled(listing, names, None)
+    files = [name for name in listing.names if is_image(name)]
     lists = [Path(given).expanduser()] if given is not None else [f / n for f in (root, home, place) for n in _LISTS]
     found = next((file for file in lists if file.is_file()), None)
     if found is None:
         wanted = lists[0] if given is not None else f"{root}/{', '.join(_LISTS)}"
         raise FileNotFoundError(f"{place} has no class folders, and there is no list of its classes: {wanted}")
-    return listing, files, read_labels(found, files, names)
+    return LabelledFiles(listing, files, read_labels(found, files, names))
 
 
 def read_labels(file: Path, images: Sequence[str], names: Sequence[str]) -> np.ndarray:
@@ -147,15 +114,15 @@ def read_labels(file: Path, images: Sequence[str], names: Sequence[str]) -> np.n
         if len(rows) != len(images):
             raise ValueError(f"{file} names the classes of {len(rows)} images, but there are {len(images)}")
         return np.array([_label(file, n, line[0], place) for n, line in rows], dtype=np.int64)
-    known: dict[str, int] = {}
+    listed: dict[str, int] = {}
     for n, line in rows:
         if len(line) < 2:
             raise ValueError(f"{file}, line {n}: expected an image and its class, found {line[0]!r}")
-        known[PurePosixPath(line[0]).stem] = _label(file, n, line[1], place)
-    missing = [image for image in images if PurePosixPath(image).stem not in known]
+        listed[PurePosixPath(line[0]).stem] = _label(file, n, line[1], place)
+    missing = [image for image in images if PurePosixPath(image).stem not in listed]
     if missing:
         raise ValueError(f"{file} lacks {len(missing)} of {len(images)} images: {', '.join(missing[:5])}")
-    return np.array([known[PurePosixPath(image).stem] for image in images], dtype=np.int64)
+    return np.array([listed[PurePosixPath(image).stem] for image in images], dtype=np.int64)
 
 
 def _label(file: Path, line: int, text: str, place: Mapping[str, int]) -> int:

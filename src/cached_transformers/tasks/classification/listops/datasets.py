@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cached_transformers.data.base import Batch, LabelledDataset, check_split
+from cached_transformers.data.dataset import Batch, LabelledDataset
+from cached_transformers.data.splits import check_split
 from cached_transformers.data.store import Arrays, load_or_build
 from cached_transformers.registry import DATASETS
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from cached_transformers.data.base import SPLIT_WORDS
+from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.data.store import write_atomically
 
 from .expressions import Expression, evaluate, to_source, tokenize

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cached_transformers.experiments.reports.wording import Metric, short_p
 from cached_transformers.experiments.statistics import summarise
+
+from .wording import Metric, short_p
 
 DESCRIPTIONS = {
     "carry": "as training left it",

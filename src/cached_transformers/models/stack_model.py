@@ -31,8 +31,8 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
-from cached_transformers.state import named_tensors
 
+from .segments import remembers
 from .stack_options import StackOptions
 
 WHERE_GIVEN: dict[str, str] = {
@@ -143,7 +143,6 @@ def make_stack(
             dropout=options.dropout,
             head_width=options.head_width,
             scale=options.attention_scale,
-            **({} if model_memory is None else model_memory.layer_options(index)),
         )
         positionwise = feed_forward_of(options, index)
         separate = model_memory is not None and "own_weights" in model_memory.needs
@@ -189,8 +188,7 @@ def acts_in_layers(stack: Stack) -> bool:
 
 def carries(stack: Stack) -> bool:
     """Whether a state holds anything beside the clock, so that a memory meets tokens of earlier segments."""
-    fresh = stack.init_state(1)
-    return any(True for _ in named_tensors((fresh.model, fresh.layers)))
+    return remembers(stack.init_state(1))
 
 
 def embed_places(x_BND: Tensor, positions: Positions, places_BN1: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from data.pictures import encoded, saved, write_files
 from PIL import Image
 
 from cached_transformers.data import BadFile
-from cached_transformers.data.decoding import open_picture
+from cached_transformers.data.image_files import open_picture
 from cached_transformers.tasks import ImageFolder
 
 RAMP = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)

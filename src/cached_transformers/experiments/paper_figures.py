@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cached_transformers.data.decoding import open_picture
-from cached_transformers.experiments.run import build_dataset, load_run, read_run_config
-from cached_transformers.experiments.statistics import mean_interval
+from cached_transformers.data.image_files import open_picture
 from cached_transformers.memories.grc.grc import GRCOptions
 from cached_transformers.tasks.classification.images.augmentation import central_square
 
-from .collect import LayerMaps, collect_layer_maps
-from .draw import label, listed, single_runs
-from .figures import paper
-from .figures.paper import PLAIN, FormPoint, HeadShares
-from .run_folder import Comparison, Run, is_comparison, is_run, read_comparison
+from .build import build_dataset
+from .load import load_run, read_run_config
+from .reports.collect import LayerMaps, collect_layer_maps
+from .reports.draw import label, listed, single_runs
+from .reports.figures import paper
+from .reports.figures.paper import PLAIN, FormPoint, HeadShares
+from .reports.run_folder import Comparison, Run, is_comparison, is_run, read_comparison
+from .statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .pvt import PyramidVisionTransformer, published_weights
+from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 
 CACHE = "cache_MC"
 """Last part of the name of a shared cache in a state dict."""
@@ -28,8 +29,6 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist; give a run folder, or a .safetensors or PyTorch file")
     if source.is_dir():
-        from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-
         folder = Checkpoints(source / "checkpoints").named("best") if (source / "checkpoints").is_dir() else source
         return _without_prefix(read_checkpoint(folder).weights)
     try:
