@@ -64,10 +64,10 @@ class SideBySide(LayerMemory):
             context = join(context, reading.context)
         return Reading(context, carry=readings)
 
-    @staticmethod
-    def _readings(reading: Reading) -> list[Reading]:
-        """What each member has read, with what the layer filled in behind."""
-        return [part._replace(lse_BHN=reading.lse_BHN) for part in reading.carry]
+    def _readings(self, reading: Reading) -> list[Reading]:
+        """What each member has read, with what the layer filled in for those that need it."""
+        pairs = zip(self.members, reading.carry, strict=True)
+        return [part._replace(lse_BHN=reading.lse_BHN) if "lse" in m.needs else part for m, part in pairs]
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         for member, part in zip(self.members, self._readings(reading), strict=True):
@@ -94,10 +94,10 @@ class SideBySide(LayerMemory):
         after, losses = [], []
         readings = self._readings(trace.reading)
         weights = _by_member(trace.weights_BHNL, readings, trace.x_BND.shape[1])
-        for member, part, reading, weights_BHNL in zip(
-            self.members, self._states(state), readings, weights, strict=True
-        ):
-            new, loss = member.write(part, trace._replace(reading=reading, weights_BHNL=weights_BHNL))
+        given = zip(self.members, self._states(state), readings, weights, strict=True)
+        for member, part, reading, weights_BHNL in given:
+            weighed = weights_BHNL if "weights" in member.needs else None
+            new, loss = member.write(part, trace._replace(reading=reading, weights_BHNL=weighed))
             after.append(new)
             if loss is not None:
                 losses.append(loss)
