@@ -278,7 +278,7 @@ def test_the_state_is_saved_and_goes_on(tmp_path: Path) -> None:
 
 def test_it_generates_as_it_reads() -> None:
     model, prompt = build([GRC, RELATIVE_XL]).eval(), torch.cat(segments(2), 1)[:, :9]
-    made = generate(model, prompt, tokens=6, segment_length=SEGMENT).tokens
+    made = generate(model, prompt, tokens=6, temperature=0.0, segment_length=SEGMENT).tokens
     text = torch.cat([prompt, made], 1)[:, : 2 * SEGMENT]
     read = outputs(model, list(text.split(SEGMENT, 1))).transpose(0, 1).flatten(1, 2)
     assert torch.equal(read[:, 8:11].argmax(-1), made[:, :3])
@@ -379,5 +379,8 @@ def test_a_memory_round_another_gives_it_what_the_model_says() -> None:
     beside = build([{"name": "test_outer", "over": RELATIVE_XL}, GRC])
     assert isinstance(beside.stack.blocks[0].attention.positions, RelativePositions)  # type: ignore[union-attr]
     outputs(beside, inputs)
+    pair, listed = build({"name": "test_outer", "over": [GRC, RELATIVE_XL]}), build([GRC, RELATIVE_XL])
+    listed.load_state_dict({name.replace(".memory.inner.", ".memory."): t for name, t in pair.state_dict().items()})
+    assert torch.equal(outputs(pair, inputs), outputs(listed, inputs))
     with pytest.raises(ValueError, match="what the model says; leave it out"):
         build({"name": "test_outer", "over": knn, "facts": {"depth": 1}})
