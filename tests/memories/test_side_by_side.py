@@ -24,7 +24,7 @@ from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.memories.parts.shared_cache import commit_caches
 from cached_transformers.memories.parts.side_by_side import SideBySide
 from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.registry import MEMORIES
+from cached_transformers.registry import MEMORIES, Entry
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.tasks.recipes import config_from_dict
@@ -337,7 +337,6 @@ def test_a_recipe_may_list_several() -> None:
 # ---- a memory round another one
 
 
-@MEMORIES.register("test_outer", paper="none")
 class Outer(LayerMemory):
     """Another memory, of which it counts the segments."""
 
@@ -367,7 +366,8 @@ class Outer(LayerMemory):
         return (inner, state[1] + 1), loss
 
 
-def test_a_memory_round_another_gives_it_what_the_model_says() -> None:
+def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEMORIES._entries, "test_outer", Entry("test_outer", Outer))
     knn = {"name": "memorizing", "length": 8, "k": 4}  # which needs to know its layer and their number
     model, plain = build({"name": "test_outer", "over": knn}), build(knn)
     stored = {name.replace(".memory.inner.", ".memory."): t for name, t in model.state_dict().items()}

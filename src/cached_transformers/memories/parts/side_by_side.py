@@ -132,7 +132,7 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     Raises:
         ValueError: they store positions of different channels, of which no layer could make distances.
     """
-    kept = [memory for memory in memories if type(memory) is not LayerMemory]
+    kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:
         return kept[0] if kept else LayerMemory()
     channels = {_channels(memory): type(memory).__name__ for memory in kept}
