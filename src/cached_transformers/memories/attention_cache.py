@@ -27,7 +27,8 @@ from cached_transformers.registry import MEMORIES
 
 from .parts.interpolation import Interpolation
 from .parts.memory_branch import MemoryBranch
-from .parts.shared_cache import SharedCache, Sync, one_of
+from .parts.options import one_of
+from .parts.shared_cache import SharedCache, Sync
 from .parts.shared_cache_memory import SharedCacheMemory, cache_width
 
 

@@ -29,6 +29,7 @@ from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
+from .parts.options import check_choices, check_sizes
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -115,9 +116,7 @@ class Compressive(LayerMemory):
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        for name, value in {"length": self.length, "eval_length": self.eval_length, "rate": self.rate}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(length=self.length, eval_length=self.eval_length, rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
@@ -126,15 +125,12 @@ class Compressive(LayerMemory):
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
                 "needs slots both times; make both 0 or both at least 1"
             )
-        choices = {
-            "function": (function, tuple(FUNCTIONS)),
-            "loss": (loss, (None, "attention", "autoencoding", "task")),
-            "error": (self.error, ("norm", "mean_square")),
-            "positions": (self.positions, ("slots", "age")),
-        }
-        for option, (choice, allowed) in choices.items():
-            if choice not in allowed:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, allowed))}")
+        check_choices(
+            function=(function, tuple(FUNCTIONS)),
+            loss=(loss, (None, "attention", "autoencoding", "task")),
+            error=(self.error, ("norm", "mean_square")),
+            positions=(self.positions, ("slots", "age")),
+        )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "

@@ -27,9 +27,9 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
+from .parts.options import check_sizes, one_of
 from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
-from .parts.shared_cache import one_of
 
 
 class SideAttention(nn.Module):
@@ -151,9 +151,7 @@ class ReadTwice(ModelMemory):
     ) -> None:
         super().__init__()
         sizes = {"slots": slots, "every": every, "top_k": top_k, "clip": clip, "block_length": block_length}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(**sizes)
         one_of("summary", summary, ("cls", "ends", "mean"))
         one_of("after", after, ("none", "tanh", "place"))
         one_of("attention", attention, ("side", "joint"))

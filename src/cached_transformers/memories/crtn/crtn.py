@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_sizes
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
@@ -141,26 +142,22 @@ class CRTN(ModelMemory):
         relative: bool = True,
     ) -> None:
         super().__init__()
-        for name, value in {"depth": depth, "segment": segment, "regions": regions, "topk": topk}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
+        check_sizes(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
         if topk > regions:
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
         if short_memory < 0:
             raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the scores as they are")
-        for name, given, known in (
-            ("query", query, ("standard", "compute_first")),
-            ("scope", scope, ("previous", "token", "segment")),
-            ("first", first, ("none", "selection")),
-            ("renormalise", renormalise, ("none", "sum", "softmax")),
-            ("empty", empty, ("masked", "compete")),
-            ("placed", placed, ("slot", "packed")),
-            ("order", order, ("age", "score")),
-        ):
-            if given not in known:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, known))}")
+        check_choices(
+            query=(query, ("standard", "compute_first")),
+            scope=(scope, ("previous", "token", "segment")),
+            first=(first, ("none", "selection")),
+            renormalise=(renormalise, ("none", "sum", "softmax")),
+            empty=(empty, ("masked", "compete")),
+            placed=(placed, ("slot", "packed")),
+            order=(order, ("age", "score")),
+        )
         if first == "selection" and (query, scope) != ("compute_first", "previous"):
             raise ValueError(
                 "first='selection' takes the top layer of the segment before; it needs query='compute_first' and "

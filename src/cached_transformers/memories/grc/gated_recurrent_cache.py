@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.memories.parts.interpolation import nearest_map
-from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache, one_of
+from cached_transformers.memories.parts.options import one_of
+from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache
 
 from .equations import Candidate, GateWeights, gate_update
 from .fused_gates import mean_gate_update

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from cached_transformers.memories.parts.interpolation import Interpolation
 from cached_transformers.memories.parts.memory_branch import MemoryBranch, PositionalConvolution
+from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.shared_cache import (
     Sync,
     caches,
     commit_caches,
     hold_caches,
-    one_of,
     reset_caches,
     resize_caches,
     shuffle_caches,

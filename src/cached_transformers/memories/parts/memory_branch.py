@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
 
-from .shared_cache import one_of
+from .options import one_of
 
 
 class MemoryBranch(nn.Module):
