@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import insist
-from cached_transformers.memories.rmt import RecurrentMemory
+from cached_transformers.memories.rmt import RMT
 from cached_transformers.seam.memory import Query, Reading, Tokens, Trace
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
@@ -39,7 +39,7 @@ class SegmentReader:
         self,
         decoder: nn.Module,
         taps: list[StreamTap],
-        around: RecurrentMemory | None,
+        around: RMT | None,
         segment_length: int | None,
     ) -> None:
         self.decoder: Any = decoder

@@ -19,7 +19,7 @@ from torch import nn
 from cached_transformers.integrations.adapters import layer_memory
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.rmt import RecurrentMemory
+from cached_transformers.memories.rmt import RMT
 
 from .memory_calls import attach_calls
 from .segment_reader import SegmentReader
@@ -88,12 +88,12 @@ def add_stream_memory(
     attach_calls(model, decoder, reader)
 
 
-def _around(decoder: Any, host: Host, settings: dict[str, Any]) -> RecurrentMemory:
+def _around(decoder: Any, host: Host, settings: dict[str, Any]) -> RMT:
     like = next(decoder.parameters())
     memory = create_memory(
         {"name": "rmt", **settings}, decoder.config.hidden_size, host.heads, causal=True, norm="post"
     )
-    assert isinstance(memory, RecurrentMemory)
+    assert isinstance(memory, RMT)
     if memory.cache:
         raise ValueError("memory 'rmt' with cache=... needs keys and values of its own in every layer; leave it at 0")
     kind = decoder.config._attn_implementation
