@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import contract.example_memories  # noqa: F401  (registers the examples)
+import contract.example_memories
+import contract.outside_memory  # noqa: F401  (registers a user's memory)
 import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES

@@ -424,6 +424,7 @@ CONTRACTS: dict[str, Contract] = {
         options={"slots": 4, "summary": "ends", "every": 4, "after": "place", "top_k": 3, "clip": 2, "layer": 1},
         bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
     ),
+    "outside_infini": Contract(bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

@@ -250,18 +250,37 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
 
 
+CAUSAL = "memories that work here: 'grc_stream', 'memorizing', 'memory_transformer',.* 'rmt'"
 REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     (BART, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
     (T5, "grc", {}, r"T5Attention does not tell how many tokens"),
-    (SWITCH, "grc_stream", {}, r"'grc_stream' carries a state .* SwitchTransformersFor\w+ does not take or return"),
-    (BERT, "rmt", {}, r"'rmt' carries a state .* shared memories work here: 'grc', 'attention_cache'"),
+    (SWITCH, "grc_stream", {}, r"'grc_stream' needs state \(.*\), which SwitchTransformersFor\w+ does not give"),
+    (
+        BERT,
+        "rmt",
+        {},
+        r"'rmt' needs state .* BertFor\w+ does not give; memories that work here: 'attention_cache', 'grc'",
+    ),
+    (BERT, "convolution", {}, r"needs token_map \(.*\), which BertForMaskedLM does not give"),
     (BART, "grc", {"length": 4, "segment_length": 8}, "segment_length=8 is for memories that carry a state"),
-    (GPT2, "grc", {"length": 4}, "GPT-2 is causal, .*'grc_stream', 'memorizing', 'rmt'"),
-    (LLAMA, "attention_cache", {"length": 4}, "Llama is causal, .*'grc_stream', 'memorizing', 'rmt'"),
-    (GPT2, "transformer_xl", {}, "'transformer_xl' does not work in models of others.*grc_stream, memorizing, rmt"),
-    (GPT2, "memorizing", {"joint": True}, "one softmax with the layer .*leave joint=False"),
+    (GPT2, "grc", {"length": 4}, rf"needs whole_segment .*, which GPT2LMHeadModel does not give; {CAUSAL}"),
+    (
+        LLAMA,
+        "attention_cache",
+        {"length": 4},
+        rf"needs whole_segment .*, which LlamaForCausalLM does not give; {CAUSAL}",
+    ),
+    (GPT2, "transformer_xl", {}, rf"needs kv_projection \(keys and values made of .*\), which GPT2LMHead.*{CAUSAL}"),
+    (GPT2, "memformer", {}, r"needs slots \(a cross-attention over slots in every block\), which"),
+    (GPT2, "memory_transformer", {"control": True}, "needs own_weights .*, which GPT2LMHeadModel does not give"),
+    (
+        GPT2,
+        "memorizing",
+        {"joint": True},
+        "needs lse .*by which two softmaxes become one.*, which GPT2LMHeadModel does",
+    ),
     (GPT2, "memorizing", {"layer": 3}, "layer=3 must be a layer, counted from 1 to 2"),
-    (GPT2, "rmt", {"cache": 4}, "'rmt' with cache=... needs keys and values"),
+    (GPT2, "rmt", {"cache": 4}, "'rmt' needs kv_projection"),
     (
         GPT2,
         "rmt",

@@ -72,7 +72,8 @@ class TransformersModel(nn.Module):
     Args:
         vocabulary: V. Ignored where `pretrained` is given, which has its own.
         architecture: type of the model in transformers, "gpt2" or "llama".
-        memory: None, "grc_stream", "memorizing" or "rmt", or {"name": ..., option: value}.
+        memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
+            {"name": ..., option: value}.
         pretrained: published weights by name, or a folder (may need network); None for random ones.
         options: of transformers' config (n_embd, n_layer, hidden_size, ...).
 
@@ -108,7 +109,8 @@ class TransformersModel(nn.Module):
             add_memory(self.model, memory)
             if not hasattr(self.model, "init_memory_state"):
                 raise ValueError(
-                    f"memory={memory!r} has no state of a stream; take 'grc_stream', 'memorizing' or 'rmt'"
+                    f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take a "
+                    "decoder that does, architecture='gpt2' or 'llama'"
                 )
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
