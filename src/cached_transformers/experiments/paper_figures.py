@@ -116,7 +116,7 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
 def initial_share(run: Run) -> float | None:
     """sigma(lambda) before training, as the run's configuration has it; None where it does not say."""
     memory = read_run_config(run.folder).model.get("memory")
-    options = {"name": memory} if isinstance(memory, str) else dict(memory or {})
+    options = {"name": memory} if isinstance(memory, str) else memory if isinstance(memory, dict) else {}
     if options.get("name") == "grc":
         given = options.get("initial_gate")
         gate = GRCOptions.of(options.get("variant", "paper"), initial_gate=given).initial_gate

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters, saved_activation_bytes
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.memories.parts.cached_attention import fold
 from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.memories.parts.shared_cache_memory import fold
 
 from .interleaved import Ratio, compare
 from .released_structure import add_released_structure

@@ -22,7 +22,7 @@ from cached_transformers.experiments.costs.flops import count_flops, count_param
 from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hosted import TimmModel
-from cached_transformers.memories.parts.cached_attention import CachedAttention
+from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
 from .grc import inference, train_step
@@ -119,7 +119,7 @@ def measure(
     for model in models.values():
         model.eval()
         for memory in model.modules():
-            if isinstance(memory, CachedAttention) and memory.cache.constant_in_evaluation:
+            if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
                 memory.fold()
     flops = {case: count_flops(model, images) for case, model in models.items()}
     runs = {case: inference(model, images, compiled) for case, model in models.items()}

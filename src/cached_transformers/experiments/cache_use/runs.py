@@ -13,7 +13,7 @@ from torch import nn
 from cached_transformers.experiments.build import build_dataset
 from cached_transformers.experiments.load import load_run
 from cached_transformers.experiments.variants import Variant
-from cached_transformers.memories import memory_spec
+from cached_transformers.memories import memory_specs
 from cached_transformers.registry import MEMORIES
 from cached_transformers.training.config import config_hash
 from cached_transformers.training.distributed import World, in_world
@@ -23,9 +23,9 @@ from .scores import modes_of, score_cache_use, scores_path
 
 
 def has_shared_cache(variant: Variant) -> bool:
-    """Whether the variant's memory is a cache that all rows share."""
-    spec = memory_spec(variant.config.model.get("memory"))
-    return spec is not None and getattr(MEMORIES.entry(spec[0]).factory, "shared", False) is True
+    """Whether a memory of the variant is a cache that all rows share."""
+    names = [name for name, _ in memory_specs(variant.config.model.get("memory"))]
+    return any(getattr(MEMORIES.entry(name).factory, "shared", False) is True for name in names)
 
 
 def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int] | None, split: str) -> bool:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.memories.parts.cached_attention import CachedAttention
 from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
+from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.training.distributed import World
 
@@ -37,7 +37,7 @@ BATCHES = (4, 256)
 @contextlib.contextmanager
 def caches_updated_by_the_batch(model: nn.Module) -> Iterator[None]:
     """Inside, caches are read in evaluation as they are in training, updated by the rows at hand; nothing is stored."""
-    layers = [module for module in model.modules() if isinstance(module, CachedAttention)]
+    layers = [module for module in model.modules() if isinstance(module, SharedCacheMemory)]
     before = [(layer.training, layer.cache.training, layer._folded) for layer in layers]
     with hold_caches(model):
         for layer in layers:  # themselves alone: dropout in their branches stays as it is
