@@ -208,7 +208,7 @@ def test_other_libraries_import_after_it() -> None:
 import contextlib, warnings
 with contextlib.suppress(RuntimeError):
     import torchvision
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
+from cached_transformers.torchvision_guard import ensure_torchvision
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     answers = {ensure_torchvision() for _ in range(3)}
