@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from cached_transformers.memories import create_memory, memory_spec
+from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ModelMemory
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def add_memory(model: nn.Module, memory: str | dict[str, Any] = "grc", **options: Any) -> nn.Module:
+def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> nn.Module:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
     Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
