@@ -72,8 +72,8 @@ class OutsideInfini(LayerMemory):
         assert k_BHNE is not None and v_BHNE is not None
         matrix_BHEF, norm_BHE = self._written(state)
         if self.delta:
-            known_BHNE = self._answer(k_BHNE, matrix_BHEF, norm_BHE)
-            v_BHNE = torch.where((state.tokens_B > 0)[:, None, None, None], v_BHNE - known_BHNE, v_BHNE)
+            answered_BHNE = self._answer(k_BHNE, matrix_BHEF, norm_BHE)
+            v_BHNE = torch.where((state.tokens_B > 0)[:, None, None, None], v_BHNE - answered_BHNE, v_BHNE)
         s_BHNE = (F.elu(k_BHNE.to(norm_BHE.dtype)) + 1) / self.head_width  # cancels in A_mem, and keeps the sums small
         tokens = torch.full_like(state.tokens_B, k_BHNE.shape[2])
         if padding_BN is not None:

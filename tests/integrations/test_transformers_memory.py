@@ -85,13 +85,13 @@ def test_training_lowers_the_loss_and_reaches_every_parameter_of_the_memory(host
     assert not [n for n, p in model.named_parameters() if "memory." in n and torch.equal(p, before[n])]
 
 
-@architectures([*SEQ2SEQ, *DECODERS])
+@architectures(SEQ2SEQ)
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampled", "beams"])
 def test_generate_is_the_same_with_and_without_a_cache(host: Architecture, options: dict[str, Any]) -> None:
+    """Of decoders test_stream_generation says more."""
     model = awaken(host.with_memory())
-    if host in SEQ2SEQ:  # a trained encoder has something in its cache
-        model.train()(**call_of(host))
-        model.eval()
+    model.train()(**call_of(host))  # a trained encoder has something in its cache
+    model.eval()
     found = []
     for use_cache in (True, False):
         torch.manual_seed(5)
@@ -200,13 +200,12 @@ def test_copies_and_pickles_are_models_of_their_own(host: Architecture) -> None:
         assert torch.equal(remove_memory(twin)(**call).logits, host.build()(**call).logits)
 
 
-@architectures(ALL)
-@pytest.mark.parametrize("second", ["same", "rmt"])
-def test_removing_restores_outputs_keys_code_and_config(host: Architecture, second: str) -> None:
-    if second == "rmt" and host not in DECODERS:
-        pytest.skip("a memory of decoders")
+@pytest.mark.parametrize(
+    ("host", "memory"), [*((host, None) for host in ALL), *((host, "rmt") for host in DECODERS)], ids=str
+)
+def test_removing_restores_outputs_keys_code_and_config(host: Architecture, memory: str | None) -> None:
     plain = host.build()
-    model = host.with_memory() if second == "same" else host.with_memory(STREAMS["rmt"], segment_length=SEGMENT)
+    model = host.with_memory() if memory is None else host.with_memory(STREAMS[memory], segment_length=SEGMENT)
     call = call_of(host)
     model.train()(**call).loss.backward()
     model.eval()

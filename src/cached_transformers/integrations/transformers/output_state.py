@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 
 from cached_transformers.state import State
@@ -33,23 +31,22 @@ def _rebuild(kind: type, fields: dict[str, Any]) -> Any:
     return output_with_state(kind)(**fields)
 
 
-@functools.cache
+_KINDS: dict[type, type] = {}
+
+
 def output_with_state(kind: type) -> type:
     """The host's class of outputs with a field for the state: torch.export takes an output apart by its fields."""
-
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return _rebuild, (kind, dict(self.items()))
-
-    made = type(kind.__name__, (kind,), {"__annotations__": {OUTPUT: Any}, OUTPUT: None, "__doc__": kind.__doc__})
-    made = dataclasses.dataclass(made)
-    made.__reduce__ = reduce  # type: ignore[method-assign, assignment]
-    return made
+    if kind not in _KINDS:
+        fields = {"__annotations__": {OUTPUT: Any}, OUTPUT: None, "__doc__": kind.__doc__}
+        _KINDS[kind] = made = dataclasses.dataclass(type(kind.__name__, (kind,), fields))
+        made.__reduce__ = lambda self: (_rebuild, (kind, dict(self.items())))  # type: ignore[method-assign, assignment]
+    return _KINDS[kind]
 
 
 def prepare_outputs(*modules: nn.Module) -> None:
     """Make the classes that the outputs of these modules of transformers will have.
 
-    transformers tells torch of a class of outputs when it is made or used first, unless a graph is being traced.
+    A graph that is being traced cannot make one, nor does transformers then tell torch of a class that is new.
     """
     for part in {sys.modules[kind.__module__] for module in modules for kind in type(module).__mro__}:
         for kind in list(vars(part).values()):
@@ -57,12 +54,6 @@ def prepare_outputs(*modules: nn.Module) -> None:
                 output_with_state(kind)
 
 
-@torch.compiler.assume_constant_result
-def _outside_of_graphs(kind: type) -> type:
-    """`output_with_state`, which a graph that is traced takes as given."""
-    return output_with_state(kind)
-
-
 def with_state(out: Any, state: State) -> Any:
     """The host's output, with the state beside what it holds."""
-    return _outside_of_graphs(type(out))(**dict(out.items()), **{OUTPUT: state})
+    return output_with_state(type(out))(**dict(out.items()), **{OUTPUT: state})

@@ -10,7 +10,6 @@ Legend: B rows, N tokens, L tokens that they may see, D width, P position channe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from cached_transformers.checks import insist
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.models.segments import cut, read_segments
-from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Query, Reading, Tokens, Trace
+from cached_transformers.seam.memory import ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
 from .output_state import Carried, with_state
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
-from .stream_tap import Passage, StreamTap, place_of_segment
+from .stream_tap import Passage, StreamTap
+from .through_host import HostThrough, call_for, joined, narrowed, place_of_segment
 
 
 class Piece(NamedTuple):
@@ -96,7 +96,7 @@ class SegmentReader:
             return Piece(self._piece(text, piece, hidden_BN, keeps, given), text)
 
         pieces = cut(n, self.segment_length, text.length)
-        out = _joined([piece.out for piece in read_segments(read_piece, pieces, text)])
+        out = joined([piece.out for piece in read_segments(read_piece, pieces, text)])
         if keeps:
             out["past_key_values"] = text
         if text.after is not None:
@@ -195,7 +195,7 @@ class SegmentReader:
         text.after = state
         if closes:
             text.close(state)
-        return out if fresh else _narrowed(out, out.last_hidden_state.shape[1] - size, size)
+        return out if fresh else narrowed(out, out.last_hidden_state.shape[1] - size, size)
 
     def _go_on(self, text: MemoryCache, new: dict[str, Tensor], options: dict[str, Any]) -> Any:
         """Tokens behind those whose keys and values are kept; nothing is written."""
@@ -206,7 +206,7 @@ class SegmentReader:
         entry = self.memory.enter(text.state.model, self._tokens(text))
         behind = place_of_segment(entry, text.length, self.memory)[1] + text.length
         size = next(iter(new.values())).shape[1]
-        return self.host(*_call(entry, behind - size, behind), text.host_cache, layers, options)
+        return self.host(*call_for(entry, behind - size, behind), text.host_cache, layers, options)
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the open segment, which is read once more."""
@@ -232,12 +232,13 @@ class SegmentReader:
         assert memory is not None
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
         keeps = keeps and type(memory).run is ModelMemory.run
-        through = HostThrough(self, text, DynamicCache(config=self.decoder.config) if keeps else None, options)
+        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
+        through = HostThrough(self.host, text.state.layers, host_cache, options)
         steps, model_state, loss = memory.run(text.state.model, self._tokens(text), through)
         no_loss(loss, memory)
-        out = _joined(through.outs)
+        out = joined(through.outs)
         out["last_hidden_state"] = torch.cat(steps, 1)
-        return out, seal(MemoryState(model_state, through.states)), through.host_cache
+        return out, seal(MemoryState(model_state, through.states)), host_cache
 
     def _tokens(self, text: MemoryCache) -> Tokens:
         """The open segment, embedded; its first token stands at place 0."""
@@ -268,79 +269,3 @@ class SegmentReader:
             **extra,
             **options,
         )
-
-
-class HostThrough:
-    """The way through a host's layers, for one segment; see `seam.memory.Through`.
-
-    Attributes:
-        layers: none, since a host's projections are its own affair.
-        states: of the layer memories, as the last call that writes has left them.
-        outs: the host's output of each call that writes, for the segment's tokens.
-        host_cache: keys and values of the memory's tokens in front and the segment's, where they are kept.
-    """
-
-    layers: Sequence[Projections] = ()
-
-    def __init__(
-        self, reader: SegmentReader, text: MemoryCache, host_cache: DynamicCache | None, options: dict[str, Any]
-    ) -> None:
-        self.reader, self.host_cache, self.options = reader, host_cache, options
-        self.states: tuple[State, ...] = text.state.layers
-        self.length = text.length
-        self.outs: list[Any] = []
-
-    def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]:
-        """The decoder's output; one trace, of all layers together."""
-        x_BND, places_BNP, padding_BN = entry.tokens[:3]
-        total = x_BND.shape[1]
-        start, length = entry.segment or (0, total)
-        layers = Passage(self.states, padding_BN, writes=write, segment=entry.segment)
-        out = self.reader.host(*_call(entry, 0, total), self.host_cache, layers, self.options)
-        y_BND = out.last_hidden_state
-        if write:
-            self.states = tuple(layers.after)
-            self.outs.append(_narrowed(out, start, length))
-        if self.host_cache is not None and total > start + length:
-            self.host_cache.crop(start + length - total)
-        query = Query(x_BND, positions_BNP=places_BNP, padding_BN=padding_BN)
-        return y_BND, [Trace(x_BND, y_BND, query, Reading()).narrow(start, length)]
-
-
-def _call(entry: Entry, first: int, end: int) -> tuple[dict[str, Tensor], Tensor | None]:
-    """What the host is called with for the tokens first..end of an entry, and its mask over all up to there."""
-    x_BND, places_BNP, padding_BN = entry.tokens[:3]
-    front = 0 if entry.segment is None else entry.segment[0]  # tokens in front take the host's first places
-    places_BN = (places_BNP[:, first:end, 0] + front).clamp(min=0)
-    call = {"inputs_embeds": x_BND[:, first:end], "position_ids": places_BN}
-    rows, total = x_BND.shape[:2]
-    if entry.visible_NN is None:
-        # Without a mask, transformers takes positions that do not rise by one for texts packed into one row.
-        keep_BN = x_BND.new_ones(rows, total, dtype=torch.bool) if padding_BN is None else ~padding_BN
-        return call, keep_BN[:, :end].long()
-    visible_BNL = entry.visible_NN[first:end, :end].expand(rows, -1, -1)
-    if padding_BN is not None:
-        itself_NL = torch.eye(total, dtype=torch.bool, device=x_BND.device)[first:end, :end]
-        visible_BNL = visible_BNL & (~padding_BN[:, None, :end] | itself_NL)
-    lowest = torch.finfo(x_BND.dtype).min
-    return call, torch.zeros_like(visible_BNL, dtype=x_BND.dtype).masked_fill(~visible_BNL, lowest)[:, None]
-
-
-def _narrowed(out: Any, start: int, length: int) -> Any:
-    """The output for some neighbouring tokens."""
-    out["last_hidden_state"] = out.last_hidden_state.narrow(1, start, length)
-    if out.get("hidden_states") is not None:
-        out["hidden_states"] = tuple(t.narrow(1, start, length) for t in out.hidden_states)
-    return out
-
-
-def _joined(outs: list[Any]) -> Any:
-    """One output for pieces that follow each other."""
-    out = outs[-1]
-    if len(outs) > 1:
-        out["last_hidden_state"] = torch.cat([part.last_hidden_state for part in outs], 1)
-        if out.get("hidden_states") is not None:
-            out["hidden_states"] = tuple(
-                torch.cat(parts, 1) for parts in zip(*(p.hidden_states for p in outs), strict=True)
-            )
-    return out

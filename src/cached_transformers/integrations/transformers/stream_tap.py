@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Host
 from cached_transformers.integrations.taps import Tap, no_loss
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Query, Trace
+from cached_transformers.seam.memory import LayerMemory, Query, Trace
 from cached_transformers.state import State
 
 
@@ -96,18 +96,3 @@ def attach_stream(layer: nn.Module, tap: StreamTap) -> None:
     """Put the tap's memory into the layer."""
     tap.attach(layer, tap.before_stream)
     tap.handles += [module.register_forward_hook(tap.keep) for module in tap.stream.sources]
-
-
-def place_of_segment(entry: Entry, tokens: int, memory: ModelMemory) -> tuple[int, int]:
-    """Tokens that are not the segment's, and the place of its first one.
-
-    Raises:
-        ValueError: there are some, and the memory does not say where.
-    """
-    total = entry.tokens.x_BND.shape[1]
-    if entry.segment is None and total != tokens:
-        raise ValueError(
-            f"memory {type(memory).__name__} makes {total} tokens of a segment of {tokens} and does not say where "
-            "these stand among them; give Entry.segment=(start, length)"
-        )
-    return total - tokens, 0 if entry.segment is None else entry.segment[0]

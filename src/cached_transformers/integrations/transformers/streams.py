@@ -25,7 +25,8 @@ from cached_transformers.integrations.taps import layer_memory, spans_layers
 from cached_transformers.memories import create_memory
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 
-from .stream_tap import StreamTap, attach_stream, place_of_segment
+from .stream_tap import StreamTap, attach_stream
+from .through_host import place_of_segment
 
 TAKE_MASKS = ("eager", "sdpa")
 """transformers' implementations of attention that a mask of who sees whom can be given to."""
