@@ -150,8 +150,7 @@ class ReadTwice(ModelMemory):
         depth: int = 1,
     ) -> None:
         super().__init__()
-        sizes = {"slots": slots, "every": every, "top_k": top_k, "clip": clip, "block_length": block_length}
-        check_sizes(**sizes)
+        check_sizes(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
         one_of("summary", summary, ("cls", "ends", "mean"))
         one_of("after", after, ("none", "tanh", "place"))
         one_of("attention", attention, ("side", "joint"))

@@ -112,7 +112,8 @@ def _by_member(weights_BHNL: Tensor | None, readings: Sequence[Reading], tokens:
     """For each member the weights of the keys of its context, and of the segment, which are the last ones."""
     if weights_BHNL is None:
         return [None] * len(readings)
-    parts, start = [], 0
+    parts: list[Tensor | None] = []
+    start = 0
     for reading in readings:
         slots = 0 if reading.context is None else reading.context.k_BHME.shape[2]
         ours = weights_BHNL.narrow(-1, start, slots)
