@@ -48,14 +48,7 @@ class TextDataset:
     punctuation = False
 
     def __init__(
-        self,
-        name: str,
-        split: str,
-        *,
-        tokenizer: str,
-        vocabulary_size: int | None,
-        reset: str,
-        shuffle: bool,
+        self, name: str, split: str, *, tokenizer: str, vocabulary_size: int | None, reset: str, shuffle: bool
     ) -> None:
         check_kind(tokenizer, vocabulary_size)
         if reset not in ("never", "document"):

@@ -71,11 +71,7 @@ def load_initial_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a run folder, a step folder, or a file.
-
-    Raises:
-        ValueError: there are none, or they are damaged.
-    """
+    """Tensors by name from a run folder, a step folder, or a file (ValueError: there are none, or they are damaged)."""
     if (path / META).is_file():
         return read_checkpoint(path).weights
     if (path / "checkpoints").is_dir():

@@ -126,15 +126,13 @@ class TrainingConfig:
                 raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
         if self.average_last > self.keep:
             raise ValueError(
-                f"training.average_last={self.average_last} checkpoints are averaged, and "
-                f"training.keep={self.keep} stay; "
-                "keep as many"
+                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} "
+                "stay; keep as many"
             )
         if self.average_last > 1 and self.ema_decay is not None:
             raise ValueError(
                 f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average "
-                f"weights; "
-                "take one of them"
+                "weights; take one of them"
             )
         if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(

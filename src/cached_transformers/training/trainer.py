@@ -44,14 +44,7 @@ class Trainer:
         ValueError: settings that this model or machine cannot satisfy.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        folder: Path,
-        world: World,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, folder: Path, world: World, reporter: Reporter) -> None:
         self.config = config
         self.settings = settings = config.training
         self.world, self.folder, self.reporter = world, folder, reporter
@@ -332,11 +325,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them.
-
-    Raises:
-        ValueError: the model does not offer it.
-    """
+    """Recompute activations in the backward pass instead of keeping them (ValueError: the model does not offer it)."""
     for name, argument in (("set_activation_checkpointing", True), ("set_grad_checkpointing", True)):
         if hasattr(model, name):
             getattr(model, name)(argument)

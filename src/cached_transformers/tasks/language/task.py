@@ -140,11 +140,7 @@ class LanguageModelling(Task):
         return {name: torch.cat([part[name] for part in everyone]) for name in mine}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up the states of the rows of this process.
-
-        Raises:
-            ValueError: they are of another model.
-        """
+        """Take up the states of the rows of this process (ValueError: they are of another model)."""
         if not state:
             return
         self.model.train()  # the size of a state may depend on the mode

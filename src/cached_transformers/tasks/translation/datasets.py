@@ -226,8 +226,7 @@ class Translation:
             named = ", ".join(str(line + 1) for line in cut[:5])
             warnings.warn(
                 f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} "
-                f"tokens "
-                f"and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
+                f"tokens and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
                 stacklevel=3,
             )
         starts, ends = self._ends[0][:-1], self._ends[0][1:]

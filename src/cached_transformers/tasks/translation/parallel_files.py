@@ -89,8 +89,7 @@ def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
     if len(source) != len(target):
         raise ValueError(
             f"{files.source} has {len(source)} lines and {files.target} has {len(target)}; line n of one must "
-            f"translate "
-            "line n of the other, so fetch both again"
+            "translate line n of the other, so fetch both again"
         )
     return Parallel(source, target, f"{files.source}, {files.target}")
 
@@ -101,11 +100,7 @@ def pair_key(files: Iterable[PairFiles]) -> list[Any]:
 
 
 def decode_line(line: bytes, name: object, number: int) -> str:
-    """A line as text, without its end.
-
-    Raises:
-        ValueError: it is not UTF-8; file, line and byte are named.
-    """
+    """A line as text, without its end (ValueError: it is not UTF-8; file, line and byte are named)."""
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:

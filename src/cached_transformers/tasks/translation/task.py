@@ -175,8 +175,7 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
     if settings.batch_tokens is not None and not hasattr(data, "lengths"):
         raise ValueError(
             f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known "
-            f"beforehand; "
-            "leave it out and set training.batch_size"
+            "beforehand; leave it out and set training.batch_size"
         )
     if not settings.batch_tokens and settings.batch_size > len(data):
         raise ValueError(f"training.batch_size={settings.batch_size} exceeds the {len(data)} training pairs; lower it")
@@ -192,9 +191,8 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
     one, other = (getattr(data, "tokenizer", None) for data in (first, second))
     if one is not None and other is not None and one.dump() != other.dump():
         raise ValueError(
-            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the "
-            f"same ids mean "
-            "different texts; build both with the same options"
+            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the same "
+            "ids mean different texts; build both with the same options"
         )
 
 

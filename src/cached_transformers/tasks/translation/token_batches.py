@@ -50,8 +50,7 @@ class TokenOrder(Sampler[list[Key]]):
         if self._longer.max() > tokens:
             raise ValueError(
                 f"training.batch_tokens={tokens} is less than the {self._longer.max()} tokens of the longest pair; "
-                f"raise it, "
-                "or lower data.max_length"
+                "raise it, or lower data.max_length"
             )
         self._cuts = _cuts(np.sort(self._longer), tokens)
         self.batches = len(self._cuts) - 1
