@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from cached_transformers.data.huggingface import hub_split
 from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.data.text import fingerprint
 from cached_transformers.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
-from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
 PairPath = str | Path | Mapping[str, Any]
@@ -120,20 +120,7 @@ def load_hub(dataset: str, config: str | None, split: str, languages: tuple[str,
         ImportError: the `datasets` library is not installed.
         ValueError: unknown data set, split or languages.
     """
-    library = require("datasets", extra="language")
-    folder = Path(dataset).expanduser()
-    try:
-        saved = (folder / "dataset_dict.json").is_file()
-        loaded = library.load_from_disk(str(folder)) if saved else library.load_dataset(dataset, config)
-    except Exception as error:  # the library raises a wide choice: no network, no such name, no such configuration
-        raise ValueError(
-            f"data.dataset={dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a machine with a "
-            "network and keep its cache (HF_HOME) or what save_to_disk writes, or give files by data.path"
-        ) from error
-    present = [name for name in loaded if name in SPLIT_WORDS[split]]
-    if not present:
-        raise ValueError(f"{dataset} has no split {split!r}; it has {', '.join(loaded)}")
-    rows = loaded[present[0]]
+    rows = hub_split(dataset, config, split, ", or give files by data.path")
     nested = "translation" in rows.column_names
     known = list(rows[0]["translation"]) if nested and len(rows) else list(rows.column_names)
     for option, language in zip(("source", "target"), languages, strict=True):
