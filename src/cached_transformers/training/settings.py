@@ -90,18 +90,8 @@ class TrainingConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "steps",
-            "batch_size",
-            "accumulate",
-            "evaluate_every",
-            "keep",
-            "log_every",
-            "max_bad_steps",
-            "repeats",
-            "average_last",
-        )
-        for name in (*counts, "segment_length", "segments", "bptt", "passes"):
+        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
+        for name in (*counts, "repeats", "average_last", "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(

@@ -10,18 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.data import text_files
 from cached_transformers.data.huggingface import hub_split
 from cached_transformers.data.splits import check_fraction
 from cached_transformers.data.text import Corpus, fingerprint
-from cached_transformers.data.text_files import (
-    TextFile,
-    TextPath,
-    decoded,
-    find_texts,
-    split_of,
-    split_text,
-    split_texts,
-)
+from cached_transformers.data.text_files import TextFile, TextPath
 from cached_transformers.registry import DATASETS
 
 _GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
@@ -41,11 +34,11 @@ class SplitFiles(Corpus):
     path: TextPath
 
     def _key(self, split: str) -> object:
-        return [self.name, fingerprint([split_text(self.path, split)])]
+        return [self.name, fingerprint([text_files.split_text(self.path, split)])]
 
     def _documents(self, split: str) -> Iterator[str]:
-        text = split_text(self.path, split)
-        yield from self._cut(decoded(text.content(), text, self.exact))
+        text = text_files.split_text(self.path, split)
+        yield from self._cut(text_files.decoded(text.content(), text, self.exact))
 
     def _cut(self, text: str) -> Iterator[str]:
         """The documents in the text of a split."""
@@ -124,7 +117,7 @@ class HeldOutText(Corpus):
     def _documents(self, split: str) -> Iterator[str]:
         texts, tail = self._chosen(split)
         for text in texts:
-            cleaned = self._clean(decoded(text.content(), text, self.exact))
+            cleaned = self._clean(text_files.decoded(text.content(), text, self.exact))
             if not cleaned.strip():
                 raise ValueError(f"{text} is an empty document; remove it")
             if tail:
@@ -141,11 +134,11 @@ class HeldOutText(Corpus):
     def _chosen(self, split: str) -> tuple[list[TextFile], bool]:
         """The texts of a split, and whether each gives only a part."""
         if isinstance(self.path, Mapping):
-            return split_texts(self.path, split), False
-        texts = find_texts(self.path)
+            return text_files.split_texts(self.path, split), False
+        texts = text_files.find_texts(self.path)
         one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
-        if not one_file and any(split_of(text) == "train" for text in texts):
-            return split_texts(self.path, split), False
+        if not one_file and any(text_files.split_of(text) == "train" for text in texts):
+            return text_files.split_texts(self.path, split), False
         if self.holdout == "tail" or len(texts) == 1:
             return texts, True
         if len(texts) < 3:
@@ -189,7 +182,7 @@ class Enwik8(HeldOutText):
     tokenizer: str = "byte"  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        texts = find_texts(self.path)
+        texts = text_files.find_texts(self.path)
         if len(texts) > 1:
             names = ", ".join(text.name for text in texts[:5])
             raise ValueError(f"{self.path} holds {len(texts)} texts ({names}); give one file, or take data.name=text")

@@ -17,21 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from cached_transformers.data import subwords
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
 from cached_transformers.data.splits import SPLIT_WORDS, check_split
 from cached_transformers.data.store import Arrays, load_or_build
-from cached_transformers.data.subwords import (
-    BEGIN,
-    END,
-    FORMATS,
-    PAD,
-    SMALLEST,
-    SUBWORDS,
-    UNKNOWN,
-    PairTokenizer,
-    read_pair_tokenizer,
-    train_subwords,
-)
+from cached_transformers.data.subwords import BEGIN, END, PAD, UNKNOWN, PairTokenizer
 from cached_transformers.data.tokenizers import load_tokenizer
 from cached_transformers.registry import DATASETS, unknown_name
 
@@ -137,11 +127,13 @@ class Translation:
             raise ValueError(f"{both}: name both languages")
         if self.source == self.target:
             raise ValueError(f"{both} must be two languages")
-        if self.text_format not in FORMATS:
-            raise ValueError(unknown_name("data.text_format", self.text_format, list(FORMATS)))
+        if self.text_format not in subwords.FORMATS:
+            raise ValueError(unknown_name("data.text_format", self.text_format, list(subwords.FORMATS)))
         size, length = self.vocabulary_size, self.max_length
-        if size < SMALLEST:
-            raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
+        if size < subwords.SMALLEST:
+            raise ValueError(
+                f"data.vocabulary_size={size} must be at least {subwords.SMALLEST}: special ids and the 256 bytes"
+            )
         for name, least in (("max_length", 2), ("limit", 1), ("multiple", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"data.{name}={value} must be at least {least}")
@@ -149,8 +141,6 @@ class Translation:
             raise ValueError(f"data.max_length={length} must be a multiple of data.multiple={self.multiple}")
         if self.max_ratio is not None and self.max_ratio < 1:
             raise ValueError(f"data.max_ratio={self.max_ratio} must be at least 1, or null")
-
-    # --------------------------------------------------------------------------------------------------- reading
 
     def _folder(self, path: PairPath | None) -> PairPath | None:
         """Where the files lie under what the user gave."""
@@ -186,10 +176,10 @@ class Translation:
         return self._read[split]
 
     def _tokenizer(self, kind: str) -> PairTokenizer:
-        if kind not in SUBWORDS:
+        if kind not in subwords.SUBWORDS:
             if not Path(kind).expanduser().exists():
-                raise ValueError(f"{unknown_name('tokenizer', kind, list(SUBWORDS))}, nor is it a file")
-            found = read_pair_tokenizer(kind, self._format, self.lowercase)
+                raise ValueError(f"{unknown_name('tokenizer', kind, list(subwords.SUBWORDS))}, nor is it a file")
+            found = subwords.read_pair_tokenizer(kind, self._format, self.lowercase)
             self._tokenizer_key: Any = found.dump().decode()
             return found
         size, text_format = self.vocabulary_size, self._format
@@ -202,7 +192,7 @@ class Translation:
             if not all(sides):
                 raise ValueError(f"{lines.name}: no training line holds text")
             texts = [[*sides[0], *sides[1]]] if self.joint else sides
-            trained = [train_subwords(kind, part, size, text_format) for part in texts]
+            trained = [subwords.train_subwords(kind, part, size, text_format) for part in texts]
             target = None if self.joint else trained[1]
             dumped = PairTokenizer(trained[0], target, text_format, self.lowercase).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
@@ -266,8 +256,6 @@ class Translation:
             warnings.warn(
                 f"{self.name}, {self.split}: {len(strange)} sources hold nothing that the tokenizer knows", stacklevel=3
             )
-
-    # ---------------------------------------------------------------------------------------------------- items
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -66,15 +66,13 @@ def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple
             "file, e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
         )
     files = _listed(folder)
-    found: list[PairFiles] = []
-    for name in names:
-        one = _of_name(files, name, languages)
-        if one is not None:
-            found.append(one)
-    if len(found) == len(names) or (found and tuple(names) == SPLIT_WORDS[split]):
-        return found if tuple(names) != SPLIT_WORDS[split] else found[:1]
-    missing = [name for name in names if _of_name(files, name, languages) is None]
-    raise FileNotFoundError(_nothing(path, files, split, missing, languages))
+    found = {name: pair for name in names if (pair := _of_name(files, name, languages))}
+    if found and tuple(names) == SPLIT_WORDS[split]:
+        return list(found.values())[:1]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise FileNotFoundError(_nothing(path, files, split, missing, languages))
+    return list(found.values())
 
 
 def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:

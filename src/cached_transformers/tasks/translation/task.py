@@ -253,10 +253,7 @@ def translate_rows(
             tokens=options.tokens,
             length_penalty=options.length_penalty,
         )
-        for row, ids, length, score in zip(
-            chosen, answer.tokens_BT.tolist(), answer.length_B.tolist(), answer.score_B.tolist(), strict=True
-        ):
-            found[row] = dataset.tokenizer.decode(ids[:length]), score
+        found |= zip(chosen, answer.texts(dataset.tokenizer), strict=True)
     everyone: dict[int, tuple[str, float]] = {}
     for part in world.gather(found):
         everyone |= part
