@@ -148,13 +148,24 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[list[Key]]: ...
 
 
-def check_shares(batch_size: int, processes: int, accumulate: int) -> None:
-    """Refuse a batch that does not divide evenly over processes and their pieces (ValueError)."""
-    if batch_size % (processes * accumulate):
-        raise ValueError(
-            f"training.batch_size={batch_size} must be a multiple of {processes} processes x "
-            f"training.accumulate={accumulate}"
-        )
+class Share(NamedTuple):
+    """What a process takes of each batch: as many rows as every other process, in pieces."""
+
+    rank: int = 0
+    processes: int = 1
+    accumulate: int = 1
+
+    def check(self, batch_size: int) -> None:
+        """Refuse a batch that does not divide evenly (ValueError)."""
+        if batch_size % (self.processes * self.accumulate):
+            raise ValueError(
+                f"training.batch_size={batch_size} must be a multiple of {self.processes} processes x "
+                f"training.accumulate={self.accumulate}"
+            )
+
+
+WHOLE = Share()
+"""All of a batch, in one piece."""
 
 
 class TrainingOrder(Sampler[list[Key]]):
@@ -165,8 +176,7 @@ class TrainingOrder(Sampler[list[Key]]):
         batch_size: rows of one step, over all processes and pieces.
         seed: seed of the permutations.
         start: steps already taken.
-        rank, world_size: this process and the number of processes.
-        accumulate: pieces into which each process divides its share of a batch.
+        share: what this process takes of a batch.
         repeats: how often each image of a batch is in it.
 
     Raises:
@@ -174,29 +184,20 @@ class TrainingOrder(Sampler[list[Key]]):
     """
 
     def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-        repeats: int = 1,
+        self, size: int, batch_size: int, seed: int, start: int = 0, share: Share = WHOLE, repeats: int = 1
     ) -> None:
         if batch_size % repeats:
             raise ValueError(
                 f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}: "
                 "each image of a batch is in it so often"
             )
-        check_shares(batch_size, world_size, accumulate)
+        share.check(batch_size)
         if batch_size > size:
             raise ValueError(
                 f"training.batch_size={batch_size} exceeds the {size} training rows; choose a smaller batch"
             )
-        self.size, self.batch_size, self.seed, self.start = (size, batch_size, seed, start)
-        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
-        self.repeats = repeats
+        self.size, self.batch_size, self.seed, self.start = size, batch_size, seed, start
+        self.share, self.repeats = share, repeats
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def rows(self, step: int) -> list[Key]:
@@ -213,13 +214,13 @@ class TrainingOrder(Sampler[list[Key]]):
         return [(epoch, index, copy) for copy in range(self.repeats) for index in chosen]
 
     def __iter__(self) -> Iterator[list[Key]]:
-        share = self.batch_size // self.world_size
-        piece = share // self.accumulate
-        step = self.start
+        mine = self.batch_size // self.share.processes
+        piece = mine // self.share.accumulate
+        first, step = self.share.rank * mine, self.start
         while True:
-            mine = self.rows(step)[self.rank * share : (self.rank + 1) * share]
-            for begin in range(0, share, piece):
-                yield mine[begin : begin + piece]
+            rows = self.rows(step)
+            for begin in range(first, first + mine, piece):
+                yield rows[begin : begin + piece]
             step += 1
 
 

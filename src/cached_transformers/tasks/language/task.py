@@ -19,7 +19,7 @@ from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
-from cached_transformers.training.loader import check_shares, to_device
+from cached_transformers.training.loader import to_device
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
@@ -49,7 +49,7 @@ class LanguageModelling(Task):
         super().__init__(config, model, train, validation, world)
         check(config, model, train)
         settings = self.settings
-        check_shares(settings.batch_size, world.size, settings.accumulate)
+        self.share.check(settings.batch_size)
         length = settings.segment_length * settings.segments
         if settings.batch_size * length > len(train):
             raise ValueError(

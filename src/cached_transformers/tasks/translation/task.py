@@ -67,9 +67,9 @@ class Translation(Task):
         settings = self.settings
         self.order: TokenOrder | TrainingOrder
         if settings.batch_tokens is None:
-            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, *self._share())
+            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share)
         else:
-            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, *self._share())
+            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, self.share)
         self.translations: list[Translated] = []
 
     def facts(self) -> dict[str, float]:
