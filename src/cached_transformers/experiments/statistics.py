@@ -2,19 +2,19 @@
 
 Seeds are few, so every interval says how many values it rests on, and a test that cannot be made returns None with a
 note instead of a number. Two sources of chance are kept apart: *seeds* (t interval, paired t-test, sign-flip test) and
-*rows of the evaluation set* (Wilson interval, McNemar test).
+*rows of the evaluation set* (Wilson interval).
 
 scipy computes what it has. It has no correction of Holm's; its permutation test takes seconds for 20 pairs, the one
-here a few milliseconds; its bootstrap would draw other samples than those of results that are published.
+here a few milliseconds.
 
-References: E. B. Wilson, "Probable inference", JASA 22, 1927; Q. McNemar, Psychometrika 12, 1947;
+References: E. B. Wilson, "Probable inference", JASA 22, 1927;
 S. Holm, Scandinavian Journal of Statistics 6, 1979; R. A. Fisher, "The Design of Experiments", 1935 (sign flips).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,52 +129,6 @@ def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
         raise ValueError(f"correct={correct} must lie in 0..rows and rows={rows} must be at least 1")
     interval = stats.binomtest(correct, rows).proportion_ci(level, method="wilson")
     return Interval(correct / rows, float(interval.low), float(interval.high))
-
-
-class McNemarResult(NamedTuple):
-    """Rows that only the first (second) model has right, and the exact two-sided p-value."""
-
-    only_first: int
-    only_second: int
-    p_value: float
-
-
-def mcnemar_test(first_correct: Sequence[bool], second_correct: Sequence[bool]) -> McNemarResult:
-    """Exact McNemar test on the rows where two models disagree (a fair coin under "no difference").
-
-    Raises:
-        ValueError: lengths differ or there are no rows.
-    """
-    if len(first_correct) != len(second_correct) or len(first_correct) == 0:
-        raise ValueError(
-            f"both models need the same rows, at least one; got {len(first_correct)} and {len(second_correct)}"
-        )
-    first, second = np.asarray(first_correct, dtype=bool), np.asarray(second_correct, dtype=bool)
-    only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
-    n = only_first + only_second
-    return McNemarResult(only_first, only_second, float(stats.binomtest(only_first, n).pvalue) if n else 1.0)
-
-
-def bootstrap_interval(
-    values: Sequence[float],
-    statistic: Callable[[npt.NDArray[np.float64]], float] = np.mean,  # type: ignore[assignment]
-    level: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
-    """Percentile bootstrap interval of `statistic`; the same seed gives the same interval.
-
-    Raises:
-        ValueError: fewer than two values, a value that is not finite, resamples < 1, or a level outside (0, 1).
-    """
-    _check_level(level)
-    x = _finite(values, "values")
-    if len(x) < 2 or resamples < 1:
-        raise ValueError(f"a bootstrap needs two values and one resample at least; got {len(x)} and {resamples}")
-    generator = np.random.default_rng(seed)
-    drawn = [float(statistic(x[generator.integers(0, len(x), len(x))])) for _ in range(resamples)]
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(x)), float(low), float(high))
 
 
 def summarise(

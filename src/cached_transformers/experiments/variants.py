@@ -167,7 +167,7 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
         size = config.training.batch_size
         if size not in batches:
             batches[size] = first_batch(config, dataset)
-        return _training_flops(config, batches[size])
+        return training_flops(config, batches[size])
 
     costs = {v.name: operations(v.config) for v in variants if v.name not in matched or v.name in matched.values()}
     equal = []
@@ -191,17 +191,13 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     return equal
 
 
-def training_flops(config: RunConfig, dataset: Any) -> int:
-    """Operations of one forward pass in training over a batch, the first rows of the data; nothing is computed."""
-    return _training_flops(config, first_batch(config, dataset))
-
-
 def first_batch(config: RunConfig, dataset: Any) -> Any:
     """As many first rows of the data as a batch has."""
     return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
 
 
-def _training_flops(config: RunConfig, batch: Any) -> int:
+def training_flops(config: RunConfig, batch: Any) -> int:
+    """Operations of one forward pass in training over a batch; nothing is computed."""
     inputs, keywords = model_arguments(batch)
     return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
 

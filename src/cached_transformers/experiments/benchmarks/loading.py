@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.tasks import create_model
 from cached_transformers.tasks.classification.images.image_folder import ImageFolder
@@ -151,20 +152,12 @@ def as_markdown(rows: Sequence[Row]) -> str:
     loading = [row for row in rows if row.workers is not None]
     models = [row for row in rows if row.workers is None]
     counts = sorted({row.workers for row in loading if row.workers is not None})
-    lines = [
-        "| images a second | " + " | ".join(f"{n} workers" for n in counts) + " |",
-        "|" + " --- |" * (len(counts) + 1),
-    ]
     names = list(dict.fromkeys(row.what for row in loading))
-    for name in names:
-        rates = [
-            next(f"{r.images_per_second:,.0f}" for r in loading if (r.what, r.workers) == (name, n)) for n in counts
-        ]
-        lines.append("| " + " | ".join([name, *rates]) + " |")
-    lines += ["", "| takes | images a second | " + " | ".join(f"workers needed: {n}" for n in names) + " |"]
-    lines.append("|" + " --- |" * (len(names) + 2))
-    one = {row.what: row.images_per_second for row in loading if row.workers == min(counts)}
+    rates = {(row.what, row.workers): row.images_per_second for row in loading}
+    speeds = [[name, *(f"{rates[name, n]:,.0f}" for n in counts)] for name in names]
+    wanted = []
     for row in models:
-        needed = [str(math.ceil(row.images_per_second / one[name])) for name in names]
-        lines.append("| " + " | ".join([row.what, f"{row.images_per_second:,.1f}", *needed]) + " |")
-    return "\n".join(lines)
+        needed = [str(math.ceil(row.images_per_second / rates[name, min(counts)])) for name in names]
+        wanted.append([row.what, f"{row.images_per_second:,.1f}", *needed])
+    above = table(["images a second", *(f"{n} workers" for n in counts)], speeds)
+    return above + "\n\n" + table(["takes", "images a second", *(f"workers needed: {n}" for n in names)], wanted)

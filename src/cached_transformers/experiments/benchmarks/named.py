@@ -46,11 +46,6 @@ class Options:
     attentions: str
     lengths: tuple[int, ...] | None
 
-    def __post_init__(self) -> None:
-        for name in ("batch", "rounds", "threads", "image_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,18 +52,19 @@ class Sizes:
 
 
 class Peer(NamedTuple):
-    """A model of others: its module, and what reads one segment.
+    """A model of others: its module, and how it is called.
 
-    `read(inputs_BN, targets_BN, memory)` gives the mean loss and the memory, not detached.
+    `call(inputs_BN, memory)` gives logits, the memory, not detached, and what else it adds to the loss.
     """
 
     module: nn.Module
-    read: Callable[[Tensor, Tensor, Any], tuple[Tensor, Any]]
+    call: Callable[[Tensor, Any], Sequence[Any]]
 
-
-def cross_entropy(logits_BNV: Tensor, targets_BN: Tensor) -> Tensor:
-    """Mean over tokens."""
-    return F.cross_entropy(logits_BNV.flatten(0, 1), targets_BN.flatten())
+    def read(self, inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The mean loss of one segment, and the memory."""
+        logits_BNV, memory, *auxiliary = self.call(inputs_BN, memory)
+        loss = F.cross_entropy(logits_BNV.flatten(0, 1), targets_BN.flatten())
+        return loss + sum(part.sum() for part in auxiliary), memory
 
 
 def transformer_xl(sizes: Sizes) -> Peer:
@@ -81,11 +82,7 @@ def transformer_xl(sizes: Sizes) -> Peer:
         num_tokens=sizes.vocabulary, max_seq_len=sizes.segment, max_mem_len=sizes.memory, attn_layers=decoder
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory = module(inputs_BN, mems=memory, return_mems=True)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, mems=memory, return_mems=True))
 
 
 def compressive(sizes: Sizes) -> Peer:
@@ -103,11 +100,7 @@ def compressive(sizes: Sizes) -> Peer:
         gru_gated_residual=False,
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory, auxiliary = module(inputs_BN, memories=memory)
-        return cross_entropy(logits_BNV, targets_BN) + auxiliary.sum(), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memories=memory))
 
 
 def recurrent_memory(sizes: Sizes) -> Peer:
@@ -127,11 +120,7 @@ def recurrent_memory(sizes: Sizes) -> Peer:
         use_xl_memories=False,
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory, _ = module(inputs_BN, memory)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory)[:2])
 
 
 def memorizing(sizes: Sizes) -> Peer:
@@ -150,11 +139,11 @@ def memorizing(sizes: Sizes) -> Peer:
             knn_memories_directory=tempfile.mkdtemp(),
         )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
         store = module.create_knn_memories(batch_size=inputs_BN.shape[0]) if memory is None else memory
-        return cross_entropy(module(inputs_BN, knn_memories=store), targets_BN), store
+        return module(inputs_BN, knn_memories=store), store
 
-    return Peer(module, read)
+    return Peer(module, call)
 
 
 def memformer(sizes: Sizes) -> Peer:
@@ -170,13 +159,13 @@ def memformer(sizes: Sizes) -> Peer:
         enc_depth=sizes.depth,
         enc_heads=sizes.heads,
     )
-    module = nn.ModuleList([encoder, nn.Linear(sizes.width, sizes.vocabulary)])
+    head = nn.Linear(sizes.width, sizes.vocabulary)
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        hidden_BND, memory = module[0](inputs_BN, mems=memory)[:2]
-        return cross_entropy(module[1](hidden_BND), targets_BN), memory
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
+        hidden_BND, memory = encoder(inputs_BN, mems=memory)[:2]
+        return head(hidden_BND), memory
 
-    return Peer(module, read)
+    return Peer(nn.ModuleList([encoder, head]), call)
 
 
 def feedback(sizes: Sizes) -> Peer:
@@ -192,11 +181,7 @@ def feedback(sizes: Sizes) -> Peer:
         dim_head=sizes.head_width,
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory = module(inputs_BN, memory, return_memory=True)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory, return_memory=True))
 
 
 class Published(NamedTuple):

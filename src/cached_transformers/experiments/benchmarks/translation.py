@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.experiments.costs.flops import count_parameters
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.tasks.translation.translate import translate
 
-from .interleaved import Ratio, compare
+from .interleaved import Ratio, compare, training_step
 
 PAD, END, BEGIN, FIRST = 0, 1, 2, 3
 """Tokens with a meaning, and the first without."""
@@ -178,17 +179,8 @@ def theirs(kind: str, sizes: Sizes) -> Case:
     return Case(model, loss, write)
 
 
-def train_step(case: Case, batch: Batch) -> Callable[[], None]:
-    """A function that makes one AdamW step."""
-    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        case.model.train()
-        optimizer.zero_grad()
-        case.loss(batch).backward()
-        optimizer.step()
-
-    return step
+def _train_step(case: Case, batch: Batch) -> Callable[[], None]:
+    return training_step(case.model, lambda: case.loss(batch))
 
 
 def _writer(case: Case, inputs: Tensor, padding: Tensor, beams: int, tokens: int, **options: Any) -> Callable[[], None]:
@@ -218,7 +210,7 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
     for case in cases.values():
         case.model.to(device)
     batch = make_batch(sizes, sizes.rows, device)
-    train = compare({name: train_step(case, batch) for name, case in cases.items()}, "plain", rounds)
+    train = compare({name: _train_step(case, batch) for name, case in cases.items()}, "plain", rounds)
     for case in cases.values():
         case.model.eval()
     few = make_batch(sizes, sizes.sentences, device)
@@ -248,15 +240,15 @@ KEPT = {"kept": True, "read again": False}
 def as_markdown(rows: Sequence[Row], kept: Sequence[Kept]) -> str:
     """Both tables in Markdown."""
     head = "model | parameters (M) | train step | fastest | train tokens/s | beam search | fastest | tokens/s"
-    lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
+    cells = []
     for r in rows:
         train, decode = (
             (str(t), f"{t.fastest:.3f}x") if r.case != "plain" else ("1", "1") for t in (r.train, r.decode)
         )
-        cells = (f"{r.parameters / 1e6:.2f}", *train, f"{r.train_tokens:.0f}", *decode, f"{r.decode_tokens:.0f}")
-        lines.append(f"| {r.case} | " + " | ".join(cells) + " |")
-    lines += ["", "| keys and values | tokens | beam search | tokens/s |", "| --- | --- | --- | --- |"]
-    for k in kept:
-        ratio = "1" if k.case == "kept" else str(k.decode)
-        lines.append(f"| {k.case} | {k.tokens} | {ratio} | {k.decode_tokens:.0f} |")
-    return "\n".join(lines)
+        speeds = f"{r.train_tokens:.0f}", f"{r.decode_tokens:.0f}"
+        cells.append([r.case, f"{r.parameters / 1e6:.2f}", *train, speeds[0], *decode, speeds[1]])
+    searched = [
+        [k.case, str(k.tokens), "1" if k.case == "kept" else str(k.decode), f"{k.decode_tokens:.0f}"] for k in kept
+    ]
+    below = table(["keys and values", "tokens", "beam search", "tokens/s"], searched)
+    return f"{table(head.split(' | '), cells)}\n\n{below}"

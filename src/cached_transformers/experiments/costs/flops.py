@@ -11,7 +11,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,6 @@ IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _pro
 """Products into a sum, which the counter knows only in the forms that are not in place."""
 
 
-class ModuleFlops(NamedTuple):
-    """One row of `flops_by_module`: a submodule with what its forward pass and its parameters amount to."""
-
-    name: str
-    flops: int
-    share: float
-    parameters: int
-
-
 def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any) -> int:
     """Floating-point operations of one forward pass `model(*inputs, **kwargs)` at the batch given.
 
@@ -55,33 +46,6 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
     if shapes_only and mode != "train":
         raise ValueError(f'shapes_only=True counts on a copy, so it needs mode="train", not mode={mode!r}')
     return _count(model, mode, inputs, kwargs, shapes_only).get_total_flops()
-
-
-def flops_by_module(
-    model: nn.Module, *inputs: Any, mode: str = "eval", depth: int | None = None, **kwargs: Any
-) -> list[ModuleFlops]:
-    """Operations of every submodule whose forward was called, in order of the model; the first row is the whole.
-
-    A row includes its children. What a parent computes itself, or through methods other than a child's `forward`,
-    shows in the parent's row alone.
-
-    Args:
-        depth: keep submodules down to this nesting (0: the whole alone); None keeps all.
-
-    Raises:
-        ValueError: mode is neither "eval" nor "train".
-    """
-    model = _unwrap(model)
-    counts = _count(model, mode, inputs, kwargs).get_flop_counts()
-    total = sum(counts[ROOT].values())
-    prefix = type(model).__name__
-    rows = []
-    for name, module in model.named_modules():
-        key = f"{prefix}.{name}" if name else ROOT
-        if key in counts and (depth is None or len(name.split(".")) * bool(name) <= depth):
-            flops = sum(counts[key].values())
-            rows.append(ModuleFlops(name or prefix, flops, flops / max(total, 1), count_parameters(module)))
-    return rows
 
 
 def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> dict[str, int]:

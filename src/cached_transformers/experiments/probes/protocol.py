@@ -8,7 +8,6 @@ Legend: B rows, N tokens of an episode.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -198,8 +197,3 @@ def _answers(
     guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
     asked = episode.targets_BN != IGNORED
     return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """The outcome for a JSON file."""
-    return dataclasses.asdict(outcome)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,19 @@ def _scores(comparison: Comparison, metric: Metric) -> str:
         rows.append([*cells, *([str(variant.get("protocol", ""))] if protocols else [])])
     for name, value in comparison.baselines.items():
         rows.append([f"baseline: {name}", metric.value(value), *[""] * (len(header) - 2)])
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     rows = [[pair_name(pair), *_difference(pair, metric)] for pair in pairs]
-    return _table(["pair", "difference", *P_VALUES], rows)
+    return table(["pair", "difference", *P_VALUES], rows)
 
 
 def _cache_use(comparison: Comparison, metric: Metric) -> str:
     if not comparison.cache_use:
         return ""
     header, lines = cache_use_table(comparison.cache_use, metric)
-    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{_table(header, lines)}"
+    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{table(header, lines)}"
 
 
 def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
@@ -104,6 +104,7 @@ def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
     return [difference, short_p(row["p_value"]), short_p(row["p_adjusted"])]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown; a bar in a cell stays one."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in line) + " |" for line in lines)
