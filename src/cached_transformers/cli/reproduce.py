@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     from cached_transformers.experiments.reproductions import MEASURED
-    from cached_transformers.experiments.reproductions.throughput import measure
+    from cached_transformers.experiments.reproductions.table9 import measure
 
     name, scale = arguments.reproduction, arguments.scale
     for key, option in OF_TRAINED_TABLES.items():

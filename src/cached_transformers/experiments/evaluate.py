@@ -126,11 +126,7 @@ class Evaluation:
         return {**values, "places": places}
 
     def _score_shared(self, dataset: Any, processes: World) -> Scores:
-        """Scores of a classifier, of which the memory is a cache that all rows share.
-
-        Raises:
-            ValueError: the model has no cache to treat so.
-        """
+        """Scores of a classifier, of which the memory is a cache that all rows share."""
         settings = self.config.training
         _, model, step = load_run(self.folder, self.checkpoint)
         found = list(caches(model))
@@ -171,11 +167,7 @@ def has_caches(model: nn.Module) -> bool:
 
 
 def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
-    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone.
-
-    Raises:
-        ValueError: the model has no cache to empty or shuffle.
-    """
+    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone."""
     if mode == "reset":
         reset_caches(model)
     elif mode == "shuffle":

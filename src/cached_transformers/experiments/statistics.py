@@ -7,6 +7,8 @@ note instead of a number. Two sources of chance are kept apart: *seeds* (t inter
 scipy computes what it has. It has no correction of Holm's; its permutation test takes seconds for 20 pairs, the one
 here a few milliseconds.
 
+Values that are missing or not finite, pairs of different length and a level outside (0, 1) raise a ValueError.
+
 References: E. B. Wilson, "Probable inference", JASA 22, 1927;
 S. Holm, Scandinavian Journal of Statistics 6, 1979; R. A. Fisher, "The Design of Experiments", 1935 (sign flips).
 """
@@ -41,11 +43,7 @@ class PairedResult(NamedTuple):
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean with its t interval; one value has a mean and no interval.
-
-    Raises:
-        ValueError: no values, a value that is not finite, or a level outside (0, 1).
-    """
+    """Mean with its t interval; one value has a mean and no interval."""
     _check_level(level)
     x = _finite(values, "values")
     mean = float(x.mean())
@@ -56,11 +54,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> PairedResult:
-    """Paired t-test of `first` minus `second` (same seed at the same place in both).
-
-    Raises:
-        ValueError: lengths differ, no values, or a value that is not finite.
-    """
+    """Paired t-test of `first` minus `second` (same seed at the same place in both)."""
     difference = _differences(first, second)
     interval = mean_interval(list(difference), level)
     n = len(difference)
@@ -119,11 +113,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
-    """Accuracy `correct / rows` with Wilson's interval: the chance in drawing the rows, not in the seed.
-
-    Raises:
-        ValueError: rows < 1, correct outside 0..rows, or a level outside (0, 1).
-    """
+    """Accuracy `correct / rows` with Wilson's interval: the chance in drawing the rows, not in the seed."""
     _check_level(level)
     if rows < 1 or not 0 <= correct <= rows:
         raise ValueError(f"correct={correct} must lie in 0..rows and rows={rows} must be at least 1")
@@ -170,9 +160,6 @@ def summarise_pairs(
     Returns:
         rows with name and against (the pair), seeds (that both have), difference, p_value, p_adjusted (Holm over the
         pairs), p_sign_flip, p_sign_flip_smallest and note, as in `summarise`.
-
-    Raises:
-        ValueError: a variant that is not there, has no values, or has a value that is not finite.
     """
     rows = []
     for first, second in pairs:

@@ -1,4 +1,8 @@
-"""The arms of a comparison: a memory by name and options, or a control that has none."""
+"""The arms of a comparison: a memory by name and options, or a control that has none.
+
+What makes arms equal raises a ValueError for a model whose feed-forward layers have no width to be changed, and for an
+arm that cannot come within half a per cent.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +99,7 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
 
 
 def flops_control(variants: list[Variant], dataset: Any) -> Variant:
-    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`.
-    """
+    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs."""
     plain = with_memory(variants[0].config, None)
     feed_forward_option(plain)
     inputs, keywords = example_inputs(dataset, plain)
@@ -121,9 +121,6 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
 
     Returns:
         them, with the facts `feed_forward` and `matched_parameters`.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
 
     def count(config: RunConfig) -> int:
@@ -155,9 +152,6 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     Returns:
         them, with the facts `feed_forward` and `training_flops` (of one forward pass in training, per row of a batch),
         and for the matched ones `matched` and `flops_ratio`.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
     for name in matched:
         feed_forward_option(next(variant.config for variant in variants if variant.name == name))

@@ -166,11 +166,7 @@ def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: 
 
 
 def run(rounds: int, only: str = "all", lengths: Sequence[int] = LENGTHS, device: str = "cpu") -> list[Row]:
-    """Measure every mechanism, or those named in `only` (by commas).
-
-    Raises:
-        ValueError: an unknown name, a length below 1, or none that a mechanism's memory allows.
-    """
+    """Measure every mechanism, or those named in `only` (by commas)."""
     names = ATTENTIONS.names() if only == "all" else only.split(",")
     for name in names:
         ATTENTIONS.entry(name)

@@ -62,9 +62,6 @@ def run(
 
     Args:
         rounds: counted batches of each. batch: images in one. path: an image folder or archive; None makes images.
-
-    Raises:
-        ValueError: fewer training images than a batch, or a number of workers below 0.
     """
     if min(workers) < 0:
         raise ValueError(f"workers {list(workers)} must not be negative")

@@ -198,9 +198,6 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
     Args:
         rounds: counted rounds of training steps; beam search takes a third, that without kept keys a quarter.
         peers: whether transformers' models are measured, too.
-
-    Raises:
-        ImportError: transformers is not installed.
     """
     sizes = sizes if sizes is not None else Sizes()
     torch.manual_seed(0)

@@ -160,10 +160,6 @@ def run(
         released: measure the released variant of GRC, too.
         channels_last: weights and images in that memory format, plain models too.
         compiled: time all of them through `torch.compile`; peak memory is not measured then.
-
-    Raises:
-        ValueError: a model that is not in `MODELS`.
-        ImportError: timm is not installed.
     """
     for name in models:
         if name not in MODELS:
@@ -171,24 +167,18 @@ def run(
     cases = list(CASES) if released else list(CASES)[:2]
     form = torch.channels_last if channels_last else torch.contiguous_format
     images, labels = image_batch(batch, image_size, device, form)
+    rows = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
-        return [row for name in models for row in _rows(name, cases, images, labels, rounds, form, compiled)]
+        for name in models:
+            built = build(MODELS[name], image_size, cases)
+            for model in built.values():
+                model.to(device=device, memory_format=form)  # type: ignore[call-overload]
+            rows += _rows(name, built, timed(built, images, labels, rounds, compiled, peaks=not compiled), batch)
+    return rows
 
 
-def _rows(
-    name: str,
-    cases: Sequence[str],
-    images: Tensor,
-    labels: Tensor,
-    rounds: int,
-    form: torch.memory_format,
-    compiled: bool,
-) -> list[Row]:
-    models = build(MODELS[name], images.shape[-1], cases)
-    for model in models.values():
-        model.to(device=images.device, memory_format=form)  # type: ignore[call-overload]
-    found = timed(models, images, labels, rounds, compiled, peaks=not compiled)
+def _rows(name: str, models: Mapping[str, nn.Module], found: Timed, batch: int) -> list[Row]:
     return [
         Row(
             name,
@@ -198,8 +188,8 @@ def _rows(
             found.flops[case] / found.flops["plain"],
             found.train[case],
             found.inference[case],
-            len(images) / found.train[case].seconds,
-            len(images) / found.inference[case].seconds,
+            batch / found.train[case].seconds,
+            batch / found.inference[case].seconds,
             found.train_peaks.get(case, float("nan")) / 2**20,
             found.peaks.get(case, float("nan")) / 2**20,
         )

@@ -17,7 +17,7 @@ from cached_transformers.memories import memory_spec
 from cached_transformers.registry import MEMORIES
 from cached_transformers.training.config import config_hash
 from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import jsonable
+from cached_transformers.training.run_files import json_text, write_whole
 
 from .scores import modes_of, score_cache_use, scores_path
 
@@ -56,9 +56,7 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
         )
 
     content = {**settings, "scores": in_world(config.training.device, scores)}
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(jsonable(content), indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json_text(content))
     return True
 
 

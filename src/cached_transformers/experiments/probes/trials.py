@@ -20,8 +20,9 @@ import torch
 
 from cached_transformers.experiments.environment import environment
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.training.run_files import json_text, write_whole
 
-from .protocol import Sizes, as_dict, probe
+from .protocol import Sizes, probe
 from .settings import setting, stream_memories
 
 NEEDS_FILES = "facts"
@@ -137,7 +138,7 @@ class Trials:
             "results": results,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "probe.json", result)
+        write_whole(self.folder / "probe.json", json_text(result))
         return result
 
     def _notes(self) -> dict[str, str]:
@@ -203,18 +204,12 @@ def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, An
         passes=settings["passes"],
         distances=range(max(task.shortest, 1), farthest + 1),
     )
-    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **as_dict(outcome)}
+    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **dataclasses.asdict(outcome)}
     path = folder / trial.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, result)
+    write_whole(path, json_text(result))
     return result
 
 
 def _finished(path: Path, settings: dict[str, Any]) -> bool:
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["settings"] == settings
-
-
-def _write(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)

@@ -39,10 +39,6 @@ def write_compare_report(folder: str | Path, sections: Sequence[str] | None = No
 
     Args:
         sections: names of the sub-folders to report on, in this order; None takes all.
-
-    Raises:
-        ValueError: no compare.json is found, or a damaged file.
-        ImportError: matplotlib is not installed.
     """
     folder = Path(folder)
     comparisons = find_comparisons(folder, sections)

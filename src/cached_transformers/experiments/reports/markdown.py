@@ -14,11 +14,7 @@ FILE_NAME = "compare.md"
 
 
 def write_markdown(folder: str | Path) -> Path:
-    """Write `compare.md` beside `compare.json`; returns its path.
-
-    Raises:
-        ValueError: the folder holds no comparison, or a damaged one.
-    """
+    """Write `compare.md` beside `compare.json`; returns its path."""
     path = Path(folder) / FILE_NAME
     path.write_text(comparison_markdown(read_comparison(folder)), encoding="utf-8")
     return path

@@ -14,6 +14,8 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from cached_transformers.training.run_files import write_whole
+
 from .figures.style import COLOURS
 
 FILE_NAME = "report.html"
@@ -120,7 +122,5 @@ def render(title: str, blocks: Iterable[Block]) -> str:
 def write_page(folder: Path, title: str, blocks: Iterable[Block]) -> Path:
     """Write `report.html` into the folder, whole or not at all: a reader never meets half a report."""
     path = folder / FILE_NAME
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(render(title, blocks), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, render(title, blocks).encode())
     return path

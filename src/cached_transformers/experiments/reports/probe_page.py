@@ -86,11 +86,7 @@ def distance_figure(content: Mapping[str, Any], task: str) -> Figure:
 
 
 def write_probe_report(folder: Path) -> Path:
-    """Write `report.html` beside probe.json.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write `report.html` beside probe.json."""
     return write_page(folder, TITLE, [probe_section(folder / "probe.json", 1, "p")])
 
 

@@ -32,12 +32,7 @@ SCORES = {"best on validation": "best", "at the end": "final", "test": "test", "
 
 
 def write_run_report(run_folder: str | Path) -> Path:
-    """Write `report.html` into a run folder.
-
-    Raises:
-        ValueError: the folder holds no metrics.jsonl, or a damaged file.
-        ImportError: matplotlib is not installed.
-    """
+    """Write `report.html` into a run folder."""
     run = read_run(run_folder)
     summary, metric = run.summary, Metric(run.metric)
     title = str(summary.get("name") or run.folder.resolve().name)

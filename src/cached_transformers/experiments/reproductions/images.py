@@ -78,8 +78,11 @@ class Backbone:
         return [self.plain(), self.released(), self.algorithm(), self.convolution(), self.wider()]
 
 
-def grc_options(recipe: RunConfig) -> dict[str, Any]:
+def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it out") -> dict[str, Any]:
     """The memory section of the recipe.
+
+    Args:
+        rows_do: what the rows of the table do with it, for the message.
 
     Raises:
         ValueError: it is not GRC with its options.
@@ -87,7 +90,7 @@ def grc_options(recipe: RunConfig) -> dict[str, Any]:
     memory = recipe.model.get("memory")
     if not isinstance(memory, Mapping) or memory.get("name") != "grc":
         raise ValueError(
-            f"model.memory={memory!r} must be GRC with its options; rows set its variant or take it out, so change "
+            f"model.memory={memory!r} must be GRC with its options; rows {rows_do}, so change "
             "model.memory.ratio and the like only"
         )
     return dict(memory)
@@ -140,8 +143,6 @@ def image_table(
         recipes=recipes,
         files=files,
         paper=rows,
-        others=lambda scale: [],
-        equal="operations",
         protocol=protocol,
         cache_use=True,
     )

@@ -16,6 +16,7 @@ from typing import Any
 from cached_transformers.training.config import RunConfig
 
 from .base import Reproduction, Row
+from .images import grc_options
 
 ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "small": {
@@ -47,13 +48,7 @@ def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str,
         return {**recipe.model, **options, "attention": dict(attention), "memory": None}
 
     def cached(recipe: RunConfig) -> dict[str, Any]:
-        memory = recipe.model.get("memory")
-        if not isinstance(memory, Mapping) or memory.get("name") != "grc":
-            raise ValueError(
-                f"model.memory={memory!r} must be GRC with its options; rows take it out or leave it, so change "
-                "model.memory.ratio and the like only"
-            )
-        return {**plain(recipe), "memory": dict(memory)}
+        return {**plain(recipe), "memory": grc_options(recipe, rows_do="take it out or leave it")}
 
     grc, control = f"{name}-grc", f"{name}-control"
     return [Row(name, plain), Row(grc, cached, against=(name, control)), Row(control, plain, matched=grc)]
@@ -83,7 +78,5 @@ TABLE6 = Reproduction(
     recipes={"small": "table6_small", "paper": "table6_paper"},
     files={},
     paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
     protocol=protocol,
 )
