@@ -105,7 +105,7 @@ class Comparison:
                 facts = variant.facts
                 console.print(
                     f"{variant.name}: feed_forward {facts['feed_forward']}, "
-                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}",
+                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}"
                 )
         if jobs == 1:
             for variant, seed in missing:

@@ -137,11 +137,7 @@ def check_average(config: RunConfig) -> None:
 
 
 def begin_with(trainer: Trainer) -> None:
-    """Put the weights that `training.initial_weights` names into a model that has not been trained yet.
-
-    Raises:
-        ValueError: they do not fit; the message says what would.
-    """
+    """Put the weights that `training.initial_weights` names into a model that has not been trained yet."""
     settings = trainer.settings
     if settings.initial_weights is None or trainer.step:
         return

@@ -46,6 +46,11 @@ class Sizes:
         return self.width // self.heads
 
     @property
+    def usual(self) -> dict[str, int]:
+        """The options that most peers call alike."""
+        return {"num_tokens": self.vocabulary, "dim": self.width, "depth": self.depth, "heads": self.heads}
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one training step."""
         return self.rows * self.segment * self.segments
@@ -89,11 +94,8 @@ def compressive(sizes: Sizes) -> Peer:
     """compressive-transformer-pytorch."""
     library = importlib.import_module("compressive_transformer_pytorch")
     module = library.CompressiveTransformer(
-        num_tokens=sizes.vocabulary,
-        dim=sizes.width,
+        **sizes.usual,
         seq_len=sizes.segment,
-        depth=sizes.depth,
-        heads=sizes.heads,
         mem_len=sizes.memory,
         cmem_len=sizes.memory // sizes.rate,
         cmem_ratio=sizes.rate,
@@ -107,13 +109,10 @@ def recurrent_memory(sizes: Sizes) -> Peer:
     """recurrent-memory-transformer-pytorch, without its additions (XL memories)."""
     library = importlib.import_module("recurrent_memory_transformer_pytorch")
     module = library.RecurrentMemoryTransformer(
-        dim=sizes.width,
-        num_tokens=sizes.vocabulary,
-        depth=sizes.depth,
+        **sizes.usual,
+        dim_head=sizes.head_width,
         num_memory_tokens=sizes.tokens,
         seq_len=sizes.segment,
-        dim_head=sizes.head_width,
-        heads=sizes.heads,
         use_flash_attn=True,
         abs_pos_emb=False,
         rotary_pos_emb=True,
@@ -128,11 +127,8 @@ def memorizing(sizes: Sizes) -> Peer:
     library = importlib.import_module("memorizing_transformers_pytorch")
     with scratch_folder():  # it makes a folder for its store where it stands
         module = library.MemorizingTransformer(
-            num_tokens=sizes.vocabulary,
-            dim=sizes.width,
-            depth=sizes.depth,
+            **sizes.usual,
             dim_head=sizes.head_width,
-            heads=sizes.heads,
             memorizing_layers=sizes.depth - 1,
             max_knn_memories=sizes.store,
             num_retrieved_memories=sizes.neighbours,
@@ -171,15 +167,7 @@ def memformer(sizes: Sizes) -> Peer:
 def feedback(sizes: Sizes) -> Peer:
     """feedback-transformer-pytorch, one token at a time as in the paper."""
     library = importlib.import_module("feedback_transformer_pytorch")
-    module = library.FeedbackTransformer(
-        num_tokens=sizes.vocabulary,
-        dim=sizes.width,
-        depth=sizes.depth,
-        mem_len=sizes.memory,
-        seq_len=1,
-        heads=sizes.heads,
-        dim_head=sizes.head_width,
-    )
+    module = library.FeedbackTransformer(**sizes.usual, dim_head=sizes.head_width, mem_len=sizes.memory, seq_len=1)
 
     return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory, return_memory=True))
 

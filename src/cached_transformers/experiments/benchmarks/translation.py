@@ -142,27 +142,12 @@ def theirs(kind: str, sizes: Sizes) -> Case:
         "BART": (transformers.BartConfig, transformers.BartForConditionalGeneration),
         "Marian": (transformers.MarianConfig, transformers.MarianMTModel),
     }[kind]
-    model = model_class(
-        config(
-            vocab_size=sizes.vocabulary,
-            d_model=sizes.width,
-            encoder_layers=sizes.depth,
-            decoder_layers=sizes.depth,
-            encoder_attention_heads=sizes.heads,
-            decoder_attention_heads=sizes.heads,
-            encoder_ffn_dim=sizes.feed_forward,
-            decoder_ffn_dim=sizes.feed_forward,
-            max_position_embeddings=512,
-            dropout=sizes.dropout,
-            activation_function="relu",
-            scale_embedding=True,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            bos_token_id=BEGIN,
-            decoder_start_token_id=BEGIN,
-            forced_eos_token_id=None,
-        )
-    )
+    of_a_side = {"layers": sizes.depth, "attention_heads": sizes.heads, "ffn_dim": sizes.feed_forward}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in of_a_side.items()}
+    tokens = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": BEGIN, "decoder_start_token_id": BEGIN}
+    shape = {"vocab_size": sizes.vocabulary, "d_model": sizes.width, "dropout": sizes.dropout, **sides}
+    options = {"max_position_embeddings": 512, "activation_function": "relu", "scale_embedding": True}
+    model = model_class(config(**shape, **options, **tokens, forced_eos_token_id=None))
     model.final_logits_bias[0, END] = -1e4
 
     def loss(batch: Batch) -> Tensor:

@@ -63,11 +63,7 @@ def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int]
 def score_variant(
     variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
 ) -> dict[str, list[dict[str, Any]]]:
-    """Scores by mode, in order of the seeds, of all runs of a variant; what is missing is measured.
-
-    Args:
-        folder_of: the folder of the run of a seed.
-    """
+    """Scores by mode, in order of the seeds, of all runs of a variant; what is missing is measured."""
     by_mode: dict[str, list[dict[str, Any]]] = {}
     for index, seed in enumerate(seeds):
         following = seeds[(index + 1) % len(seeds)]

@@ -68,11 +68,7 @@ def take_caches(model: nn.Module, other: nn.Module) -> None:
 
 
 class Mixed:
-    """A data set in an order drawn at random: rows of a class do not follow each other, whatever the files' order.
-
-    Args:
-        dataset: what is reordered. seed: of the order.
-    """
+    """A data set in an order drawn at random: rows of a class do not follow each other, whatever the files' order."""
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
         self.dataset, self.collate, self.classes = dataset, dataset.collate, dataset.classes

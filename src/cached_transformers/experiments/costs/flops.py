@@ -49,11 +49,7 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
 
 
 def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> dict[str, int]:
-    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ...
-
-    Raises:
-        ValueError: mode is neither "eval" nor "train".
-    """
+    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ..."""
     counts = _count(model, mode, inputs, kwargs).get_flop_counts().get(ROOT, {})
     return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
 

@@ -48,13 +48,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training gave.
-
-    Attributes:
-        accuracy: share of right answers at the trained distance, on new episodes.
-        steps: steps until the accuracy was enough, or all.
-        distances: accuracy by distance in segments.
-    """
+    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all."""
 
     accuracy: float
     steps: int

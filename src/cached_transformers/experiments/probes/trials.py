@@ -54,15 +54,7 @@ class Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What is probed.
-
-    Attributes:
-        memories: names. tasks: names.
-        distance: segments between cue and question.
-        seeds: trainings of each kind. steps: of a training, at most.
-        folder: of the results.
-        files: "babi" and "books", what the task of facts reads.
-    """
+    """What is probed; `files` are "babi" and "books", which the task of facts reads, `steps` the most of a training."""
 
     memories: Sequence[str]
     tasks: Sequence[str]
@@ -118,11 +110,7 @@ class Trials:
             yield from zip(trials, pool.map(_train, trials, settings, itertools.repeat(self.folder)), strict=True)
 
     def write(self, command: str) -> dict[str, Any]:
-        """Write probe.json, and return what it holds.
-
-        Args:
-            command: how a user asked for it, for the record.
-        """
+        """Write probe.json, and return what it holds."""
         results = []
         for trial in self.all():
             stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
@@ -153,11 +141,7 @@ class Trials:
 
 
 def chosen_memories(text: str) -> list[str]:
-    """Memories from names with commas between them, or "all".
-
-    Raises:
-        ValueError: an unknown name, or a memory that there is nothing to probe of.
-    """
+    """Memories from names with commas between them, or "all"."""
     able = stream_memories()
     names = able if text == "all" else text.split(",")
     for name in names:
@@ -171,14 +155,7 @@ def chosen_memories(text: str) -> list[str]:
 
 
 def chosen_tasks(text: str, files: bool) -> list[str]:
-    """Tasks from names with commas between them, or "all".
-
-    Args:
-        files: whether there are files for the task that reads some.
-
-    Raises:
-        ValueError: an unknown name, or a task without its files.
-    """
+    """Tasks from names with commas between them, or "all"."""
     names: list[str] = PROBES.names() if text == "all" else text.split(",")
     if text == "all" and not files:
         names = [name for name in names if name != NEEDS_FILES]

@@ -23,11 +23,11 @@ from .wording import (
     P_VALUES,
     Metric,
     comparison_summary,
+    difference_words,
     environment_text,
     mean_of,
     pair_name,
     short_count,
-    short_p,
     short_seconds,
 )
 
@@ -124,9 +124,8 @@ def _variants(comparison: Comparison, metric: Metric) -> Table:
 
 def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[Cell | str]:
     """The difference with its interval, p, and p after Holm."""
-    difference = row["difference"] or {"mean": None, "low": None, "high": None}
-    interval = metric.interval(difference["low"], difference["high"], True)
-    return [Cell(metric.difference(difference["mean"]), interval), short_p(row["p_value"]), short_p(row["p_adjusted"])]
+    words = difference_words(row, metric)
+    return [Cell(words.mean, words.interval), words.p, words.holm]
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> list[Block]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
-from .wording import P_VALUES, Metric, comparison_summary, mean_of, pair_name, short_count, short_p
+from .wording import P_VALUES, Metric, comparison_summary, difference_words, mean_of, pair_name, short_count
 
 FILE_NAME = "compare.md"
 
@@ -95,9 +95,8 @@ def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
     """The difference with its interval, p, and p after Holm."""
     if row["difference"] is None:
         return ["", "", ""]
-    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    difference = f"{metric.difference(mean)} {metric.interval(low, high, signed=True)}"
-    return [difference, short_p(row["p_value"]), short_p(row["p_adjusted"])]
+    words = difference_words(row, metric)
+    return [f"{words.mean} {words.interval}", words.p, words.holm]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

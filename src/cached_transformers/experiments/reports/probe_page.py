@@ -91,11 +91,7 @@ def write_probe_report(folder: Path) -> Path:
 
 
 def probe_section(path: Path, level: int, identifier: str) -> Section:
-    """The part of a page that tells of one probe.json.
-
-    Args:
-        level: of its heading. identifier: unique in the page; prefixes the ids of its figures.
-    """
+    """The part of a page that tells of one probe.json."""
     content = json.loads(path.read_text(encoding="utf-8"))
     seeds = max(r["seed"] for r in content["results"]) + 1
     about = {"command": content["command"], "date": content["date"], "seeds": seeds}

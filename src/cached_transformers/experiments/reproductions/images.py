@@ -128,24 +128,10 @@ def protocol(config: RunConfig) -> str:
 
 
 def image_table(
-    summary: str,
-    rows: Callable[[str], Sequence[Row]],
-    recipes: Mapping[str, str],
-    files: Mapping[str, str] = FILES,
+    summary: str, rows: Callable[[str], Sequence[Row]], recipes: Mapping[str, str], files: Mapping[str, str] = FILES
 ) -> Reproduction:
-    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies.
-
-    Args:
-        rows: by scale. The rest is as of `Reproduction`.
-    """
-    return Reproduction(
-        summary=summary,
-        recipes=recipes,
-        files=files,
-        paper=rows,
-        protocol=protocol,
-        cache_use=True,
-    )
+    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies."""
+    return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
 
 
 def _rounded(value: Any) -> str:

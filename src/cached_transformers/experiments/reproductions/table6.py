@@ -38,11 +38,7 @@ PROJECTIONS: Mapping[str, Mapping[str, Any]] = {"reformer": {"shared_query_key":
 
 
 def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str, Any]) -> list[Row]:
-    """A backbone plain, with the recipe's GRC, and plain at the cost of the second.
-
-    Args:
-        attention: the attention section. options: of the model.
-    """
+    """A backbone plain, with the recipe's GRC, and plain at the cost of the second."""
 
     def plain(recipe: RunConfig) -> dict[str, Any]:
         return {**recipe.model, **options, "attention": dict(attention), "memory": None}

@@ -29,13 +29,7 @@ PAPER = {"PVT-Tiny": ((313, 257), (930, 768))}
 
 @dataclass(frozen=True)
 class Throughput:
-    """A table of measurements.
-
-    Attributes:
-        summary: what it compares, in a line.
-        settings: by scale, batch (images), rounds, and side of the images in pixels.
-        models: by scale, names in `experiments.benchmarks.vision.MODELS`.
-    """
+    """A table of measurements: its settings and the models of `benchmarks.vision.MODELS`, by scale."""
 
     summary: str
     settings: Mapping[str, Mapping[str, int]]
@@ -75,23 +69,14 @@ def beside_the_paper(rows: Sequence[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
-
-    Attributes:
-        environment: versions, device and settings.
-        rows: of `experiments.benchmarks.vision`. text: the tables as Markdown.
-    """
+    """What was measured: versions, device and settings; rows of `benchmarks.vision`; the tables as Markdown."""
 
     environment: dict[str, Any]
     rows: list[Any]
     text: str
 
     def write(self, folder: Path, name: str, command: str) -> Path:
-        """Write throughput.json and throughput.md; returns the path of the second.
-
-        Args:
-            name: of the table. command: how a user asked for it.
-        """
+        """Write throughput.json and throughput.md; returns the path of the second."""
         folder.mkdir(parents=True, exist_ok=True)
         rows = [dataclasses.asdict(row) for row in self.rows]
         content = {"command": command, "environment": self.environment, "rows": rows}
@@ -112,12 +97,7 @@ def measure(table: Throughput, scale: str, rows: str, overrides: Sequence[str]) 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = environment(device) | settings
     found = vision.run(
-        settings["batch"],
-        settings["rounds"],
-        device,
-        models=models,
-        image_size=settings["image_size"],
-        released=True,
+        settings["batch"], settings["rounds"], device, models=models, image_size=settings["image_size"], released=True
     )
     text = "\n\n".join([vision.as_markdown(found), *beside_the_paper(found), environment_text(facts)])
     return Measured(facts, found, text)
@@ -129,8 +109,5 @@ TABLE9 = Throughput(
         "small": {"batch": 8, "rounds": 7, "image_size": 224},
         "paper": {"batch": 64, "rounds": 21, "image_size": 224},
     },
-    models={
-        "small": ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2"),
-        "paper": ("PVT-Tiny", "PVT-Small", "PVT-Medium"),
-    },
+    models={"small": ("ViT-S", "PVT-Tiny", "Swin-T", "PVTv2-B2"), "paper": ("PVT-Tiny", "PVT-Small", "PVT-Medium")},
 )
