@@ -1,7 +1,4 @@
-"""`cached compare`: variants of one recipe, trained from the same seeds on the same data order, and paired statistics.
-
-Finished runs are kept: the same command continues an interrupted comparison, and more seeds or variants extend it.
-"""
+"""`cached compare`: variants of a recipe, trained from the same seeds on the same data order, and paired statistics."""
 
 from __future__ import annotations
 

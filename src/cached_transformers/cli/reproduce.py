@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     from cached_transformers.experiments.reproductions import MEASURED
-    from cached_transformers.experiments.reproductions.table9 import measure
+    from cached_transformers.experiments.reproductions.table9 import measure, write
 
     name, scale = arguments.reproduction, arguments.scale
     for key, option in OF_TRAINED_TABLES.items():
@@ -88,6 +88,6 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
             raise ValueError(f"{name} trains nothing and reads no data; drop {option}")
     measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
     print(measured.text)
-    path = measured.write(arguments.out or Path("runs") / f"{name}_{scale}", name, command)
+    path = write(measured, arguments.out or Path("runs") / f"{name}_{scale}", name, command)
     print(f"written: {path}")
     return 0

@@ -27,7 +27,7 @@ from cached_transformers.training.config import RunConfig, config_hash, config_t
 from cached_transformers.training.distributed import pick_device
 from cached_transformers.training.run_files import json_text, write_whole
 
-from .cache_use.runs import has_shared_cache, score_variant
+from .cache_use import has_shared_cache, score_variant
 from .reports.cache_use_table import cache_use_statistics
 from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from cached_transformers.experiments.build import build_dataset
-from cached_transformers.experiments.intervals import with_intervals
 from cached_transformers.experiments.load import load_run, read_categories
 from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
@@ -29,7 +28,8 @@ from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.run_files import check_tokenizer
 
-from .cache_use.scores import score_cache_use
+from .cache_use import score_cache_use
+from .statistics import with_intervals
 
 OF_SHARED_CACHES = ("other", "batch")
 """Ways of treating a memory that a cache alone has which all rows share."""

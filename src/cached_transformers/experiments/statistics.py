@@ -121,6 +121,19 @@ def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
     return Interval(correct / rows, float(interval.low), float(interval.high))
 
 
+def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of a split with Wilson's 95 % interval of each accuracy: the chance in drawing the rows, not in the seed.
+
+    `values` holds the number of rows under "rows"; without it they are returned as they are.
+    """
+    found = dict(values)
+    rows = int(values.get("rows") or 0)
+    for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
+        interval = wilson_interval(round(values[name] * rows), rows)
+        found[f"{name}_interval"] = [interval.low, interval.high]
+    return found
+
+
 def summarise(
     values_by_variant: Mapping[str, Sequence[float]], reference: str | None, level: float = 0.95
 ) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """GRC against timm's plain model and against the structure of the released code: time, FLOPs, kept activations.
 
-Everything is measured in one process, in turn. Training is a whole step (forward, backward, AdamW). The plain model
-uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and backward,
-parameters not counted.
+The plain model uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and
+backward, parameters not counted.
 """
 
 from __future__ import annotations

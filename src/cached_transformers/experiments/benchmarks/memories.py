@@ -1,8 +1,8 @@
 """Every stream memory as a language model of one size: training and streaming speed, kept activations, state.
 
-Everything is measured in one process, in turn, beside the same model without a memory, and beside the published
-implementation of the same memory where one is installed (`peers`). A training step reads all segments of a batch, with
-the gradient across segments where the paper has one, backward, and AdamW. Streaming is the same without gradient.
+They stand beside the same model without a memory, and beside the published implementation of the same memory where one
+is installed (`peers`). A training step reads all segments of a batch, with the gradient across segments where the paper
+has one. Streaming is the same without gradient.
 """
 
 from __future__ import annotations

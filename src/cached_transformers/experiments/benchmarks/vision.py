@@ -1,10 +1,9 @@
 """Cached image models against timm's plain ones: images a second, memory, and what the counted operations foretell.
 
-Everything is measured in one process, in turn. Training is a whole step (forward, backward, AdamW); inference runs with
-folded caches, without gradient. The plain models are timm's own with fused attention (PVT, which timm lacks, is ours).
-Operations are counted on the forward pass of the same batch, attention products included; the backward is about twice
-that for both (and torch's counter takes the backward of a depthwise convolution for that of a dense one). This is the
-paper's table 9 (arXiv:2312.12742), which gives throughput on a V100.
+Inference runs with folded caches, without gradient. The plain models are timm's own with fused attention (PVT, which
+timm lacks, is ours). Operations are counted on the forward pass of the same batch, attention products included; the
+backward is about twice that for both (and torch's counter takes the backward of a depthwise convolution for that of a
+dense one). This is the paper's table 9 (arXiv:2312.12742), which gives throughput on a V100.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwar
     return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
 
 
-def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Number of parameters (shared ones once); caches and other buffers are not parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(p.numel() for p in model.parameters())
 
 
 def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor) -> int:
@@ -100,16 +100,12 @@ def _tensors(item: nn.Module | Tensor) -> list[Tensor]:
     return [item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()]
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
-
-
 def _count(
     model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[str, Any], shapes_only: bool = False
 ) -> FlopCounterMode:
     if mode not in ("eval", "train"):
         raise ValueError(f'mode={mode!r} must be "eval" or "train"')
-    model = _unwrap(model)
+    model = getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with torch.random.fork_rng(devices=devices), _countable_kernels():

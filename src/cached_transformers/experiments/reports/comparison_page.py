@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from .cache_use_table import cache_use_table, legend
 from .figures import scores
-from .figures.style import COLOURS, inline_svg, looks
-from .page import FILE_NAME, Block, Cell, Folded, Header, Picture, Row, Section, Table, Text, titled, write_page
+from .figures.style import COLOURS, looks
+from .page import FILE_NAME, Block, Cell, Folded, Header, Row, Section, Table, Text, pictured, titled, write_page
 from .probe_page import probe_section
 from .run_folder import Comparison, Run, find_comparisons
 from .run_page import feature_maps, gates, learning_curves
@@ -169,13 +169,10 @@ def _differences(comparison: Comparison, metric: Metric, identifier: str) -> lis
     words = "; ".join(
         f"{r.name} {metric.difference(r.mean)} {metric.interval(r.low, r.high, True)}".strip() for r in rows
     )
-    svg = inline_svg(
-        scores.differences(rows, reference, comparison.metric),
-        f"{identifier}-differences",
-        f"Differences: {words}" if reference is None else f"Differences to {reference}: {words}",
-    )
+    words = f"Differences: {words}" if reference is None else f"Differences to {reference}: {words}"
+    drawn = scores.differences(rows, reference, comparison.metric)
     caption = "Mean paired difference with its 95 % interval. Where that includes zero, no difference can be shown."
-    return titled("Differences", Picture(svg, caption))
+    return pictured("Differences", drawn, f"{identifier}-differences", words, caption)
 
 
 def _cache_use(comparison: Comparison, metric: Metric) -> list[Block]:
@@ -199,14 +196,11 @@ def _cost(comparison: Comparison, metric: Metric, identifier: str) -> list[Block
     if not points:
         return []
     words = "; ".join(f"{p.name} {metric.value(p.mean)} at {short_count(p.flops)} operations" for p in points)
-    svg = inline_svg(
-        scores.metric_against_flops(points, metric.name, comparison.reference),
-        f"{identifier}-cost",
-        f"{metric.name} against operations per forward pass: {words}",
-    )
+    words = f"{metric.name} against operations per forward pass: {words}"
+    drawn = scores.metric_against_flops(points, metric.name, comparison.reference)
     which = "one forward pass in training, per row" if training else "one forward pass"
     caption = f"Mean over seeds with its 95 % interval, over the operations of {which}."
-    return titled(f"{metric.name.capitalize()} against cost", Picture(svg, caption))
+    return pictured(f"{metric.name.capitalize()} against cost", drawn, f"{identifier}-cost", words, caption)
 
 
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> list[Block]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cached_transformers.training.run_files import write_whole
 
-from .figures.style import COLOURS
+from .figures.style import COLOURS, inline_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE_NAME = "report.html"
 TEMPLATES = Environment(
@@ -112,6 +115,11 @@ class Folded(Block):
 def titled(title: str, *blocks: Block) -> list[Block]:
     """Blocks below a heading of the third level."""
     return [Heading(3, title), *blocks]
+
+
+def pictured(title: str, figure: Figure, identifier: str, words: str, caption: str) -> list[Block]:
+    """A figure below a heading; `words` describe it to those who do not see it."""
+    return titled(title, Picture(inline_svg(figure, identifier, words), caption))
 
 
 def render(title: str, blocks: Iterable[Block]) -> str:

@@ -7,7 +7,6 @@ images a second on a V100, one measurement each (arXiv:2312.12742, table 9); it 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 
 from cached_transformers.experiments.benchmarks import vision
+from cached_transformers.experiments.benchmarks.named import Measured
 from cached_transformers.experiments.environment import environment
-from cached_transformers.experiments.reports.wording import environment_text
 from cached_transformers.registry import unknown_name
-from cached_transformers.training.metrics import jsonable
+from cached_transformers.training.run_files import json_text, write_whole
 
 from .base import chosen_rows
 
@@ -67,23 +66,15 @@ def beside_the_paper(rows: Sequence[Any]) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured: versions, device and settings; rows of `benchmarks.vision`; the tables as Markdown."""
-
-    environment: dict[str, Any]
-    rows: list[Any]
-    text: str
-
-    def write(self, folder: Path, name: str, command: str) -> Path:
-        """Write throughput.json and throughput.md; returns the path of the second."""
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [dataclasses.asdict(row) for row in self.rows]
-        content = {"command": command, "environment": self.environment, "rows": rows}
-        (folder / "throughput.json").write_text(json.dumps(jsonable(content), indent=1), encoding="utf-8")
-        path = folder / "throughput.md"
-        path.write_text(f"# {name}\n\n```bash\n{command}\n```\n\n{self.text}\n", encoding="utf-8")
-        return path
+def write(measured: Measured, folder: Path, name: str, command: str) -> Path:
+    """Write throughput.json and throughput.md; returns the path of the second."""
+    rows = [dataclasses.asdict(row) for row in measured.rows]
+    content = {"command": command, "environment": measured.settings, "rows": rows}
+    path = folder / "throughput.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "throughput.json", json_text(content))
+    path.write_text(f"# {name}\n\n```bash\n{command}\n```\n\n{measured.text}\n", encoding="utf-8")
+    return path
 
 
 def measure(table: Throughput, scale: str, rows: str, overrides: Sequence[str]) -> Measured:
@@ -99,8 +90,7 @@ def measure(table: Throughput, scale: str, rows: str, overrides: Sequence[str]) 
     found = vision.run(
         settings["batch"], settings["rounds"], device, models=models, image_size=settings["image_size"], released=True
     )
-    text = "\n\n".join([vision.as_markdown(found), *beside_the_paper(found), environment_text(facts)])
-    return Measured(facts, found, text)
+    return Measured(found, "\n\n".join([vision.as_markdown(found), *beside_the_paper(found)]), facts)
 
 
 TABLE9 = Throughput(
