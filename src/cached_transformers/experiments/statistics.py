@@ -134,9 +134,7 @@ def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def summarise(
-    values_by_variant: Mapping[str, Sequence[float]], reference: str | None, level: float = 0.95
-) -> list[dict[str, Any]]:
+def summarise(values_by_variant: Mapping[str, Sequence[float]], reference: str | None) -> list[dict[str, Any]]:
     """One row of statistics per variant, in the order given; each variant is paired with `reference` seed by seed.
 
     Value k of every list belongs to the k-th seed. A list may stop early (runs still to come): pairs are made of the
@@ -155,18 +153,18 @@ def summarise(
     rows = []
     for name, values in values_by_variant.items():
         _finite(values, f"values of variant {name!r}")
-        row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values, level)._asdict()}
+        row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values)._asdict()}
         note = "one seed: no interval and no test" if len(values) < 2 else None
         row |= dict.fromkeys(("difference", "p_value", "p_adjusted", "p_sign_flip", "p_sign_flip_smallest"))
         row["note"] = note
         if reference is not None and name != reference:
-            row |= _paired(values, values_by_variant[reference], level)
+            row |= _paired(values, values_by_variant[reference])
         rows.append(row)
     return _holm_adjusted(rows)
 
 
 def summarise_pairs(
-    values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]], level: float = 0.95
+    values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """One row of statistics per pair of variants, first minus second, paired seed by seed.
 
@@ -182,13 +180,13 @@ def summarise_pairs(
             _finite(values_by_variant[name], f"values of variant {name!r}")
         values, base = values_by_variant[first], values_by_variant[second]
         row: dict[str, Any] = {"name": first, "against": second, "seeds": min(len(values), len(base))}
-        rows.append(row | {"p_sign_flip": None, "p_sign_flip_smallest": None} | _paired(values, base, level))
+        rows.append(row | {"p_sign_flip": None, "p_sign_flip_smallest": None} | _paired(values, base))
     return _holm_adjusted(rows)
 
 
-def _paired(values: Sequence[float], base: Sequence[float], level: float) -> dict[str, Any]:
+def _paired(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     n = min(len(values), len(base))
-    test = paired_t_test(values[:n], base[:n], level)
+    test = paired_t_test(values[:n], base[:n])
     row: dict[str, Any] = {"difference": test.difference._asdict(), "p_value": test.p_value, "note": test.note}
     if 2 <= n <= MAX_SIGN_FLIP_PAIRS:
         row["p_sign_flip"] = sign_flip_test(values[:n], base[:n])

@@ -23,12 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.tasks import create_model
 from cached_transformers.tasks.classification.images.image_folder import ImageFolder
 from cached_transformers.training.loader import TrainingOrder, training_batches
+
+from .interleaved import training_step
 
 SIZE = (500, 375)
 PIPELINES: dict[str, dict[str, Any] | None] = {
@@ -123,21 +126,18 @@ def _loader(name: str, root: Path, options: dict[str, Any] | None, workers: int,
 
 def _model(name: str, batch: int, rounds: int, device: str) -> Row:
     torch.manual_seed(0)
-    model = create_model("timm", architecture=name, classes=1000).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model = create_model("timm", architecture=name, classes=1000).to(device)
     inputs_BCHW = torch.randn(batch, 3, 224, 224, device=device)
     targets_B = torch.arange(batch, device=device) % 1000
+    step = training_step(model, lambda: F.cross_entropy(model(inputs_BCHW).outputs, targets_B))
     rates = []
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         begin = time.perf_counter()
-        loss = torch.nn.functional.cross_entropy(model(inputs_BCHW).outputs, targets_B)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        if number:
-            rates.append(batch / (time.perf_counter() - begin))
-    return _row(f"training step of {name}", None, rates)
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(batch / (time.perf_counter() - begin))
+    return _row(f"training step of {name}", None, rates[1:])
 
 
 def _row(what: str, workers: int | None, rates: list[float]) -> Row:

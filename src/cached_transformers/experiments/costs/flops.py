@@ -48,9 +48,9 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
     return _count(model, mode, inputs, kwargs, shapes_only).get_total_flops()
 
 
-def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> dict[str, int]:
+def flops_by_operator(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, int]:
     """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ..."""
-    counts = _count(model, mode, inputs, kwargs).get_flop_counts().get(ROOT, {})
+    counts = _count(model, "eval", inputs, kwargs).get_flop_counts().get(ROOT, {})
     return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
 
 

@@ -25,9 +25,6 @@ from cached_transformers.training.segments import SegmentLoop
 
 from .tasks import IGNORED, Episode, ProbeTask
 
-Progress = Callable[[int, float], None]
-"""Called with the step and the accuracy at the trained distance."""
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -66,7 +63,6 @@ def probe(
     sizes: Sizes | None = None,
     passes: int = 1,
     distances: Sequence[int] = (),
-    progress: Progress | None = None,
 ) -> Outcome:
     """Train a model with a memory on a task, and count its right answers.
 
@@ -77,13 +73,12 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (memories that read twice).
         distances: where the trained model is tried too.
-        progress: called at every check.
     """
     sizes = sizes or Sizes()
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, progress=progress)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes)
     by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
     parameters = sum(p.numel() for p in model.parameters())
     return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance)
@@ -98,7 +93,6 @@ def train(
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
-    progress: Progress | None = None,
 ) -> tuple[float, int]:
     """Train a model on a task, until its accuracy is enough or the steps are over.
 
@@ -121,8 +115,6 @@ def train(
         optimizer.step()
         if step % sizes.check_every == 0 or step == sizes.steps:
             accuracy = measure(model, task, distance, sizes.rows, passes)
-            if progress is not None:
-                progress(step, accuracy)
             if accuracy >= sizes.enough:
                 break
     return accuracy, step

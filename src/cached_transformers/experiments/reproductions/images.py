@@ -69,9 +69,9 @@ class Backbone:
         """No cache, the convolution alone."""
         return self.row("convolution", {"name": "convolution"}, against=(self.name,))
 
-    def wider(self, matched: str = "released") -> Row:
+    def wider(self) -> Row:
         """No memory, and feed-forward layers as wide as it takes to cost what the cached row costs."""
-        return self.row("wider", None, matched=f"{self.name}-{matched}")
+        return self.row("wider", None, matched=f"{self.name}-released")
 
     def rows(self) -> list[Row]:
         """All of them."""
