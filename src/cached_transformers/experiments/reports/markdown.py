@@ -8,7 +8,8 @@ from typing import Any
 
 from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
-from .wording import P_VALUES, Metric, comparison_summary, difference_words, mean_of, pair_name, short_count
+from .variant_table import BY_ROWS, COSTS, baseline_rows, difference_cells, variant_columns
+from .wording import P_VALUES, Metric, comparison_summary, pair_name
 
 FILE_NAME = "compare.md"
 
@@ -55,32 +56,20 @@ def _circumstances(data: Mapping[str, Any]) -> str:
 
 
 def _scores(comparison: Comparison, metric: Metric) -> str:
-    variants, paired, several = comparison.variants, bool(comparison.pairs), len(comparison.variants) > 2
-    by_rows = any(variant.get("rows_interval") for variant in variants)
-    training = any(variant.get("training_flops") for variant in variants)
-    protocols = any(variant.get("protocol") for variant in variants)
-    header = ["variant", f"{comparison.split} {metric.name}", *(["by rows"] if by_rows else [])]
-    last = any(variant.get("last_values") for variant in variants)
-    header += ["last step"] if last else []
-    header += [] if paired else [f"difference to {comparison.reference}", *(P_VALUES if several else ["p"])]
-    header += ["parameters", "operations", *(["operations in training"] if training else [])]
-    header += ["protocol"] if protocols else []
-    rows = []
-    for variant, row in zip(variants, comparison.statistics, strict=True):
-        cells = [row["name"], f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}"]
-        cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
-        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
-        cells += [] if paired else _difference(row, metric)[: 3 if several else 2]
-        cells += [short_count(variant.get("parameters")), short_count(variant.get("flops"))]
-        cells += [short_count(variant.get("training_flops"))] if training else []
-        rows.append([*cells, *([str(variant.get("protocol", ""))] if protocols else [])])
-    for name, value in comparison.baselines.items():
-        rows.append([f"baseline: {name}", metric.value(value), *[""] * (len(header) - 2)])
-    return table(header, rows)
+    columns = variant_columns(comparison, metric, missing="")
+    del columns["time per step"]
+    header = ["by rows" if head == BY_ROWS else head for head in columns]
+    rows = [
+        [cell.text if head in COSTS else f"{cell.text} {cell.small}" for head, cell in zip(columns, row, strict=True)]
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return table(header, [*rows, *baseline_rows(comparison, metric, [""] * (len(header) - 2))])
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
-    rows = [[pair_name(pair), *_difference(pair, metric)] for pair in pairs]
+    rows = [
+        [pair_name(pair), *(f"{cell.text} {cell.small}" for cell in difference_cells(pair, metric))] for pair in pairs
+    ]
     return table(["pair", "difference", *P_VALUES], rows)
 
 
@@ -89,14 +78,6 @@ def _cache_use(comparison: Comparison, metric: Metric) -> str:
         return ""
     header, lines = cache_use_table(comparison.cache_use, metric)
     return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{table(header, lines)}"
-
-
-def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
-    """The difference with its interval, p, and p after Holm."""
-    if row["difference"] is None:
-        return ["", "", ""]
-    words = difference_words(row, metric)
-    return [f"{words.mean} {words.interval}", words.p, words.holm]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
