@@ -52,13 +52,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is scored.
+    """What is scored: the run in `folder` by its `config`, with the changes that the evaluation makes.
 
     Attributes:
-        folder: of the run.
-        config: of the run, with the changes that the evaluation makes.
         checkpoint, average: as `load_run` takes them.
-        split: of the data.
         modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
         other: folder of the run whose caches "other" takes.
     """

@@ -119,10 +119,8 @@ def protocol(config: RunConfig) -> str:
     """What a row is made of, in a line: model, memory with its options, feed-forward."""
     model = config.model
     parts = [str(model.get("architecture", model["name"]))]
-    memory = model.get("memory")
-    if memory is not None:
-        shown = [f"{key}={value}" for key, value in memory.items() if key != "name"]
-        parts.append(f"{memory['name']}({', '.join(shown)})" if shown else str(memory["name"]))
+    if model.get("memory") is not None:
+        parts.append(section_words(model["memory"]))
     widths = [f"{key} {_rounded(model[key])}" for key in ("feed_forward", "mlp_ratio", "mlp_ratios") if key in model]
     return ", ".join([" + ".join(parts), *widths])
 
@@ -132,6 +130,12 @@ def image_table(
 ) -> Reproduction:
     """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies."""
     return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
+
+
+def section_words(section: Mapping[str, Any]) -> str:
+    """A section of a model with its options, as `name(option=value)`."""
+    shown = [f"{key}={value}" for key, value in section.items() if key != "name"]
+    return f"{section['name']}({', '.join(shown)})" if shown else str(section["name"])
 
 
 def _rounded(value: Any) -> str:

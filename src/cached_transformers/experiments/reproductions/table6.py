@@ -16,7 +16,7 @@ from typing import Any
 from cached_transformers.training.config import RunConfig
 
 from .base import Reproduction, Row
-from .images import grc_options
+from .images import grc_options, section_words
 
 ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "small": {
@@ -60,13 +60,8 @@ def _rows(scale: str) -> Sequence[Row]:
 
 def protocol(config: RunConfig) -> str:
     """What a row is made of, in a line: attention, memory, feed-forward."""
-    parts = []
-    for kind in ("attention", "memory"):
-        section = config.model.get(kind)
-        if section is not None:
-            options = [f"{key}={value}" for key, value in section.items() if key != "name"]
-            parts.append(f"{section['name']}({', '.join(options)})" if options else section["name"])
-    return f"{' + '.join(parts)}, feed_forward {config.model['feed_forward']}"
+    sections = [config.model[kind] for kind in ("attention", "memory") if config.model.get(kind) is not None]
+    return f"{' + '.join(map(section_words, sections))}, feed_forward {config.model['feed_forward']}"
 
 
 TABLE6 = Reproduction(
