@@ -19,7 +19,6 @@ from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories.parts.shared_cache import caches
-from cached_transformers.memories.parts.shared_cache_memory import fold
 
 from .interleaved import Ratio
 from .released_structure import add_released_structure

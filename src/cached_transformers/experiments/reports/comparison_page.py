@@ -92,7 +92,9 @@ def _variants(comparison: Comparison, metric: Metric) -> Table:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> list[Block]:
-    rows = [[pair_name(pair), *difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs]
+    rows: list[list[Cell | str]] = [
+        [pair_name(pair), *difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs
+    ]
     return [Table(["pair", "difference", *P_VALUES, "seeds"], rows, _pairs_caption(pairs))] if pairs else []
 
 

@@ -37,9 +37,9 @@ _KINDS: dict[type, type] = {}
 def output_with_state(kind: type) -> type:
     """The host's class of outputs with a field for the state: torch.export takes an output apart by its fields."""
     if kind not in _KINDS:
-        fields = {"__annotations__": {OUTPUT: Any}, OUTPUT: None, "__doc__": kind.__doc__}
-        _KINDS[kind] = made = dataclasses.dataclass(type(kind.__name__, (kind,), fields))
-        made.__reduce__ = lambda self: (_rebuild, (kind, dict(self.items())))  # type: ignore[method-assign, assignment]
+        fields: dict[str, Any] = {"__annotations__": {OUTPUT: Any}, OUTPUT: None, "__doc__": kind.__doc__}
+        fields["__reduce__"] = lambda self: (_rebuild, (kind, dict(self.items())))
+        _KINDS[kind] = dataclasses.dataclass(type(kind.__name__, (kind,), fields))
     return _KINDS[kind]
 
 
