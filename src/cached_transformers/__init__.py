@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .layers.grc_attention import GRCAttention
     from .memories import LayerMemory, ModelMemory, create_memory
     from .memories.grc import GatedRecurrentCache
-    from .memories.parts.cached_attention import fold, unfold
     from .memories.parts.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
+    from .memories.parts.shared_cache_memory import fold, unfold
     from .models.generation import generate
     from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
     from .tasks import create_dataset, create_model
@@ -34,7 +34,7 @@ _NAMES = {
     "layers.grc_attention": ("GRCAttention",),
     "memories": ("LayerMemory", "ModelMemory", "create_memory"),
     "memories.grc": ("GatedRecurrentCache",),
-    "memories.parts.cached_attention": ("fold", "unfold"),
+    "memories.parts.shared_cache_memory": ("fold", "unfold"),
     "memories.parts.shared_cache": (
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),

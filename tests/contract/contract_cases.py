@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import contract.example_memories  # noqa: F401  (registers the examples)
+import contract.example_memories
+import contract.outside_memory  # noqa: F401  (registers a user's memory)
 import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES
@@ -88,9 +89,7 @@ class Case:
 
     def build(self, *, memory: bool = True, options: Mapping[str, Any] | None = None, **model: Any) -> nn.Module:
         """The model, with the same weights at every call; none keeps an initial value that would hide its effect."""
-        spec = None
-        if memory and self.memory != "none":
-            spec = {"name": self.name, **self.contract.options, **(options or {})}
+        spec = self.contract.spec(self.name, options) if memory and self.memory != "none" else None
         torch.manual_seed(1)
         own = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, **MODEL_SIZES[self.model]}
         offered = MODELS.entry(self.model).options
@@ -148,7 +147,8 @@ def _cases() -> Iterator[Case]:
         core = create_attention(attention_spec(attention.name), width=WIDTH, heads=HEADS, **facts)
         for label in every if attention.name == "softmax" else WITH_ALL:
             name = label.partition("/")[0]
-            memory = LayerMemory() if name == "none" else create_memory(name, WIDTH, HEADS, **facts)
+            beside = CONTRACTS.get(label, Contract()).beside
+            memory = LayerMemory() if name == "none" else create_memory([name, *beside], WIDTH, HEADS, **facts)
             if "context" in memory.needs and "context" not in core.can:
                 continue
             if CONTRACTS.get(label, Contract()).options.get("joint") and "lse" not in core.can:

@@ -40,6 +40,7 @@ class Contract:
 
     Attributes:
         options: small sizes; what is not named here keeps its default.
+        beside: other memories in the same model.
         bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
         exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
         models: the models that take these options; None for all that suit the memory.
@@ -50,6 +51,7 @@ class Contract:
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[dict[str, Any], ...] = ()
     bytes_per_row: Callable[[int], int] | None = None
     exact: Mapping[str, Any] | None = None
     models: tuple[str, ...] | None = None
@@ -58,6 +60,11 @@ class Contract:
     exempt: Mapping[str, str] = field(default_factory=dict)
     cost: Cost | None = None
     image_cost: ImageCost | None = None
+
+    def spec(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
+        """What a model takes as `memory`, with other options than the row's where some are given."""
+        memory = {"name": name, **self.options, **(options or {})}
+        return [memory, *self.beside] if self.beside else memory
 
 
 def window(slots: int) -> float:
@@ -153,6 +160,12 @@ CONTRACTS: dict[str, Contract] = {
             {"length": M, "ratio": 0.5},
             lambda: LAYERS * (D / 2) * (6 * M * D / 2 / N + D / 2 + 2 * M * D / 2 / N + 2 * M),
         ),
+    ),
+    "grc_stream/beside_transformer_xl": Contract(
+        options={"length": 4},
+        beside=({"name": "transformer_xl", "length": 8},),
+        bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8 + 8 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
     ),
     "transformer_xl": Contract(
         options={"length": 8},
@@ -411,6 +424,7 @@ CONTRACTS: dict[str, Contract] = {
         options={"slots": 4, "summary": "ends", "every": 4, "after": "place", "top_k": 3, "clip": 2, "layer": 1},
         bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
     ),
+    "outside_infini": Contract(bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8),
     "example_window": Contract(
         options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
     ),

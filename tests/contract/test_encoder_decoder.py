@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, attention_spec
+from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, Contract, attention_spec
 from contract.test_pairs import REASONS
 
 from cached_transformers import state as states
@@ -66,10 +66,8 @@ def learns(model: EncoderDecoder) -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_memories(label: str) -> None:
-    contract = CONTRACTS.get(label)
     name = label.partition("/")[0]
-    spec = None if name == "none" else {"name": name, **(contract.options if contract else {})}
-    model = build(spec)
+    model = build(None if name == "none" else CONTRACTS.get(label, Contract()).spec(name))
     learns(model)
     commit_caches(model)
     source, target = sentences(2)

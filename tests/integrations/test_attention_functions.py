@@ -232,5 +232,5 @@ def test_a_core_that_padding_would_change_says_so() -> None:
     name = register_attention_function("test_told", index=0, depth=1)
     model = bert(name)
     model(**given(False))
-    with pytest.raises(ValueError, match=r"it lacks exact_padding"):
+    with pytest.raises(ValueError, match=r"the padding of this call needs exact_padding \("):
         model(**given(True))

@@ -313,7 +313,7 @@ def test_every_attention_serves_or_is_refused_when_replacing(host: Host, name: s
     try:
         model = replace_attention(host.build(), name, **options)
     except ValueError as error:
-        assert "it lacks bidirectional" in str(error)
+        assert "needs bidirectional (" in str(error)
         return
     given = host.given()
     if "bidirectional" not in ATTENTIONS.entry(name).factory.can:

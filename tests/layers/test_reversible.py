@@ -131,7 +131,7 @@ def test_compiled_without_a_break() -> None:
     [
         ({"memory": {"name": "transformer_xl", "length": 4}}, "TransformerXL carries a state"),
         ({"memory": {"name": "grc_stream", "length": 4}}, "StreamGRC carries a state"),
-        ({"memory": {"name": "rmt", "length": 4}}, "RecurrentMemory spans the layers"),
+        ({"memory": {"name": "rmt", "length": 4}}, "RMT spans the layers"),
         ({"norm": "post"}, "take norm='pre'"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.memories import memory_spec
+from cached_transformers.memories import memory_specs
 from cached_transformers.registry import DATASETS, MEMORIES, MODELS
 from cached_transformers.tasks.recipes import LEARNED_FROM_DATA, MEMORY_LEARNS_FROM_DATA, fill_from_data
 from cached_transformers.training.checkpoint import seed_everything
@@ -39,9 +39,8 @@ def with_memory(config: RunConfig, memory: str | dict[str, Any] | None) -> RunCo
 
 
 def memory_name(config: RunConfig) -> str:
-    """Name of the model's memory, "plain" when it has none."""
-    memory = config.model.get("memory")
-    return "plain" if memory is None else memory if isinstance(memory, str) else memory["name"]
+    """Name of the model's memory, "plain" when it has none; of several their names with a plus between."""
+    return "+".join(name for name, _ in memory_specs(config.model.get("memory"))) or "plain"
 
 
 def filled(config: RunConfig) -> RunConfig:
@@ -51,8 +50,7 @@ def filled(config: RunConfig) -> RunConfig:
         ValueError, FileNotFoundError: the data do not say what the model needs, or are not there.
     """
     open_options = {*MODELS.entry(config.model["name"]).options} & {*LEARNED_FROM_DATA} - {*config.model}
-    if (memory := memory_spec(config.model.get("memory"))) is not None:
-        name, options = memory
+    for name, options in memory_specs(config.model.get("memory")):
         open_options |= {*MEMORIES.entry(name).options} & {*MEMORY_LEARNS_FROM_DATA} - {*options}
     return fill_from_data(config, build_dataset(config, "train").describe()) if open_options else config
 
@@ -61,9 +59,6 @@ def refuse_what_cannot_be_built(config: RunConfig) -> None:
     """Build the model where it takes neither memory nor time, on the meta device, and throw it away.
 
     A model that begins with published weights is built as it will be: it is they that say how large it is.
-
-    Args:
-        config: with what the data fill in.
 
     Raises:
         ValueError: what building it raises, which names what does not fit.

@@ -32,8 +32,8 @@ IMAGES = 4
 def figure_1(folders: Sequence[Path], output: Path) -> Figure:
     """Accuracy against operations of all variants of comparisons, and of single runs, those of one variant together."""
     comparisons, runs = _read(folders)
-    training = bool(comparisons) and not runs
-    training = training and all(v.get("training_flops") for c in comparisons for v in c.variants)
+    variants = [v for c in comparisons for v in c.variants]
+    training = bool(variants) and not runs and all(v.get("training_flops") for v in variants)
     points: list[FormPoint] = []
     metrics = {c.metric for c in comparisons} | {run.metric for group in runs.values() for run in group}
     if len(metrics) != 1:
@@ -116,7 +116,7 @@ def figure_5(folders: Sequence[Path], output: Path) -> Figure:
 def initial_share(run: Run) -> float | None:
     """sigma(lambda) before training, as the run's configuration has it; None where it does not say."""
     memory = read_run_config(run.folder).model.get("memory")
-    options = {"name": memory} if isinstance(memory, str) else dict(memory or {})
+    options = {"name": memory} if isinstance(memory, str) else memory if isinstance(memory, dict) else {}
     if options.get("name") == "grc":
         given = options.get("initial_gate")
         gate = GRCOptions.of(options.get("variant", "paper"), initial_gate=given).initial_gate

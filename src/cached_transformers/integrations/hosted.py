@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.memories import MemorySpec
+from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
@@ -34,7 +34,7 @@ class TimmModel(nn.Module):
         self,
         architecture: str = "vit_small_patch16_224",
         classes: int = 1000,
-        memory: MemorySpec = None,
+        memory: OneMemory | None = None,
         pretrained: bool = False,
         **options: Any,
     ) -> None:
@@ -72,7 +72,8 @@ class TransformersModel(nn.Module):
     Args:
         vocabulary: V. Ignored where `pretrained` is given, which has its own.
         architecture: type of the model in transformers, "gpt2" or "llama".
-        memory: None, "grc_stream", "memorizing" or "rmt", or {"name": ..., option: value}.
+        memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
+            {"name": ..., option: value}.
         pretrained: published weights by name, or a folder (may need network); None for random ones.
         options: of transformers' config (n_embd, n_layer, hidden_size, ...).
 
@@ -87,7 +88,7 @@ class TransformersModel(nn.Module):
         self,
         vocabulary: int | None = None,
         architecture: str = "gpt2",
-        memory: MemorySpec = None,
+        memory: OneMemory | None = None,
         pretrained: str | None = None,
         **options: Any,
     ) -> None:
@@ -108,7 +109,8 @@ class TransformersModel(nn.Module):
             add_memory(self.model, memory)
             if not hasattr(self.model, "init_memory_state"):
                 raise ValueError(
-                    f"memory={memory!r} has no state of a stream; take 'grc_stream', 'memorizing' or 'rmt'"
+                    f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take a "
+                    "decoder that does, architecture='gpt2' or 'llama'"
                 )
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:

@@ -65,6 +65,4 @@ class ContextAttention(SelfAttention):
         context = mask["context"]
         if context is None:
             return AttentionOutput(torch.zeros_like(q))
-        rows = q.shape[0]
-        k_BHME, v_BHME, empty_BM = (t.expand(rows, *t.shape[1:]) for t in (*context[:2], ~context.valid_BM))
-        return self.core(q, k_BHME, v_BHME, key_padding_mask=empty_BM, bias_BHNM=mask["bias_BHNM"], **more)
+        return self.core(q, k, v, context=context, bias_BHNM=mask["bias_BHNM"], **more)

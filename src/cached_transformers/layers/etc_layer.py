@@ -25,7 +25,7 @@ def globals_see(
     global_qkv: Sequence[Tensor],
     kv: Sequence[Tensor],
     labels: Labels | None,
-    own_BNG: Tensor,
+    label_BNG: Tensor,
     *,
     padding_BN: Tensor,
     padding_BG: Tensor,
@@ -38,7 +38,7 @@ def globals_see(
     if labels is not None:
         place_G = torch.arange(q.shape[2], device=q.device)
         to_globals = to_globals + labels.by_distance(q[:, :, None], place_G - place_G[:, None])[:, :, 0]
-        to_tokens = to_tokens + labels.by_segment(q, own_BNG.mT[:, None])
+        to_tokens = to_tokens + labels.by_segment(q, label_BNG.mT[:, None])
     seen_B11M = ~torch.cat([padding_BG, padding_BN], 1)[:, None, None]
     weights, _ = one_softmax(torch.cat([to_globals, to_tokens], -1), seen_B11M, dropout=dropout)
     return zero_unseen(weights.to(v.dtype) @ torch.cat([vg, v], 2), seen_B11M)
@@ -109,7 +109,7 @@ class ETCLayer(nn.Module):
             segment_BN = (torch.arange(tokens, device=x_BND.device) * count // max(tokens, 1)).expand(rows, -1)
         padding_BN = x_BND.new_zeros(rows, tokens, dtype=torch.bool) if padding_BN is None else padding_BN
         padding_BG = x_BND.new_zeros(rows, count, dtype=torch.bool) if padding_BG is None else padding_BG
-        own_BNG = segment_BN[..., None] == torch.arange(count, device=x_BND.device)
+        label_BNG = segment_BN[..., None] == torch.arange(count, device=x_BND.device)
         qkv, global_qkv = (
             [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(t).chunk(3, -1)]
             for t in (x_BND, global_BGD)
@@ -119,7 +119,7 @@ class ETCLayer(nn.Module):
             qkv,
             global_qkv[1:],
             self.labels,
-            own_BNG,
+            label_BNG,
             ~padding_BG[:, None],
             radius=self.radius,
             padding_BN=padding_BN,
@@ -129,7 +129,7 @@ class ETCLayer(nn.Module):
             global_qkv,
             qkv[1:],
             self.global_labels,
-            own_BNG,
+            label_BNG,
             padding_BN=padding_BN,
             padding_BG=padding_BG,
             dropout=drop,

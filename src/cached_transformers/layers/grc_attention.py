@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from cached_transformers.memories.grc.grc import GRC
-from cached_transformers.memories.parts.cached_attention import cache_width
+from cached_transformers.memories.parts.shared_cache_memory import cache_width
 from cached_transformers.seam.attention import Attention
 from cached_transformers.seam.positions import Positions
 

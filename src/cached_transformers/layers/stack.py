@@ -190,8 +190,8 @@ class Stack(nn.Module):
         passage = Passage(self, state.layers, size)
         tokens = Tokens(x_BND, clocked, padding_BN, inputs, consecutive)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
-        seen = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
-        after = seal(StackState(state.clock_B + seen, model_state, tuple(passage.states)))
+        counted = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
+        after = seal(StackState(state.clock_B + counted, model_state, tuple(passage.states)))
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return ModelOutput(out, after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))

@@ -29,6 +29,7 @@ from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
+from .parts.options import check_choices, check_sizes
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -115,9 +116,7 @@ class Compressive(LayerMemory):
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        for name, value in {"length": self.length, "eval_length": self.eval_length, "rate": self.rate}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(length=self.length, eval_length=self.eval_length, rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
@@ -126,15 +125,12 @@ class Compressive(LayerMemory):
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
                 "needs slots both times; make both 0 or both at least 1"
             )
-        choices = {
-            "function": (function, tuple(FUNCTIONS)),
-            "loss": (loss, (None, "attention", "autoencoding", "task")),
-            "error": (self.error, ("norm", "mean_square")),
-            "positions": (self.positions, ("slots", "age")),
-        }
-        for option, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        check_choices(
+            function=(function, tuple(FUNCTIONS)),
+            loss=(loss, (None, "attention", "autoencoding", "task")),
+            error=(self.error, ("norm", "mean_square")),
+            positions=(self.positions, ("slots", "age")),
+        )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "
@@ -197,8 +193,8 @@ class Compressive(LayerMemory):
         # The context begins with what `read` lined up: the recent states are its last ones.
         m, slots, n = state.recent.hidden_BMD.shape[1], sum(rows.hidden_BMD.shape[1] for rows in state), x_BND.shape[1]
         before = Rows(usage_BL[:, slots - m : slots, None], state.recent.positions_BMP, state.recent.count_B)
-        own_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
-        used = push_groups(before, own_BN1, query.positions_BNP, query.padding_BN, self.rate)
+        segment_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
+        used = push_groups(before, segment_BN1, query.positions_BNP, query.padding_BN, self.rate)
         weight_BE = used.hidden_BED[..., 0].masked_fill(~used.real_BE, -torch.inf)
         rank_BE = weight_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         stays_BE = rank_BE < gone.real_BE.sum(1, keepdim=True) // self.rate
@@ -233,9 +229,9 @@ class Compressive(LayerMemory):
 
 def mean_weight(weights_BHNL: Tensor) -> Tensor:
     """(B, L): weight of each key, mean over the heads and the tokens that see the key."""
-    seen_BHNL = ~weights_BHNL.isnan()
-    sums_BL = torch.where(seen_BHNL, weights_BHNL, 0).sum((1, 2))
-    return sums_BL / seen_BHNL.sum((1, 2)).clamp(min=1)
+    counted_BHNL = ~weights_BHNL.isnan()
+    sums_BL = torch.where(counted_BHNL, weights_BHNL, 0).sum((1, 2))
+    return sums_BL / counted_BHNL.sum((1, 2)).clamp(min=1)
 
 
 def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, Linear, Query, Reading, Weights
 
-from .parts.cached_attention import cache_width
 from .parts.memory_branch import PositionalConvolution
+from .parts.shared_cache_memory import cache_width
 
 
 @MEMORIES.register(

@@ -39,6 +39,7 @@ from cached_transformers.seam.memory import (
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
+from .parts.options import NO_MEMORY, check_choices, check_sizes
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -135,17 +136,12 @@ class Feedback(ModelMemory):
         official_renorm: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "depth": depth}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
-        choices = {
-            "positions": (positions, ("learned", "relative", None)),
-            "start": (start, ("empty", "zeros")),
-            "keep": (keep, ("hidden", "kv")),
-        }
-        for option, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        check_sizes(NO_MEMORY, length=length, depth=depth)
+        check_choices(
+            positions=(positions, ("learned", "relative", None)),
+            start=(start, ("empty", "zeros")),
+            keep=(keep, ("hidden", "kv")),
+        )
         if official_renorm and keep == "kv":
             raise ValueError("official_renorm=True normalises hidden states, which keep='kv' drops; take keep='hidden'")
         self.width, self.heads, self.length, self.shared_kv = width, heads, length, shared_kv

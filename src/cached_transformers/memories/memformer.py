@@ -41,7 +41,7 @@ class Slots(NamedTuple):
 def write_slots(
     slots_BHME: Tensor,
     q_BHME: Tensor,
-    own_k_BHME: Tensor,
+    slot_k_BHME: Tensor,
     k_BHNE: Tensor,
     v_BHNE: Tensor,
     temperature: float,
@@ -49,12 +49,14 @@ def write_slots(
 ) -> Tensor:
     """What each slot makes of itself and the tokens, (B, H, M, E); a slot's value for itself is the slot as it is."""
     scale = 1 / (math.sqrt(q_BHME.shape[-1]) * temperature)
-    own_BHM1 = (q_BHME * own_k_BHME).sum(-1, keepdim=True)
+    itself_BHM1 = (q_BHME * slot_k_BHME).sum(-1, keepdim=True)
     tokens_BHMN = q_BHME @ k_BHNE.mT
     if padding_BN is not None:
         tokens_BHMN = tokens_BHMN.masked_fill(padding_BN[:, None, None], -torch.inf)
-    own_BHM1, tokens_BHMN = (scale * torch.cat([own_BHM1, tokens_BHMN], -1)).softmax(-1).split([1, k_BHNE.shape[2]], -1)
-    return own_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
+    itself_BHM1, tokens_BHMN = (
+        (scale * torch.cat([itself_BHM1, tokens_BHMN], -1)).softmax(-1).split([1, k_BHNE.shape[2]], -1)
+    )
+    return itself_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
 
 
 def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:

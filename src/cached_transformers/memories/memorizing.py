@@ -26,8 +26,8 @@ from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Readi
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 from cached_transformers.state import State
 
-from .grc.gated_recurrent_cache import one_of
 from .parts.neighbour_index import NeighbourIndex
+from .parts.options import NO_MEMORY, check_sizes, one_of
 
 
 class Found(NamedTuple):
@@ -171,9 +171,7 @@ class Memorizing(LayerMemory):
         depth: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "eval_length": eval_length, "k": k}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
+        check_sizes(NO_MEMORY, length=length, eval_length=eval_length, k=k)
         if heads < 1 or width % heads:
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
         if layer is not None and (layer < 1 or (depth is not None and layer > depth)):

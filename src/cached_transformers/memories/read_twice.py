@@ -27,9 +27,9 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
+from .parts.options import check_sizes, one_of
 from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
-from .parts.shared_cache import one_of
 
 
 class SideAttention(nn.Module):
@@ -150,10 +150,7 @@ class ReadTwice(ModelMemory):
         depth: int = 1,
     ) -> None:
         super().__init__()
-        sizes = {"slots": slots, "every": every, "top_k": top_k, "clip": clip, "block_length": block_length}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
         one_of("summary", summary, ("cls", "ends", "mean"))
         one_of("after", after, ("none", "tanh", "place"))
         one_of("attention", attention, ("side", "joint"))
@@ -223,15 +220,15 @@ class ReadTwice(ModelMemory):
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         here_B1 = positions_BNP[:, 0, :1].expand(begin_BM.shape[0], -1)
         valid_BM = state.table.valid_BM
-        later_BM, own_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
+        later_BM, here_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
         new_B = ~later_BM.any(1)
-        known_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
-        number_B = known_B - (~new_B & ~own_BM.any(1)).to(known_B.dtype)
+        first_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
+        number_B = first_B - (~new_B & ~here_BM.any(1)).to(first_B.dtype)
         visible_BM = valid_BM
         if self.scope == "earlier":
             visible_BM = valid_BM & ~later_BM
         elif self.scope == "others":
-            visible_BM = valid_BM & ~own_BM
+            visible_BM = valid_BM & ~here_BM
         if self.first_read == "plain":
             visible_BM = visible_BM & ~new_B[:, None]
         return visible_BM, new_B, number_B

@@ -58,7 +58,7 @@ class MemoryTokens(NamedTuple):
     gradient="through the memory, over `bptt` segments; none into the cache",
     probe=Probing(fixed(length=4)),
 )
-class RecurrentMemory(ModelMemory):
+class RMT(ModelMemory):
     """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.
 
     Gradient flows through what is carried: how far is the `bptt` of the segment loop. Memory tokens stand at the places

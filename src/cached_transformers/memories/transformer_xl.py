@@ -19,6 +19,7 @@ from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Que
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
+from .parts.options import NO_MEMORY, check_sizes
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -65,9 +66,7 @@ class TransformerXL(LayerMemory):
         clamp: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "eval_length": eval_length}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1 slot; a model without memory takes memory=None")
+        check_sizes(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
         self.width, self.heads, self.relative, self.clamp = width, heads, relative, clamp

@@ -25,7 +25,8 @@ from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.stack import Stack, StackState
 from cached_transformers.layers.switch import make_feed_forward
-from cached_transformers.memories import create_memory, memory_spec
+from cached_transformers.memories import create_memory, memory_specs
+from cached_transformers.memories.parts.side_by_side import one_scheme, side_by_side, spanning
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
@@ -92,31 +93,38 @@ def make_stack(
     """
     width, depth, heads = options.width, options.depth, options.heads
     memory, attention = options.memory, options.attention
-    spec = memory_spec(memory)
-    if causal and spec is not None and "whole_segment" in getattr(MEMORIES.entry(spec[0]).factory, "needs", ()):
-        raise ValueError(shows_the_future(spec[0]))  # before it is built, which may need what a causal model lacks
+    specs = memory_specs(memory)
+    for name, _ in specs:
+        if causal and "whole_segment" in getattr(MEMORIES.entry(name).factory, "needs", ()):
+            raise ValueError(shows_the_future(name))  # before it is built, which may need what a causal model lacks
     # Both branches of a memory layer drop alike.
     facts |= {"dropout": options.attention_dropout, "causal": causal, "norm": options.norm}
     of_memory = facts if memory_length is None else facts | {"length": memory_length}
 
-    def make_memory(index: int) -> LayerMemory | ModelMemory:
-        return create_memory(memory, width, heads, depth=depth, index=index, **of_memory)
+    def make_memory(number: int, index: int) -> LayerMemory | ModelMemory:
+        name, chosen = specs[number]
+        return create_memory({"name": name, **chosen}, width, heads, depth=depth, index=index, **of_memory)
 
-    first = make_memory(0)
-    model_memory = first if isinstance(first, ModelMemory) else None
-    if causal and spec is not None and "whole_segment" in first.needs:
-        raise ValueError(shows_the_future(spec[0]))  # an option may decide it
-    _refuse_place(first, gives)
+    first = [make_memory(number, 0) for number in range(len(specs))]
+    model_memory = spanning(first)
+    for (name, _), made in zip(specs, first, strict=True):
+        if causal and "whole_segment" in made.needs:
+            raise ValueError(shows_the_future(name))  # an option may decide it
+        _refuse_place(made, gives)
     of_attention = dict(facts)  # which has the memory's tokens in its segments
     if model_memory is not None and "length" in of_attention:
         of_attention["length"] += model_memory.extra_tokens
 
     def make_block(index: int) -> Block:
-        if model_memory is not None:
-            own: LayerMemory | ModelMemory = model_memory.layer_memory(index)
-        else:
-            own = first if index == 0 else make_memory(index)
-        scheme = (model_memory or own).position_scheme() if positions is None else positions
+        of_model = [] if model_memory is None else [model_memory.layer_memory(index)]
+        beside: list[Any] = [
+            made if index == 0 else make_memory(number, index)
+            for number, made in enumerate(first)
+            if made is not model_memory
+        ]
+        layer_memory = side_by_side([*of_model, *beside])
+        bringing = beside if model_memory is None else [model_memory, *beside]
+        scheme = one_scheme(bringing) if positions is None else positions
         if not isinstance(scheme, Positions):
             scheme = make_positions(scheme or fallback, width=width, heads=heads)
         alone = model_memory is not None and "context_alone" in model_memory.needs
@@ -124,7 +132,7 @@ def make_stack(
             width,
             heads,
             core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **of_attention),
-            memory=own,  # type: ignore[arg-type]
+            memory=layer_memory,
             positions=scheme,
             norm=options.norm_before(),
             causal=causal,

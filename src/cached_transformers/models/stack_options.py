@@ -70,7 +70,8 @@ class StackOptions:
 
     Args:
         width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        memory: None, a name, or {"name": ..., option: value}; layer memories and model memories alike.
+        memory: None, a name, or {"name": ..., option: value}, layer memories and model memories alike; or a list of
+            such, which stand side by side.
         attention: name, or {"name": ..., option: value}.
         positions: name of a scheme, as the model understands it; None for the memory's own, or else the model's.
         norm: "pre" (of what enters a sublayer, and of the stack's result) or "post" (of the residual sums).

@@ -75,6 +75,15 @@ def check_words(words: Iterable[str], whose: str) -> frozenset[str]:
     return found
 
 
+def misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> str | None:
+    """What `refuse_misfit` would say; None where all fits."""
+    word = next((word for word in needs if word not in can), None)
+    if word is None:
+        return None
+    tail = f"; {way_out}" if way_out else ""
+    return f"{needs[word]} needs {word} ({WORDS[word]}), which {of} does not give{tail}"
+
+
 def refuse_misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> None:
     """Refuse what does not fit.
 
@@ -86,9 +95,6 @@ def refuse_misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out
     Raises:
         ValueError: a word is missing; the message says which, to whom, and what it means.
     """
-    missing = [word for word in needs if word not in can]
-    if not missing:
-        return
-    word = missing[0]
-    tail = f"; {way_out}" if way_out else ""
-    raise ValueError(f"{needs[word]} needs {word} ({WORDS[word]}), which {of} does not give{tail}")
+    why = misfit(needs, can, of, way_out)
+    if why is not None:
+        raise ValueError(why)

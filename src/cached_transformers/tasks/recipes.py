@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.memories import memory_specs
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry, unknown_name
 from cached_transformers.resources import recipes_folder
 from cached_transformers.training.config import RunConfig, build_config, check_type
@@ -75,9 +76,17 @@ def check_sections(config: RunConfig) -> None:
     _check_part("model", config.model, MODELS, given=LEARNED_FROM_DATA)
     for key, registry in (("memory", MEMORIES), ("attention", ATTENTIONS)):
         part = config.model.get(key)
-        if part is not None:
-            section = {"name": part} if isinstance(part, str) else part
-            _check_part(f"model.{key}", section, registry, given=None)
+        if key == "memory" and isinstance(part, list):
+            memory_specs(part)
+            for number, one in enumerate(part):
+                _check_part(f"model.memory[{number}]", _section(one), registry, given=None)
+        elif part is not None:
+            _check_part(f"model.{key}", _section(part), registry, given=None)
+
+
+def _section(part: Any) -> Any:
+    """A memory or an attention as a mapping, where it is given by its name alone."""
+    return {"name": part} if isinstance(part, str) else part
 
 
 def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[str, ...] | None) -> None:
@@ -120,10 +129,16 @@ def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConf
         )
     model = {**config.model, **learned}
     memory = model.get("memory")
-    if memory is not None:
-        section = {"name": memory} if isinstance(memory, str) else memory
-        options = MEMORIES.entry(section["name"]).options
-        told = {key: list(description[key]) for key in MEMORY_LEARNS_FROM_DATA if key in options and key in description}
-        if told:
-            model["memory"] = {**told, **section}
+    if isinstance(memory, list):
+        model["memory"] = [_fill_memory(one, description) for one in memory]
+    elif memory is not None:
+        model["memory"] = _fill_memory(memory, description)
     return dataclasses.replace(config, model=model)
+
+
+def _fill_memory(memory: Any, description: Mapping[str, Any]) -> Any:
+    """One memory with what it needs of the data, where it is absent."""
+    section = _section(memory)
+    options = MEMORIES.entry(section["name"]).options
+    given = {key: list(description[key]) for key in MEMORY_LEARNS_FROM_DATA if key in options and key in description}
+    return {**given, **section} if given else memory

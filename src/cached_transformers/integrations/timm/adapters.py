@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, Inner, Site, register_adapter
+from cached_transformers.integrations.hosts import Host, HostAttention, Site, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.seam.memory import Query
@@ -17,18 +17,18 @@ from cached_transformers.seam.memory import Query
 @register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 def vit_attention(site: Site) -> Host:
     """ViT and DeiT: class tokens in front of the grid of patches, a slot for every token."""
-    layer, body = site.layer, site.around("patch_embed")
+    layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
     prefix = int(getattr(body, "num_prefix_tokens", 0))
-    known: dict[str, Any] = _branch(layer, layer.qkv) | {"prefix": prefix}
+    facts: dict[str, Any] = _branch(layer, layer.qkv) | {"prefix": prefix}
     grid = Grid(patches, prefix) if getattr(patches, "grid_size", None) is not None else None
     if grid is not None and "length" not in site.settings:
         height, width = grid.built
-        known |= {"length": height * width + prefix, "size": (height, width)}
+        facts |= {"length": height * width + prefix, "size": (height, width)}
     else:
-        known |= {"length": site.length()}
+        facts |= {"length": site.length()}
     width, query = layer.qkv.in_features, partial(_vit_query, grid)
-    host = Host(width, layer.num_heads, layer.proj, query, known, inner=_inner(layer))
+    host = Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer))
     host.refusal = _other_width(layer, width, layer.proj.in_features)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
@@ -74,11 +74,11 @@ def swin_attention(site: Site) -> Host:
     layer = site.layer
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
     width, query = layer.qkv.in_features, partial(_swin_query, window)
-    known = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
+    facts = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
     if site.settings.get("variant") == "released":  # there the memory branch has a table of relative positions, too
-        known["window"] = window
+        facts["window"] = window
     refusal = _other_width(layer, width, layer.proj.in_features)
-    return Host(width, layer.num_heads, layer.proj, query, known, inner=_inner(layer, bias=True), refusal=refusal)
+    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"), refusal=refusal)
 
 
 def _swin_query(window: tuple[int, int], x: Tensor, mask: Tensor | None = None) -> Query:
@@ -95,9 +95,9 @@ def pvt_v2_attention(site: Site) -> Host:
         reduction = PooledReduction(_cache_width(site, layer.dim))
     elif site.memory and layer.sr is not None:
         reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
-    known = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
-    inner = _inner(layer, cross=layer.pool is not None or layer.sr is not None)
-    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, known, inner=inner)
+    facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
+    attention = _attention(layer, *_cross(layer.pool is not None or layer.sr is not None))
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
 
 
 def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
@@ -112,10 +112,11 @@ def pvt_attention(site: Site) -> Host:
     reduction = None
     if site.memory and layer.sr is not None:
         reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
-    known = _branch(layer, layer.q) | {"reduction": reduction, "size": (height, width), "prefix": layer.prefix}
-    known["length"] = height * width + layer.prefix
-    inner = Inner(float(layer.attn_drop.p), cross=layer.sr is not None)
-    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, known, inner=inner)
+    facts = _branch(layer, layer.q) | {"reduction": reduction, "size": (height, width), "prefix": layer.prefix}
+    facts["length"] = height * width + layer.prefix
+    asks = frozenset({"bidirectional", *_cross(layer.sr is not None)})
+    attention = HostAttention(asks, float(layer.attn_drop.p))
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, facts, attention=attention)
 
 
 def _pvt_size(site: Site) -> tuple[int, int]:
@@ -123,7 +124,7 @@ def _pvt_size(site: Site) -> tuple[int, int]:
     size, named = site.settings.get("input_size"), re.search(r"\bblock(\d+)\b", site.name)
     if size is None or named is None:
         return int(site.layer.size[0]), int(site.layer.size[1])
-    stages: Any = site.around("feature_info").feature_info
+    stages: Any = site.holder("feature_info").feature_info
     stride = int(stages[int(named[1]) - 1]["reduction"])
     return int(size[0]) // stride, int(size[1]) // stride
 
@@ -144,7 +145,7 @@ def _cache_width(site: Site, width: int) -> int:
 
 def _stage_size(site: Site) -> tuple[int, int]:
     """(height, width) of the token map in the stage of this layer, for the model's usual image."""
-    usual = getattr(site.around("pretrained_cfg"), "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+    usual = getattr(site.holder("pretrained_cfg"), "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
     height, width = (int(side) for side in site.settings.get("input_size") or usual)
     named = re.search(r"\bstages[._](\d+)", site.name)  # timm's features_only=True names them stages_0, ...
     for index in range(int(named[1]) + 1 if named else 1):
@@ -153,9 +154,15 @@ def _stage_size(site: Site) -> tuple[int, int]:
     return height, width
 
 
-def _inner(layer: Any, **facts: Any) -> Inner:
+def _attention(layer: Any, *asks: str) -> HostAttention:
     """timm's layers have attention of their own beside the fused one, which Swin takes unless told otherwise."""
-    return Inner(float(layer.attn_drop.p), switches={"fused_attn": True}, **facts)
+    words = frozenset({"bidirectional", *asks})
+    return HostAttention(words, float(layer.attn_drop.p), switches={"fused_attn": True})
+
+
+def _cross(fewer: bool) -> tuple[str, ...]:
+    """What fewer keys than queries ask of an attention."""
+    return ("cross",) if fewer else ()
 
 
 def _other_width(layer: nn.Module, width: int, merged: int) -> str | None:

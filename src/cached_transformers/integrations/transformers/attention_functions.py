@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cached_transformers.attentions import create_attention
 from cached_transformers.integrations.masks import padding_of
-from cached_transformers.integrations.through_core import PER_QUERY, through_core
+from cached_transformers.integrations.through_core import CORES, through_core
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import Attention
 
@@ -77,7 +77,7 @@ class AttentionFunction:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and query.shape[2] != key.shape[2]:
             raise ValueError(_keys_of_a_cache(query.shape[2], key.shape[2]))
-        padding_BM = padding_of(attention_mask, key.shape[2], PER_QUERY)
+        padding_BM = padding_of(attention_mask, key.shape[2], CORES)
         out_BHNV = through_core(
             self._core(module, query, causal, dropout),
             query,

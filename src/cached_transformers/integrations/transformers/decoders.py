@@ -6,6 +6,7 @@ Legend: B rows, N tokens, H heads, G heads of keys, E head width.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +14,10 @@ from cached_transformers.integrations.hosts import Host, Site, Stream, register_
 from cached_transformers.seam.memory import Query
 
 from .image_encoders import softmax_of
+from .streams import TAKE_MASKS, add_stream_memory
 
-_CAUSAL = (
-    "{} is causal, and a shared cache would show each token its future; memories with a state work here: "
-    "'grc_stream', 'memorizing', 'rmt'"
-)
+BY_TOKEN = frozenset({"state", "head"})
+"""What a causal layer offers a memory of its own: it gives queries, keys and values of the segment."""
 
 
 @register_adapter("transformers.models.gpt2.modeling_gpt2.GPT2Attention")
@@ -27,20 +27,17 @@ def gpt2_attention(site: Site) -> Host | None:
     if layer.is_cross_attention:
         return None
     refusal = "add_cross_attention=True: a decoder that attends an encoder, too, takes no memory; a GPT-2 alone does"
+    split, longest = partial(_fused_heads, layer.num_heads), int(config.max_position_embeddings)
     return Host(
         layer.embed_dim,
         layer.num_heads,
         layer.c_proj,
         Query,
         {"index": layer.layer_idx, "depth": config.num_hidden_layers},
-        inner=softmax_of(config, layer.attn_dropout.p, causal=True),
-        refusal=_CAUSAL.format("GPT-2"),
-        stream=Stream(
-            (layer.c_attn,),
-            partial(_fused_heads, layer.num_heads),
-            int(config.max_position_embeddings),
-            refusal if config.add_cross_attention else None,
-        ),
+        attention=softmax_of(config, layer.attn_dropout.p, causal=True),
+        offers=BY_TOKEN,
+        refusal=refusal if config.add_cross_attention else None,
+        stream=Stream(add_stream_memory, (layer.c_attn,), split, longest, _of_the_model(config)),
     )
 
 
@@ -49,17 +46,24 @@ def llama_attention(site: Site) -> Host:
     """Llama: rotary positions, and perhaps fewer heads of keys and values, each of which several queries share."""
     layer, config = site.layer, site.layer.config
     heads = int(config.num_attention_heads)
+    sources, split = (layer.q_proj, layer.k_proj, layer.v_proj), partial(_grouped_heads, heads, layer.head_dim)
     return Host(
         heads * layer.head_dim,
         heads,
         layer.o_proj,
         Query,
         {"index": layer.layer_idx, "depth": config.num_hidden_layers},
-        inner=softmax_of(config, layer.attention_dropout, causal=True),
-        refusal=_CAUSAL.format("Llama"),
+        attention=softmax_of(config, layer.attention_dropout, causal=True),
+        offers=BY_TOKEN,
         channels=int(config.hidden_size),
-        stream=Stream((layer.q_proj, layer.k_proj, layer.v_proj), partial(_grouped_heads, heads, layer.head_dim)),
+        stream=Stream(add_stream_memory, sources, split, offers=_of_the_model(config)),
     )
+
+
+def _of_the_model(config: Any) -> frozenset[str]:
+    """What a decoder offers a memory that spans its layers; not every implementation of its attention takes masks."""
+    masks = {"bias"} if config._attn_implementation in TAKE_MASKS else set()
+    return frozenset({"state", "tokens_round", *masks})
 
 
 def _fused_heads(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:

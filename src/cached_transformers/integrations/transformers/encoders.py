@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cached_transformers.integrations.hosts import Host, Site, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, Site, register_adapter
 from cached_transformers.integrations.masks import padding_of
 from cached_transformers.seam.memory import Query
 
@@ -24,9 +24,9 @@ def bart_attention(site: Site) -> Host | None:
     if layer.is_decoder:
         return None
     longest = int(layer.config.max_position_embeddings)
-    known = {"length": site.length(longest)}
-    inner = softmax_of(layer.config, layer.dropout)
-    return Host(layer.embed_dim, layer.num_heads, layer.out_proj, _bart_query, known, inner=inner)
+    facts = {"length": site.length(longest)}
+    attention = softmax_of(layer.config, layer.dropout)
+    return Host(layer.embed_dim, layer.num_heads, layer.out_proj, _bart_query, facts, attention=attention, offers=WHOLE)
 
 
 def _bart_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
@@ -42,9 +42,14 @@ def t5_attention(site: Site) -> Host | None:
     layer = site.layer
     if layer.is_decoder:
         return None
-    known = {"length": site.length()}
-    inner = softmax_of(layer.config, layer.dropout, bias=True)
-    return Host(layer.inner_dim, layer.n_heads, layer.o, _t5_query, known, inner=inner, channels=layer.d_model)
+    facts = {"length": site.length()}
+    attention = softmax_of(layer.config, layer.dropout, bias=True)
+    return Host(
+        *(layer.inner_dim, layer.n_heads, layer.o, _t5_query, facts),
+        attention=attention,
+        offers=WHOLE,
+        channels=layer.d_model,
+    )
 
 
 def _t5_query(hidden_states: Tensor, mask: Tensor | None = None, **_: Any) -> Query:

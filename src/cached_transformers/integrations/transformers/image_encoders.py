@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import insist
-from cached_transformers.integrations.hosts import Host, Inner, Site, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, HostAttention, Site, register_adapter
 from cached_transformers.integrations.masks import MASKED, map_size, no_mask, padding_of
 from cached_transformers.seam.memory import Query
 
@@ -21,9 +21,9 @@ def vit_attention(site: Site) -> Host:
     layer, config = site.layer, site.layer.config
     image, patch = _pair(config.image_size), _pair(config.patch_size)
     grid = (image[0] // patch[0], image[1] // patch[1])
-    known = {"length": grid[0] * grid[1] + 1, "size": grid, "prefix": 1}
-    inner, query = softmax_of(config, layer.attention_dropout), partial(_vit_query, grid)
-    return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, query, known, inner=inner)  # type: ignore[arg-type]
+    facts = {"length": grid[0] * grid[1] + 1, "size": grid, "prefix": 1}
+    attention, query = softmax_of(config, layer.attention_dropout), partial(_vit_query, grid)
+    return Host(config.hidden_size, config.num_attention_heads, layer.o_proj, query, facts, attention=attention)  # type: ignore[arg-type]
 
 
 def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
@@ -40,17 +40,16 @@ def _vit_query(grid: tuple[int, int], hidden_states: Tensor, attention_mask: Ten
 def bert_attention(site: Site) -> Host:
     """BERT as an encoder: each row's valid tokens are spread over the slots."""
     layer, config = site.layer, site.layer.config
-    refusal = "BERT with is_decoder=True is causal, and a shared cache would show each token its future"
-    projection = site.parent().output.dense  # type: ignore[union-attr]
     return Host(
         config.hidden_size,
         config.num_attention_heads,
-        projection,  # type: ignore[arg-type]
+        site.parent().output.dense,  # type: ignore[union-attr, arg-type]
         _bert_query,
         # A decoder takes no memory, whatever its length.
         {"length": 0 if layer.is_decoder else site.length(config.max_position_embeddings)},
-        inner=softmax_of(config, layer.dropout.p, causal=layer.is_decoder),
-        refusal=refusal if layer.is_decoder else None,
+        attention=softmax_of(config, layer.dropout.p, causal=layer.is_decoder),
+        offers=WHOLE,
+        refusal="BERT with is_decoder=True is causal, and has no place for a state" if layer.is_decoder else None,
     )
 
 
@@ -58,7 +57,7 @@ def _bert_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_
     return Query(hidden_states, padding_BN=padding_of(attention_mask, hidden_states.shape[1]))
 
 
-def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = False) -> Inner:
+def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = False) -> HostAttention:
     """The attention of a layer that looks its implementation up in transformers. Its mask tells the padding, unless a
     `bias` on the logits is part of it."""
     kind = config._attn_implementation
@@ -68,7 +67,8 @@ def softmax_of(config: Any, dropout: float, causal: bool = False, bias: bool = F
             f"with attn_implementation={kind!r} there is no scaled_dot_product_attention to exchange; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    return Inner(float(dropout), causal, bias, padding=not bias, refusal=refusal)
+    asks = frozenset({"causal" if causal else "bidirectional", *(("bias",) if bias else ())})
+    return HostAttention(asks, float(dropout), padding=not bias, refusal=refusal)
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -5,57 +5,46 @@ Legend: B rows, N tokens of a prompt, T tokens in all.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.state import State, repeat
 
-if TYPE_CHECKING:
-    from .segment_reader import SegmentReader
-
-OUTPUT = "memory_state"
+from .output_state import OUTPUT, Carried, prepare_outputs, with_state
+from .segment_reader import SegmentReader
 
 
-class Carried:
-    """A state on its way down from a model to its decoder, and the one that comes back."""
+def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) -> None:
+    """Put a function with its first argument in the place of a module's forward.
 
-    def __init__(self, state: State | None) -> None:
-        self.state = state
-        self.after: State | None = None
-
-
-def signature_with_state(module: nn.Module) -> inspect.Signature:
-    """The host's own signature, which Trainer and generate look at, with the state in it."""
+    As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find what they
+    look at: code, and the host's signature with the state in it.
+    """
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
     state = inspect.Parameter(OUTPUT, inspect.Parameter.KEYWORD_ONLY, default=None)
     parameters.insert(len(parameters) - 1, state)  # the last one is **kwargs
-    return own.replace(parameters=parameters)
+    replaced = functools.partial(forward, first)
+    vars(replaced)["__signature__"] = own.replace(parameters=parameters)
+    vars(module)["forward"] = replaced
 
 
-class Forward:
+def forward_with_state(
+    model: Any, *args: Any, memory_state: State | None = None, return_dict: bool | None = None, **kwargs: Any
+) -> Any:
     """Stands in the place of the forward of a model round a decoder."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return signature_with_state(self.model)
-
-    def __call__(
-        self, *args: Any, memory_state: State | None = None, return_dict: bool | None = None, **kwargs: Any
-    ) -> Any:
-        carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
-        out = type(self.model).forward(self.model, *args, memory_state=carried, return_dict=True, **kwargs)
-        if carried.after is not None:
-            out[OUTPUT] = carried.after
-        if return_dict is None:
-            return_dict = getattr(self.model.config, "return_dict", True)
-        return out if return_dict else out.to_tuple()
+    carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
+    out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
+    if carried.after is not None:
+        out = with_state(out, carried.after)
+    if return_dict is None:
+        return_dict = getattr(model.config, "return_dict", True)
+    return out if return_dict else out.to_tuple()
 
 
 class Generate:
@@ -126,7 +115,9 @@ class Generate:
             call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
         if bool(call["attention_mask"].all()):
             del call["attention_mask"]
-        return self.reader(input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call).memory_state
+        return self.reader.read(
+            input_ids=tokens_BT[:, :columns], memory_state=before, use_cache=False, **call
+        ).memory_state
 
 
 class Expand:
@@ -153,9 +144,11 @@ def _setting(model: Any, config: Any, kwargs: dict[str, Any], name: str) -> Any:
 def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) -> None:
     """Put the calls in their places, on these instances."""
     ours: Any = model
-    vars(decoder)["forward"] = reader
+    prepare_outputs(decoder, model)
+    vars(decoder)["segment_reader"] = reader
+    replace_forward(decoder, type(reader).read, reader)
     if model is not decoder:
-        vars(model)["forward"] = Forward(model)
+        replace_forward(model, forward_with_state, model)
     if hasattr(type(model), "_expand_inputs_for_generation"):
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
@@ -167,6 +160,6 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
 
 def detach_calls(module: nn.Module) -> None:
     """Undo `attach_calls` on one module."""
-    for name in ("forward", "generate", "_expand_inputs_for_generation", "init_memory_state"):
+    for name in ("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"):
         vars(module).pop(name, None)
     vars(module.config).pop("keys_to_ignore_at_inference", None)  # type: ignore[arg-type]

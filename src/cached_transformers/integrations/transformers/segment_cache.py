@@ -38,7 +38,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         given: the state before the text, as the first call had it. state: that before the open segment.
         after: the state after all tokens, None where nobody has needed it yet.
         tokens: columns read in all. length: those of the open segment.
-        inner: keys and values of the open segment; the host's own cache.
+        host_cache: keys and values of the open segment; the host's own cache.
         open: what the open segment was called with, each (B, length, ...). padding_BN: of the open segment.
     """
 
@@ -48,7 +48,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.after: State | None = state
         self.work_out = work_out
         self.tokens = self.length = 0
-        self.inner: DynamicCache | None = None
+        self.host_cache: DynamicCache | None = None
         self.open: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
 
@@ -84,7 +84,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
     def close(self, state: State) -> None:
         """The open segment is full: the memory moves on, its keys and values are forgotten."""
         self.state = self.after = state
-        self.length, self.open, self.padding_BN, self.inner = 0, {}, None, None
+        self.length, self.open, self.padding_BN, self.host_cache = 0, {}, None, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read in all."""
@@ -122,10 +122,10 @@ class MemoryCache(Cache):  # type: ignore[misc]
         """Only these rows."""
         self._rows(lambda t: t[indices], lambda cache: cache.batch_select_indices(indices))
 
-    def _rows(self, pick: Callable[[Tensor], Tensor], inner: Callable[[Any], None]) -> None:
+    def _rows(self, pick: Callable[[Tensor], Tensor], pick_in: Callable[[Any], None]) -> None:
         self.state = map_state(pick, self.state)
         self.after = None if self.after is None else map_state(pick, self.after)
         self.open = {name: pick(t) for name, t in self.open.items()}
         self.padding_BN = None if self.padding_BN is None else pick(self.padding_BN)
-        if self.inner is not None:
-            inner(self.inner)
+        if self.host_cache is not None:
+            pick_in(self.host_cache)

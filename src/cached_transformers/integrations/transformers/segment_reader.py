@@ -4,51 +4,52 @@ Within a segment the memory is as the past has left it; it is written when the s
 tokens, which a longer text is cut into, and at the end of a call. With `past_key_values` the next call goes on in the
 open segment instead. Keys, values and positions begin anew with each segment.
 
-Legend: B rows, N tokens, L tokens with those of the memory round them, M memory tokens, D width.
+Legend: B rows, N tokens, L tokens that they may see, D width, P position channels.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import insist
-from cached_transformers.memories.rmt import RecurrentMemory
-from cached_transformers.seam.memory import Query, Reading, Tokens, Trace
+from cached_transformers.integrations.taps import no_loss
+from cached_transformers.models.segments import cut, read_segments
+from cached_transformers.seam.memory import ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
-from .memory_calls import Carried, signature_with_state
+from .output_state import Carried, with_state
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap
+from .through_host import HostThrough, call_for, joined, narrowed, place_of_segment
+
+
+class Piece(NamedTuple):
+    """The host's output for a part of one segment, and the text as it is behind that part."""
+
+    out: Any
+    state: MemoryCache
 
 
 class SegmentReader:
-    """Stands in the place of a decoder's forward: cuts what it is called with into segments and carries the state.
+    """Cuts what a decoder is called with into segments and carries the state; `read` is what its forward becomes.
 
     Args:
         decoder: the module that embeds tokens and has the layers.
-        taps: of the layers that have a memory. around: the memory that puts tokens round each segment.
+        taps: of the layers that have a memory. memory: the one that spans the layers, or None.
         segment_length: tokens in a segment; None for one segment a call.
     """
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        taps: list[StreamTap],
-        around: RecurrentMemory | None,
-        segment_length: int | None,
+        self, decoder: nn.Module, taps: list[StreamTap], memory: ModelMemory | None, segment_length: int | None
     ) -> None:
         self.decoder: Any = decoder
-        self.taps, self.around, self.segment_length = taps, around, segment_length
+        self.taps, self.memory, self.segment_length = taps, memory, segment_length
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return signature_with_state(self.decoder)
 
     def init_state(self, rows: int) -> MemoryState:
         """State of rows that have read nothing.
@@ -59,10 +60,10 @@ class SegmentReader:
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
         like = next(self.decoder.parameters())
-        model = () if self.around is None else self.around.init_state(rows, like)
+        model = () if self.memory is None else self.memory.init_state(rows, like)
         return seal(MemoryState(model, tuple(tap.memory.init_state(rows, like) for tap in self.taps)))  # type: ignore[no-any-return]
 
-    def __call__(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
+    def read(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The decoder's forward over all segments; its output holds `memory_state` as well.
 
         Raises:
@@ -83,23 +84,24 @@ class SegmentReader:
         padding_BN = self._padding(mask, text, rows, n)
         tuples = given.pop("return_dict", None) is False
         keeps = self._keeps(given.pop("use_cache", None))
-        outs, done = [], 0
         begin = text.tokens - text.length  # the column at which the padding begins
-        while done < n:
-            room = n if self.segment_length is None else self.segment_length - text.length
-            size = min(room, n - done)
-            columns = slice(text.tokens - text.length - begin, text.tokens + size - begin)
-            piece = {name: t[:, done : done + size] for name, t in new.items()}
+
+        def read_piece(columns: slice, text: MemoryCache, reset_B: Tensor | None) -> Piece:
+            before = text.tokens - text.length
+            piece = {name: t[:, columns] for name, t in new.items()}
             if "position_ids" in piece:
-                before = text.tokens - text.length
                 piece["position_ids"] = (piece["position_ids"] - before).clamp(min=0)
-            outs.append(self._piece(text, piece, None if padding_BN is None else padding_BN[:, columns], keeps, given))
-            done += size
-        out = _joined(outs)
+            end = text.tokens + columns.stop - columns.start
+            hidden_BN = None if padding_BN is None else padding_BN[:, before - begin : end - begin]
+            return Piece(self._piece(text, piece, hidden_BN, keeps, given), text)
+
+        pieces = cut(n, self.segment_length, text.length)
+        out = joined([piece.out for piece in read_segments(read_piece, pieces, text)])
         if keeps:
             out["past_key_values"] = text
         if text.after is not None:
-            carried.after = out["memory_state"] = text.after
+            carried.after = text.after
+            out = with_state(out, text.after)
         return out.to_tuple() if tuples else out
 
     def _check(self, new: dict[str, Tensor], given: dict[str, Any]) -> None:
@@ -112,8 +114,11 @@ class SegmentReader:
             )
         if "encoder_hidden_states" in given:
             raise ValueError("encoder_hidden_states: a decoder with a memory attends no encoder; leave them out")
-        if self.around is not None and "token_type_ids" in new:
-            raise ValueError("token_type_ids: memory tokens have no type; leave them out, or take 'grc_stream'")
+        if self.memory is not None and "token_type_ids" in new:
+            raise ValueError(
+                "token_type_ids: tokens of a memory have no type; leave them out, or take a memory that stands in the "
+                "layers"
+            )
 
     def _keeps(self, use_cache: bool | None) -> bool:
         """Whether keys and values are kept. In training transformers' default would keep them for nobody."""
@@ -182,29 +187,26 @@ class SegmentReader:
         text.take(new, padding_BN)
         size = next(iter(new.values())).shape[1]
         closes = text.length == self.segment_length
-        if not fresh and not closes and text.inner is not None:
+        if not fresh and not closes and text.host_cache is not None:
             text.after = None  # whoever asks for it pays for it
             return self._go_on(text, new, options)
         # A segment that is full is read again as a whole, whatever keys and values there are: it has to be written.
-        out, state, text.inner = self._segment(text, keeps and not closes, options)
+        out, state, text.host_cache = self._segment(text, keeps and not closes, options)
         text.after = state
         if closes:
             text.close(state)
-        return out if fresh else _narrowed(out, out.last_hidden_state.shape[1] - size, size)
+        return out if fresh else narrowed(out, out.last_hidden_state.shape[1] - size, size)
 
     def _go_on(self, text: MemoryCache, new: dict[str, Tensor], options: dict[str, Any]) -> Any:
         """Tokens behind those whose keys and values are kept; nothing is written."""
-        front = 0 if self.around is None else self.around.length
-        passage = Passage(text.state.layers, None, writes=False)
-        mask = None
-        if text.padding_BN is not None:
-            mask = (~text.padding_BN).long()
-            mask = torch.cat([mask.new_ones(len(mask), front), mask], 1)
-        if front:
-            new = self._embedded(new)
-            if "position_ids" in new:
-                new["position_ids"] = new["position_ids"] + front
-        return self._host(new, mask, text.inner, passage, options)
+        layers = Passage(text.state.layers, writes=False)
+        if self.memory is None:
+            mask = None if text.padding_BN is None else (~text.padding_BN).long()
+            return self.host(new, mask, text.host_cache, layers, options)
+        entry = self.memory.enter(text.state.model, self._tokens(text))
+        behind = place_of_segment(entry, text.length, self.memory)[1] + text.length
+        size = next(iter(new.values())).shape[1]
+        return self.host(*call_for(entry, behind - size, behind), text.host_cache, layers, options)
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the open segment, which is read once more."""
@@ -214,87 +216,56 @@ class SegmentReader:
         self, text: MemoryCache, keeps: bool, options: dict[str, Any]
     ) -> tuple[Any, MemoryState, DynamicCache | None]:
         """A segment from its first token on: the host's output, the state after it, keys and values if kept."""
-        inner = DynamicCache(config=self.decoder.config) if keeps else None
-        state, padding_BN = text.state, text.padding_BN
-        if self.around is not None:
-            out, model_state = self._surrounded(text, inner, options)
-            return out, seal(MemoryState(model_state, state.layers)), inner
-        passage = Passage(state.layers, padding_BN, writes=True)
-        mask = None if padding_BN is None else (~padding_BN).long()
-        out = self._host(text.open, mask, inner, passage, options)
-        return out, seal(MemoryState((), tuple(passage.after))), inner
+        if self.memory is not None:
+            return self._led(text, keeps, options)
+        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
+        layers = Passage(text.state.layers, text.padding_BN)
+        mask = None if text.padding_BN is None else (~text.padding_BN).long()
+        out = self.host(text.open, mask, host_cache, layers, options)
+        return out, seal(MemoryState((), tuple(layers.after))), host_cache
 
-    def _surrounded(self, text: MemoryCache, inner: DynamicCache | None, options: dict[str, Any]) -> tuple[Any, State]:
-        memory = self.around
+    def _led(
+        self, text: MemoryCache, keeps: bool, options: dict[str, Any]
+    ) -> tuple[Any, MemoryState, DynamicCache | None]:
+        """As `_segment`, where a memory leads the segment through the layers."""
+        memory = self.memory
         assert memory is not None
-        new = self._embedded(text.open)
-        x_BND = new["inputs_embeds"]
-        n, given = x_BND.shape[1], new.get("position_ids")
-        places_BN = torch.arange(n, device=x_BND.device).expand(x_BND.shape[:2]) if given is None else given
-        entry = memory.enter(text.state.model, Tokens(x_BND, places_BN[..., None], text.padding_BN))
-        tokens = entry.tokens
-        call = {"inputs_embeds": tokens.x_BND}
-        if given is not None or text.padding_BN is not None:  # the tokens in front take the host's first places
-            call["position_ids"] = (tokens.positions_BNP[..., 0] + memory.length).clamp(min=0)
-        mask = None if tokens.padding_BN is None else (~tokens.padding_BN).long()
-        if entry.visible_NN is not None:
-            visible_BLL = entry.visible_NN.expand(len(x_BND), -1, -1)
-            if tokens.padding_BN is not None:
-                itself_LL = torch.eye(visible_BLL.shape[1], dtype=torch.bool, device=x_BND.device)
-                visible_BLL = visible_BLL & (~tokens.padding_BN[:, None] | itself_LL)
-            lowest = torch.finfo(x_BND.dtype).min
-            mask = torch.zeros_like(visible_BLL, dtype=x_BND.dtype).masked_fill(~visible_BLL, lowest)[:, None]
-        out = self._host(call, mask, inner, None, options)
-        query = Query(x_BND, padding_BN=text.padding_BN)
-        trace = Trace(x_BND, x_BND, query, Reading())
-        model_state = memory.exit(text.state.model, out.last_hidden_state, [trace])[1]
-        if inner is not None and memory.behind:
-            inner.crop(-memory.behind)
-        return _narrowed(out, memory.length, n), model_state
+        # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
+        keeps = keeps and type(memory).run is ModelMemory.run
+        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
+        through = HostThrough(self.host, text.state.layers, host_cache, options)
+        steps, model_state, loss = memory.run(text.state.model, self._tokens(text), through)
+        no_loss(loss, memory)
+        out = joined(through.outs)
+        out["last_hidden_state"] = torch.cat(steps, 1)
+        return out, seal(MemoryState(model_state, through.states)), host_cache
 
-    def _embedded(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "inputs_embeds" in new:
-            return dict(new)
-        embedding = self.decoder.get_input_embeddings()
-        return {"inputs_embeds": embedding(new["input_ids"])} | {k: t for k, t in new.items() if k != "input_ids"}
+    def _tokens(self, text: MemoryCache) -> Tokens:
+        """The open segment, embedded; its first token stands at place 0."""
+        x_BND, places_BN = text.open.get("inputs_embeds"), text.open.get("position_ids")
+        if x_BND is None:
+            x_BND = self.decoder.get_input_embeddings()(text.open["input_ids"])
+        if places_BN is None:
+            places_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])
+        return Tokens(x_BND, places_BN[..., None], text.padding_BN)
 
-    def _host(
+    def host(
         self,
         new: dict[str, Tensor],
         mask: Tensor | None,
-        inner: DynamicCache | None,
-        passage: Passage | None,
+        host_cache: DynamicCache | None,
+        layers: Passage,
         options: dict[str, Any],
     ) -> Any:
         """The decoder's own forward."""
-        extra = {} if passage is None else {"memory_passage": passage}
+        extra = {"memory_passage": layers} if self.taps else {}
         return type(self.decoder).forward(
             self.decoder,
             **new,
             attention_mask=mask,
-            past_key_values=inner,
-            use_cache=inner is not None,
+            past_key_values=host_cache,
+            use_cache=host_cache is not None,
             return_dict=True,
             **extra,
             **options,
         )
-
-
-def _narrowed(out: Any, start: int, length: int) -> Any:
-    """The output for some neighbouring tokens."""
-    out["last_hidden_state"] = out.last_hidden_state.narrow(1, start, length)
-    if out.get("hidden_states") is not None:
-        out["hidden_states"] = tuple(t.narrow(1, start, length) for t in out.hidden_states)
-    return out
-
-
-def _joined(outs: list[Any]) -> Any:
-    """One output for pieces that follow each other."""
-    out = outs[-1]
-    if len(outs) > 1:
-        out["last_hidden_state"] = torch.cat([part.last_hidden_state for part in outs], 1)
-        if out.get("hidden_states") is not None:
-            out["hidden_states"] = tuple(
-                torch.cat(parts, 1) for parts in zip(*(p.hidden_states for p in outs), strict=True)
-            )
-    return out

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.adapters import Tap
 from cached_transformers.integrations.hosts import Host
+from cached_transformers.integrations.taps import Tap, no_loss
 from cached_transformers.seam.memory import LayerMemory, Query, Trace
 from cached_transformers.state import State
 
@@ -25,11 +25,19 @@ class Passage:
     Attributes:
         states: of each layer that has a memory. after: theirs behind the segment.
         padding_BN: True = padding. writes: whether the piece is a whole segment, which the memory is to keep.
+        segment: (start, length) of the tokens that are written; None for all.
         grad: whether the pass is part of a graph.
     """
 
-    def __init__(self, states: tuple[State, ...], padding_BN: Tensor | None, writes: bool) -> None:
-        self.states, self.padding_BN, self.writes = states, padding_BN, writes
+    def __init__(
+        self,
+        states: tuple[State, ...],
+        padding_BN: Tensor | None = None,
+        *,
+        writes: bool = True,
+        segment: tuple[int, int] | None = None,
+    ) -> None:
+        self.states, self.padding_BN, self.writes, self.segment = states, padding_BN, writes, segment
         self.after = list(states)
         self.grad = torch.is_grad_enabled()
 
@@ -76,14 +84,15 @@ class StreamTap(Tap):
         state = passage.states[self.number]
         y_BND, reading = self._through(state, y_BND, query)
         if passage.writes:
-            passage.after[self.number] = self.memory.write(state, Trace(query.x_BND, y_BND, query, reading))[0]
+            trace = Trace(query.x_BND, y_BND, query, reading)
+            if passage.segment is not None:
+                trace = trace.narrow(*passage.segment)
+            passage.after[self.number], loss = self.memory.write(state, trace)
+            no_loss(loss, self.memory)
         return y_BND
 
 
 def attach_stream(layer: nn.Module, tap: StreamTap) -> None:
     """Put the tap's memory into the layer."""
-    layer.memory = tap.memory
-    tap.projection.forward = tap.project  # type: ignore[method-assign]
-    tap.handles.append(layer.register_forward_pre_hook(tap.before_stream, with_kwargs=True))
+    tap.attach(layer, tap.before_stream)
     tap.handles += [module.register_forward_hook(tap.keep) for module in tap.stream.sources]
-    layer.memory_detach = tap.remove  # type: ignore[assignment]

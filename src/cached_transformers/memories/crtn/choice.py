@@ -31,8 +31,8 @@ def choose(context: Context, region_BM: Tensor, visible_BNR: Tensor, weight_BNR:
         weight_BNR: what the values of each region count for each token, behind the softmax; None for 1.
     """
     tokens, regions = visible_BNR.shape[1:]
-    seen_BNR = F.pad(visible_BNR, (0, 1), value=True)
-    context = context._replace(visible_BHNM=seen_BNR.gather(2, region_BM[:, None].expand(-1, tokens, -1))[:, None])
+    counted_BNR = F.pad(visible_BNR, (0, 1), value=True)
+    context = context._replace(visible_BHNM=counted_BNR.gather(2, region_BM[:, None].expand(-1, tokens, -1))[:, None])
     if weight_BNR is None:
         return context
     block_BMR = F.one_hot(region_BM, regions + 1).to(context.v_BHME.dtype)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_sizes
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
@@ -141,26 +142,22 @@ class CRTN(ModelMemory):
         relative: bool = True,
     ) -> None:
         super().__init__()
-        for name, value in {"depth": depth, "segment": segment, "regions": regions, "topk": topk}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
+        check_sizes(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
         if topk > regions:
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
         if short_memory < 0:
             raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the scores as they are")
-        for name, given, known in (
-            ("query", query, ("standard", "compute_first")),
-            ("scope", scope, ("previous", "token", "segment")),
-            ("first", first, ("none", "selection")),
-            ("renormalise", renormalise, ("none", "sum", "softmax")),
-            ("empty", empty, ("masked", "compete")),
-            ("placed", placed, ("slot", "packed")),
-            ("order", order, ("age", "score")),
-        ):
-            if given not in known:
-                raise ValueError(f"{name}={given!r} must be one of {', '.join(map(repr, known))}")
+        check_choices(
+            query=(query, ("standard", "compute_first")),
+            scope=(scope, ("previous", "token", "segment")),
+            first=(first, ("none", "selection")),
+            renormalise=(renormalise, ("none", "sum", "softmax")),
+            empty=(empty, ("masked", "compete")),
+            placed=(placed, ("slot", "packed")),
+            order=(order, ("age", "score")),
+        )
         if first == "selection" and (query, scope) != ("compute_first", "previous"):
             raise ValueError(
                 "first='selection' takes the top layer of the segment before; it needs query='compute_first' and "
@@ -218,18 +215,18 @@ class CRTN(ModelMemory):
     def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
         """What the layers attend, given what queries are made of; and the state that knows the latter."""
         positions_BNP, padding_BN = tokens.positions_BNP, tokens.padding_BN
-        own_BLD, size_B = pack(source_BND, padding_BN, self.segment)
+        source_BLD, size_B = pack(source_BND, padding_BN, self.segment)
         if self.scope == "token":
             x_BNLD, size_BN = windows(state, source_BND, padding_BN)
             query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
             offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
         else:
             present = self.scope == "segment"
-            before_BLD, before_B = (own_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
+            before_BLD, before_B = (source_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
             offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
         wrote_B11 = (size_B > 0)[:, None, None]
-        own_BLD = torch.where(wrote_B11, own_BLD.to(state.source_BLD.dtype), state.source_BLD)
-        return offers, state._replace(source_BLD=own_BLD)
+        source_BLD = torch.where(wrote_B11, source_BLD.to(state.source_BLD.dtype), state.source_BLD)
+        return offers, state._replace(source_BLD=source_BLD)
 
     def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""

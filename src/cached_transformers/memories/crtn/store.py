@@ -77,15 +77,15 @@ def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> 
     They reach into the newest region, of which `state.source_BLD` is taken, and no further.
     """
     n, length = source_BND.shape[1], state.source_BLD.shape[1]
-    own_BLD, own_B = pack(source_BND, padding_BN, length)
+    source_BLD, source_B = pack(source_BND, padding_BN, length)
     before_B = state.size_BR[:, -1]
     # Both segments without gaps: token i of the second stands at the size of the first plus i.
-    places_L = torch.arange(length, device=own_B.device)
-    real_BT = torch.cat([places_L < before_B[:, None], places_L < own_B[:, None]], 1)
-    both_BTD = torch.where(real_BT[..., None], torch.cat([state.source_BLD.to(own_BLD.dtype), own_BLD], 1), 0)
+    places_L = torch.arange(length, device=source_B.device)
+    real_BT = torch.cat([places_L < before_B[:, None], places_L < source_B[:, None]], 1)
+    both_BTD = torch.where(real_BT[..., None], torch.cat([state.source_BLD.to(source_BLD.dtype), source_BLD], 1), 0)
     order_BT = (~real_BT).to(torch.uint8).argsort(dim=1, stable=True)
-    seen_BN = torch.arange(1, n + 1, device=own_B.device)[None] if padding_BN is None else (~padding_BN).cumsum(1)
-    end_BN = before_B[:, None] + seen_BN
+    count_BN = torch.arange(1, n + 1, device=source_B.device)[None] if padding_BN is None else (~padding_BN).cumsum(1)
+    end_BN = before_B[:, None] + count_BN
     start_BN = (end_BN - length).clamp(min=0)
     place_BNL = (start_BN[..., None] + places_L).clamp(max=2 * length - 1)
     index_BT1 = order_BT.gather(1, place_BNL.flatten(1))[..., None]

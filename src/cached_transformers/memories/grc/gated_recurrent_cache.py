@@ -1,4 +1,4 @@
-"""The gated recurrent cache of GRC attention: its update as pure functions, and the shared cache that it updates.
+"""The gated recurrent cache of GRC attention: the parameters of its update, and the shared cache that it updates.
 
 Paper: "Cached Transformers: Improving Transformers with Differentiable Memory Cache" (arXiv:2312.12742), equations
 3-5 and Algorithm 1, lines 2-6. Original implementation: annosubmission/GRC-Cache, core/GRC_Attention.py.
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.memories.parts.interpolation import nearest_map
-from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache, one_of
+from cached_transformers.memories.parts.options import one_of
+from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache
 
-from .equations import Candidate, GateWeights, gate_update, mean_gate_update
+from .equations import Candidate, GateWeights, gate_update
+from .fused_gates import mean_gate_update
 
 
 class CacheGates(CacheSlots):

@@ -23,19 +23,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.cached_attention import CachedAttention, cache_width, fold, unfold
 from cached_transformers.memories.parts.interpolation import Interpolation
 from cached_transformers.memories.parts.memory_branch import MemoryBranch, PositionalConvolution
+from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.shared_cache import (
     Sync,
     caches,
     commit_caches,
     hold_caches,
-    one_of,
     reset_caches,
     resize_caches,
     shuffle_caches,
 )
+from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory, cache_width, fold, unfold
 from cached_transformers.registry import MEMORIES, unknown_name
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing
@@ -107,7 +107,7 @@ class GRCOptions(NamedTuple):
     reach="all earlier training steps, through the gates; the same for all rows",
     gradient="through C_t within the step, into gates and tokens; C_{t-1} is a constant",
 )
-class GRC(CachedAttention):
+class GRC(SharedCacheMemory):
     """Gated recurrent cache shared by all rows and steps (images, encoders); constant and folded in evaluation.
 
     Args:
@@ -259,23 +259,22 @@ class StreamGRC(LayerMemory):
 
     def init_state(self, batch_size: int, like: Tensor) -> StreamGRCState:
         zeros = like.new_zeros(batch_size, self.gates.length, self.gates.width)
-        seen = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return StreamGRCState(zeros, zeros.clone(), seen)
+        segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return StreamGRCState(zeros, zeros.clone(), segments_B)
 
     def read(self, state: StreamGRCState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        seen = state.segments_B[:, None, None]
+        segments_B11 = state.segments_B[:, None, None]
         # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
-        cache_BMC = torch.where(seen > 1, state.cache_BMC, 0)
-        source_BMC = torch.where(seen > 0, state.source_BMC, 0)
+        cache_BMC = torch.where(segments_B11 > 1, state.cache_BMC, 0)
+        source_BMC = torch.where(segments_B11 > 0, state.source_BMC, 0)
         updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
-        cache_BMC = torch.where(seen > 0, updated_BMC, cache_BMC)
+        cache_BMC = torch.where(segments_B11 > 0, updated_BMC, cache_BMC)
         output = self.branch(query.x_BND[..., : self.gates.width], *self.branch.keys_values(cache_BMC))
         return Reading(output_BHNE=output, carry=(cache_BMC, state))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        seen_B = reading.carry[1].segments_B > 0
-        return self.branch.mix(y_BHNE, reading.output_BHNE, seen_B)
+        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry[1].segments_B > 0)
 
     def write(self, state: StreamGRCState, trace: Trace) -> tuple[StreamGRCState, None]:
         cache_BMC = trace.reading.carry[0]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.grc.gated_recurrent_cache import one_of
+from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights

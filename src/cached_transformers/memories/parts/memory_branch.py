@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
 
-from .shared_cache import one_of
+from .options import one_of
 
 
 class MemoryBranch(nn.Module):
@@ -82,14 +82,14 @@ class MemoryBranch(nn.Module):
         rows, n = x_BNC.shape[:2]
         q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
         q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        shared = k_BHMF.shape[0] == 1 and rows > 1
+        one_cache = k_BHMF.shape[0] == 1 and rows > 1
         # One cache for all rows: on the CPU the rows become more queries of one row, so that keys are neither copied
         # nor given a gradient B times; a GPU needs the rows to fill its processors, and takes expanded keys without a
         # copy.
-        fold = shared and self.relative_bias is None and not q.is_cuda
-        if fold:
+        as_one_row = one_cache and self.relative_bias is None and not q.is_cuda
+        if as_one_row:
             q_BHNF = q.flatten(0, 1).unflatten(-1, (self.heads, -1)).transpose(0, 1)[None]
-        elif shared:
+        elif one_cache:
             k_BHMF, v_BHMF = (t.expand(rows, -1, -1, -1) for t in (k_BHMF, v_BHMF))
         bias = None
         if self.relative_bias is not None:
@@ -102,7 +102,7 @@ class MemoryBranch(nn.Module):
             attn_mask=bias,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        if fold:
+        if as_one_row:
             out = out[0].transpose(0, 1).unflatten(0, (rows, n)).transpose(1, 2)
         return out
 
@@ -112,7 +112,7 @@ class MemoryBranch(nn.Module):
         merged = self.projection(o_BHNF.transpose(1, 2).flatten(2))
         return merged.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def mix(self, y_BHNE: Tensor, o_BHNF: Tensor, weight_B: Tensor | None = None) -> Tensor:
+    def blend(self, y_BHNE: Tensor, o_BHNF: Tensor, weight_B: Tensor | None = None) -> Tensor:
         """sigmoid(lambda) o + (1 - sigmoid(lambda)) y per head; rows where `weight_B` is 0 keep y."""
         if self.record is not None:
             self.record(y_BHNE, o_BHNF)
@@ -123,7 +123,7 @@ class MemoryBranch(nn.Module):
         o_BHNE = F.pad(o_BHNF.to(y_BHNE.dtype), (0, y_BHNE.shape[-1] - o_BHNF.shape[-1]))
         return (y_BHNE.transpose(1, 2) * (1 - ratio) + o_BHNE.transpose(1, 2) * ratio).transpose(1, 2)
 
-    def mix_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def blend_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output projection of the merged mix, (B, N, D); keeps y and o for the backward, not their mix."""
         if self.record is not None:
             self.record(y_BHNE, o_BHNF)
@@ -131,15 +131,15 @@ class MemoryBranch(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         y, o = (t.transpose(1, 2).to(dtype) for t in (y_BHNE, o_BHNF))
         ratio_H = torch.sigmoid(self.gate_H).to(dtype)
-        out = _MixAndProject.apply(y, o, ratio_H, weight.to(dtype), None if bias is None else bias.to(dtype))
+        out = _BlendAndProject.apply(y, o, ratio_H, weight.to(dtype), None if bias is None else bias.to(dtype))
         return out  # type: ignore[no-any-return]
 
 
-class _MixAndProject(torch.autograd.Function):
+class _BlendAndProject(torch.autograd.Function):
     """linear(ratio * o + (1 - ratio) * y); recomputing the mix costs two passes, keeping it B N D numbers."""
 
     @staticmethod
-    def _mix(y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor) -> Tensor:
+    def _blend(y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor) -> Tensor:
         width, memory = y_BNHE.shape[-1], o_BNHF.shape[-1]
         keep_D = (1 - ratio_H).repeat_interleave(
             width
@@ -156,7 +156,7 @@ class _MixAndProject(torch.autograd.Function):
         with torch.autocast(y_BNHE.device.type, enabled=False):
             ctx.save_for_backward(y_BNHE, o_BNHF, ratio_H, weight)
             ctx.biased = bias is not None
-            out = F.linear(_MixAndProject._mix(y_BNHE, o_BNHF, ratio_H), weight, bias)
+            out = F.linear(_BlendAndProject._blend(y_BNHE, o_BNHF, ratio_H), weight, bias)
             return out.unflatten(0, y_BNHE.shape[:2])
 
     @staticmethod
@@ -167,7 +167,7 @@ class _MixAndProject(torch.autograd.Function):
             heads, width = y_BNHE.shape[2:]
             memory = o_BNHF.shape[-1]
             grad = grad_BND.flatten(0, 1)
-            dweight = grad.T @ _MixAndProject._mix(y_BNHE, o_BNHF, ratio_H)
+            dweight = grad.T @ _BlendAndProject._blend(y_BNHE, o_BNHF, ratio_H)
             dmixed = grad @ weight
             dpart = dmixed.view_as(y_BNHE)[..., :memory]
             do = dpart * ratio_H[:, None].expand(-1, memory).contiguous()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .interpolation import Interpolation, interpolate
+from .options import one_of
 
 Sync = Literal["broadcast", "mean", "none"]
 Attend = Literal["mean", "sample", "stored"]
@@ -263,13 +264,6 @@ def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
         return x_BMC.mean(0)
     weight = weight_B.to(x_BMC.dtype)
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
-
-
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    """`value`, or a ValueError that names the argument and what it may be."""
-    if value not in known:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-    return value
 
 
 def _check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention mixed, per head, with attention over a shared cache: what such memories have in common.
+"""The layer memory of a shared cache: attention mixed, per head, with attention over the cache.
 
 A subclass builds the cache; this class reads it, mixes what was read into the layer's attention (arXiv:2312.12742,
 equations 1 and 2), and in evaluation makes keys and values of a constant cache constants ("folding").
@@ -33,16 +33,16 @@ def cache_width(width: int, heads: int, ratio: float) -> int:
         raise ValueError(f"width={width} must be a multiple of heads={heads}")
     result = int(ratio * width + 1e-6)
     if result < heads or result % heads:
-        known = ", ".join(f"{k * heads / width:g}" for k in range(1, width // heads + 1))
+        ratios = ", ".join(f"{k * heads / width:g}" for k in range(1, width // heads + 1))
         raise ValueError(
             f"ratio={ratio} gives a cache of {result} channels, which heads={heads} do not divide; "
-            f"with width={width} these ratios work: {known}"
+            f"with width={width} these ratios work: {ratios}"
         )
     return result
 
 
-class CachedAttention(LayerMemory):
-    """A shared cache, attended by a branch of its own beside the layer's attention.
+class SharedCacheMemory(LayerMemory):
+    """A shared cache, which a second branch attends beside the layer's attention.
 
     Args:
         cache: the shared cache. branch: attention over it, and the mix.
@@ -83,17 +83,17 @@ class CachedAttention(LayerMemory):
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if self.mix == "outputs":
             return y_BHNE
-        return self.branch.mix(y_BHNE, self._output(y_BHNE, query, reading))
+        return self.branch.blend(y_BHNE, self._output(y_BHNE, query, reading))
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
         if self.mix == "outputs" or weights is None or torch.compiler.is_compiling():
             y_BND = super().project(y_BHNE, query, reading, linear, weights)
         else:
-            y_BND = self.branch.mix_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
+            y_BND = self.branch.blend_and_project(y_BHNE, self._output(y_BHNE, query, reading), *weights)
         if self.mix == "outputs":
             o_BHNF = reading.output_BHNE if reading.output_BHNE is not None else self._recall(y_BND, query)
             y_BHNE = y_BND.unflatten(-1, (self.branch.heads, -1)).transpose(1, 2)
-            y_BND = self.branch.mix(y_BHNE, self.branch.project(o_BHNF)).transpose(1, 2).flatten(2)
+            y_BND = self.branch.blend(y_BHNE, self.branch.project(o_BHNF)).transpose(1, 2).flatten(2)
         if self.convolution is not None:
             y_BND = y_BND + self.convolution(query.x_BND, query.size)
         return y_BND
@@ -108,7 +108,7 @@ class CachedAttention(LayerMemory):
         cache = self.cache(source_BNC, query.padding_BN, query.size)
         return self.branch(x_BNC, *self.branch.keys_values(cache, self.cache.size))
 
-    def fold(self) -> CachedAttention:
+    def fold(self) -> SharedCacheMemory:
         """Make keys and values of the stored cache constants, until `unfold` or `train`; for inference and export.
 
         `eval()` does this too, for eager inference, and checks at each call that no weight has changed since (a write
@@ -128,19 +128,19 @@ class CachedAttention(LayerMemory):
         self._folded = _Folded(self, lasting=True)
         return self
 
-    def unfold(self) -> CachedAttention:
+    def unfold(self) -> SharedCacheMemory:
         """Compute keys and values from the cache again at each call."""
         self._folded = None
         return self
 
-    def train(self, mode: bool = True) -> CachedAttention:
+    def train(self, mode: bool = True) -> SharedCacheMemory:
         super().train(mode)
         self._folded = None
         if not mode and self.cache.constant_in_evaluation and all(map(_has_values, _sources(self))):
             self._folded = _Folded(self, lasting=False)
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> CachedAttention:
+    def _apply(self, fn: Any, recurse: bool = True) -> SharedCacheMemory:
         super()._apply(fn, recurse)
         if self._folded is not None:
             self._folded = _Folded(self, self._folded.lasting)
@@ -176,7 +176,7 @@ class CachedAttention(LayerMemory):
 class _Folded:
     """Keys and values of a frozen cache, with what is needed to see that they are still true."""
 
-    def __init__(self, memory: CachedAttention, lasting: bool) -> None:
+    def __init__(self, memory: SharedCacheMemory, lasting: bool) -> None:
         self.lasting = lasting
         with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, which a later graph may hold
             self.k_BHMF, self.v_BHMF = (
@@ -184,7 +184,7 @@ class _Folded:
             )
         self.stamp = [] if lasting else _stamp(memory)
 
-    def holds(self, memory: CachedAttention) -> bool:
+    def holds(self, memory: SharedCacheMemory) -> bool:
         if self.lasting:
             return True
         if torch.compiler.is_compiling():
@@ -198,22 +198,22 @@ def _has_values(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference()
 
 
-def _sources(memory: CachedAttention) -> list[Tensor]:
+def _sources(memory: SharedCacheMemory) -> list[Tensor]:
     """Everything that keys and values are made of."""
     reduction = memory.branch.reduction
     more = list(reduction.parameters()) if reduction is not None else []
     return [memory.cache.cache_MC, *memory.branch.key_value.parameters(), *more]
 
 
-def _stamp(memory: CachedAttention) -> list[tuple[int, int]]:
+def _stamp(memory: SharedCacheMemory) -> list[tuple[int, int]]:
     """Address and version of the sources."""
     return [(t.data_ptr(), t._version) for t in _sources(memory)]
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """Fold every frozen cache of `model` (see `CachedAttention.fold`); returns the model."""
+    """Fold every frozen cache of `model` (see `SharedCacheMemory.fold`); returns the model."""
     for module in model.modules():
-        if isinstance(module, CachedAttention):
+        if isinstance(module, SharedCacheMemory):
             module.fold()
     return model
 
@@ -221,6 +221,6 @@ def fold(model: nn.Module) -> nn.Module:
 def unfold(model: nn.Module) -> nn.Module:
     """Undo `fold` in every layer of `model`; returns the model."""
     for module in model.modules():
-        if isinstance(module, CachedAttention):
+        if isinstance(module, SharedCacheMemory):
             module.unfold()
     return model

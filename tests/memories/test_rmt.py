@@ -25,7 +25,7 @@ from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
-from cached_transformers.memories.rmt import RecurrentMemory
+from cached_transformers.memories.rmt import RMT
 from cached_transformers.seam.memory import Entry
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
@@ -251,7 +251,7 @@ class WrappedPositions(RelativePositions):
         return super().bias(q, q_positions, k_positions, causal_run=True)
 
 
-class CachedMemory(RecurrentMemory):
+class CachedMemory(RMT):
     """The released code's cache, which takes the memory's tokens too."""
 
     def enter(self, *arguments: Any) -> Entry:
@@ -419,23 +419,23 @@ def test_in_a_bidirectional_model_the_memory_is_in_front_only_and_carried(option
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RecurrentMemory(WIDTH, HEADS, **options)
+        RMT(WIDTH, HEADS, **options)
 
 
 def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
     class NoBias(SoftmaxAttention):
         can = SoftmaxAttention.can - {"bias"}
 
-    def stack(memory: RecurrentMemory) -> Stack:
+    def stack(memory: RMT) -> Stack:
         return Stack(
             lambda _: Block(SelfAttention(WIDTH, HEADS, core=NoBias(), causal=True), FeedForward(WIDTH, WIDTH)),
             1,
             model_memory=memory,
         )
 
-    with pytest.raises(ValueError, match=r"RecurrentMemory chooses which tokens see .* NoBias .*it lacks bias"):
-        stack(RecurrentMemory(WIDTH, HEADS))
-    stack(RecurrentMemory(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
+    with pytest.raises(ValueError, match=r"RMT chooses which tokens see .* NoBias .*it lacks bias"):
+        stack(RMT(WIDTH, HEADS))
+    stack(RMT(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
 
 
 # -------------------------------------------------------------------------------------------------- it learns
