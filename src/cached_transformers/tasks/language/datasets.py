@@ -14,7 +14,7 @@ from cached_transformers.data import text_files
 from cached_transformers.data.huggingface import hub_split
 from cached_transformers.data.splits import check_fraction
 from cached_transformers.data.text import Corpus, fingerprint
-from cached_transformers.data.text_files import TextFile, TextPath
+from cached_transformers.data.text_files import TextFile
 from cached_transformers.registry import DATASETS
 
 _GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
@@ -31,7 +31,7 @@ class SplitFiles(Corpus):
         others: see `Corpus`.
     """
 
-    path: TextPath
+    path: str | Path | Mapping[str, str | Path]
 
     def _key(self, split: str) -> object:
         return [self.name, fingerprint([text_files.split_text(self.path, split)])]
@@ -93,7 +93,7 @@ class HeldOutText(Corpus):
     """
 
     holdout = "tail"
-    path: TextPath
+    path: str | Path | Mapping[str, str | Path]
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
 
