@@ -87,14 +87,13 @@ def _section(comparison: Comparison, root: Path, level: int, identifier: str) ->
 def _variants(comparison: Comparison, metric: Metric) -> Table:
     columns = variant_columns(comparison, metric)
     columns["variant"] = [cell._replace(mark=_mark(comparison, cell.text)) for cell in columns["variant"]]
-    baselines = baseline_rows(comparison, metric, [MISSING] * (len(columns) - 2))
-    return Table(list(columns), [*zip(*columns.values(), strict=True), *baselines], _variants_caption(comparison))
+    rows: list[Row] = list(zip(*columns.values(), strict=True))
+    rows += baseline_rows(comparison, metric, [MISSING] * (len(columns) - 2))
+    return Table(list(columns), rows, _variants_caption(comparison))
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> list[Block]:
-    rows: list[list[Cell | str]] = [
-        [pair_name(pair), *difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs
-    ]
+    rows: list[Row] = [[pair_name(pair), *difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs]
     return [Table(["pair", "difference", *P_VALUES, "seeds"], rows, _pairs_caption(pairs))] if pairs else []
 
 
