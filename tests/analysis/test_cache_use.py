@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from cached_transformers.experiments.cache_use.scores import (
+from cached_transformers.experiments.cache_use import (
     Mixed,
     caches_updated_by_the_batch,
     modes_of,

@@ -9,9 +9,7 @@ import pytest
 import scipy.stats
 
 from cached_transformers.experiments.statistics import (
-    bootstrap_interval,
     holm,
-    mcnemar_test,
     mean_interval,
     paired_t_test,
     sign_flip_test,
@@ -64,13 +62,6 @@ WILSON = {
     (1, 1, 0.95): (0.20654931437723745, 1.0),
     (39731, 50000, 0.95): (0.7910564627598408, 0.7981382698941021),
 }
-MCNEMAR = {
-    (0, 1): 1.0,
-    (3, 3): 1.0,
-    (2, 9): 0.0654296875,
-    (40, 61): 0.04604406692934176,
-    (700, 900): 6.319484959442702e-7,
-}
 
 
 def close(values: object) -> object:
@@ -87,11 +78,9 @@ def test_paired_tests_are_those_of_before() -> None:
     assert [(*result.difference, result.p_value) for result in found] == [close(expected) for expected in PAIRED]
 
 
-def test_intervals_and_tests_over_rows_are_those_of_before() -> None:
+def test_intervals_over_rows_are_those_of_before() -> None:
     for (correct, rows, level), ends in WILSON.items():
         assert tuple(wilson_interval(correct, rows, level)) == close((correct / rows, *ends))
-    for (b, c), p in MCNEMAR.items():
-        assert mcnemar_test([True] * b + [False] * c, [False] * b + [True] * c).p_value == pytest.approx(p, rel=1e-10)
 
 
 def test_equal_values_have_an_interval_of_no_width() -> None:
@@ -155,35 +144,6 @@ def test_wilson(correct: int, rows: int) -> None:
     assert interval.low <= interval.mean <= interval.high
 
 
-@pytest.mark.parametrize(("b", "c"), [(0, 0), (0, 1), (3, 3), (2, 9), (40, 61), (700, 900)])
-def test_mcnemar(b: int, c: int) -> None:
-    first = [True] * 5 + [True] * b + [False] * c + [False] * 2
-    second = [True] * 5 + [False] * b + [True] * c + [False] * 2
-    result = mcnemar_test(first, second)
-    assert (result.only_first, result.only_second) == (b, c)
-    expected = 1.0 if b + c == 0 else scipy.stats.binomtest(b, b + c).pvalue
-    assert result.p_value == pytest.approx(expected)
-
-
-def test_bootstrap() -> None:
-    x = GENERATOR.normal(3, 1, 400)
-    interval = bootstrap_interval(x, seed=1, resamples=2000)
-    reference = scipy.stats.t.interval(0.95, 399, x.mean(), scipy.stats.sem(x))
-    assert interval.low == pytest.approx(reference[0], abs=0.02)
-    assert interval.high == pytest.approx(reference[1], abs=0.02)
-    assert interval == bootstrap_interval(x, seed=1, resamples=2000)
-    assert interval != bootstrap_interval(x, seed=2, resamples=2000)
-    assert bootstrap_interval(x, np.median, resamples=500).mean == np.median(x)
-
-
-def test_bootstrap_covers_as_often_as_it_says() -> None:
-    hits = 0
-    for seed in range(200):
-        interval = bootstrap_interval(np.random.default_rng(seed).normal(0, 1, 60), seed=seed, resamples=200)
-        hits += interval.low <= 0 <= interval.high
-    assert 176 <= hits <= 199  # 95 % of 200 is 190; four standard deviations are 12
-
-
 def test_summarise() -> None:
     values = {"plain": [0.90, 0.91, 0.92], "grc": [0.92, 0.92, 0.94], "xl": [0.90, 0.92, 0.91]}
     plain, grc, xl = summarise(values, "plain")
@@ -228,8 +188,6 @@ def test_pairs_are_compared_each_with_its_own() -> None:
         (lambda: mean_interval([1.0, 2.0], level=95), "level=95"),
         (lambda: paired_t_test([1.0], [1.0, 2.0]), "same length"),
         (lambda: wilson_interval(3, 2), "correct=3"),
-        (lambda: mcnemar_test([], []), "at least one"),
-        (lambda: bootstrap_interval([1.0]), "two values"),
         (lambda: smallest_sign_flip_p(0), "pairs=0"),
     ],
 )

@@ -103,7 +103,7 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_o
     _, (plain, released, _, _, wider), _, train = rows_of_one
     batch = train.collate([train[index] for index in range(8)])
     counted = {v.name: count_flops(build_model(v.config), batch.inputs, mode="train") for v in (plain, released, wider)}
-    assert counted == {v.name: training_flops(v.config, train) for v in (plain, released, wider)}
+    assert counted == {v.name: training_flops(v.config, batch) for v in (plain, released, wider)}
     assert counted[wider.name] == pytest.approx(counted[released.name], rel=0.005)
     assert counted[plain.name] < 0.95 * counted[wider.name]
     assert wider.facts["matched"] == released.name

@@ -59,7 +59,7 @@ def test_the_control_costs_in_training_what_grc_costs(backbone: str) -> None:
     for variant in (plain, grc, control):  # on values here, where `training_flops` has shapes alone
         model = build_model(variant.config)
         counted[variant.name] = count_flops(model, batch.inputs, mode="train", padding=batch.padding)
-        assert counted[variant.name] == training_flops(variant.config, train)
+        assert counted[variant.name] == training_flops(variant.config, batch)
         assert variant.facts["training_flops"] == round(counted[variant.name] / 32)
     assert counted[control.name] == pytest.approx(counted[grc.name], rel=0.005)
     assert counted[plain.name] < counted[control.name]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from cached_transformers.data.dataset import Batch
-from cached_transformers.experiments.intervals import with_intervals
+from cached_transformers.experiments.statistics import with_intervals
 from cached_transformers.extras import require
 from cached_transformers.tasks.classification.mixing import Mixing, make_mixing, paired
 from cached_transformers.tasks.classification.scores import averages, score_width, sums

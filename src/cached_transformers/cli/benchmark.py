@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from .arguments import refuse_below_one
+
 BENCHMARKS = {
     "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
     "vision": "cached ViT, PVT, Swin and PVTv2 beside the plain models: images a second, peak memory, counted FLOPs",
@@ -49,14 +51,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, and return 0.
-
-    Raises:
-        ValueError: a count below 1.
-        ImportError: timm is not installed.
-    """
+    """Measure, and print the table."""
     from cached_transformers.experiments.benchmarks.named import Options, measure
 
+    refuse_below_one(arguments, "batch", "rounds", "threads", "image_size")
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
     measured = measure(arguments.name, Options(**given))
     print(measured.text)

@@ -1,22 +1,18 @@
-"""`cached compare`: variants of one recipe, trained from the same seeds on the same data order, and paired statistics.
-
-Finished runs are kept: the same command continues an interrupted comparison, and more seeds or variants extend it.
-"""
+"""`cached compare`: variants of a recipe, trained from the same seeds on the same data order, and paired statistics."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
+
+from .arguments import add_recipe, command_line, refuse_below_one, whole_numbers
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     parser = subparsers.add_parser("compare", help="train variants of a recipe over several seeds, and compare them")
-    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe, for all variants")
+    add_recipe(parser, "changes to the recipe, for all variants")
     parser.add_argument(
         "--with", dest="variants", required=True, metavar="A,B,...", help="plain, a memory, or memory:option=value:..."
     )
@@ -41,14 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if any(override.startswith("training.seed=") for override in arguments.overrides):
         raise ValueError("training.seed is set by --seeds in a comparison; drop the override")
-    if arguments.jobs < 1:
-        raise ValueError(f"--jobs {arguments.jobs} must be at least 1")
+    refuse_below_one(arguments, "jobs")
     seeds = parse_seeds(arguments.seeds)
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
     variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control)
     comparison = Comparison(recipe, variants, seeds, folder, baselines)
-    carry_out(comparison, arguments.jobs, shlex.join(["cached", *sys.argv[1:]]), open_console())
+    carry_out(comparison, arguments.jobs, command_line(), open_console())
     return 0
 
 
@@ -58,10 +53,7 @@ def parse_seeds(text: str) -> list[int]:
     Raises:
         ValueError: not whole numbers, none, negative, or one twice.
     """
-    try:
-        numbers = [int(part) for part in text.split(",") if part]
-    except ValueError:
-        numbers = []
+    numbers = whole_numbers(",".join(part for part in text.split(",") if part))
     seeds = list(range(numbers[0])) if len(numbers) == 1 and "," not in text else numbers
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")

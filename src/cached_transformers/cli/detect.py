@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .arguments import add_weights
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
@@ -20,18 +22,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="image files")
     parser.add_argument("--out", type=Path, help="folder of the drawings (default: RUN/detections)")
     parser.add_argument("--threshold", type=float, default=0.5, help="lowest score that counts (default: 0.5)")
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_weights(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a drawing and a JSON file for each image; 2 when one of them could not be read, after all others.
-
-    Raises:
-        ValueError: not a run of a detector, or a threshold outside 0..1.
-        FileNotFoundError: there is no such image.
-    """
+    """Write a drawing and a JSON file for each image; 2 when one of them could not be read, after all others."""
     from cached_transformers.data.image_files import BadFile
     from cached_transformers.experiments.load import load_run, read_categories
     from cached_transformers.tasks.detection.coco_files import decode_rgb

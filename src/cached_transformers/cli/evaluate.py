@@ -13,6 +13,8 @@ from typing import Any
 
 from cached_transformers.registry import unknown_name
 
+from .arguments import add_weights, numbers_from_one
+
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 
 
@@ -21,12 +23,6 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("evaluate", help="score a run; with its memory kept, emptied or shuffled")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
-    parser.add_argument(
-        "--checkpoint",
-        default="tested",
-        metavar="tested|best|last|PATH",
-        help="default: tested, the one of the summary",
-    )
     parser.add_argument(
         "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"
     )
@@ -40,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--segment-length", type=int, metavar="N", help="text: tokens in a segment (default: the run's)"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_weights(parser, "tested")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -64,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--batch-sizes {arguments.batch_sizes} is of --memory batch; give both, or neither")
     folder, split = arguments.folder, arguments.split
     config = read_run_config(folder)
-    sizes = [config.training.batch_size] if arguments.batch_sizes is None else _sizes(arguments.batch_sizes)
+    sizes = [config.training.batch_size]
+    if arguments.batch_sizes is not None:
+        sizes = numbers_from_one("--batch-sizes", arguments.batch_sizes, "1,64")
     modes = [name for mode in chosen for name in ([f"batch {n}" for n in sizes] if mode == "batch" else [mode])]
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
@@ -86,13 +84,3 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in (found.baselines or {}).items():  # names are too long for a column of a narrow terminal
         console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"--batch-sizes {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,64")
-    return sizes

@@ -41,12 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every part of that name (a memory and a model may share one), and draw the attention if asked.
-
-    Raises:
-        ValueError: unknown name, option or suffix; something to be drawn that is no attention, or nothing to draw.
-        ImportError: a figure without matplotlib.
-    """
+    """Print every part of that name (a memory and a model may share one), and draw the attention if asked."""
     every = parts()
     found = [(LISTED[kind].kind, group[arguments.name]) for kind, group in every.items() if arguments.name in group]
     if not found:

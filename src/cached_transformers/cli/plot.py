@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .arguments import numbers_from_one
+
 KINDS = {
     "curves": "learning curves",
     "gates": "memory share of every head and layer",
@@ -41,12 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw what was asked for, print where it is, and return 0.
-
-    Raises:
-        ValueError: a folder is neither run nor comparison, it lacks what the figure shows, or a wrong suffix.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw what was asked for, and print where it is."""
     if arguments.kind != "fig4" and (arguments.images or arguments.layers):
         raise ValueError(f"--images and --layers are of fig4; drop them for {arguments.kind}")
     if arguments.kind == "report":
@@ -71,7 +68,7 @@ def _paper_figure(arguments: argparse.Namespace, output: Path) -> int:
 
     output.parent.mkdir(parents=True, exist_ok=True)
     if arguments.kind == "fig4":
-        layers = None if arguments.layers is None else _parse_layers(arguments.layers)
+        layers = None if arguments.layers is None else numbers_from_one("--layers", arguments.layers, "1,4")
         figure = paper_figures.figure_4(arguments.folders, output, arguments.images, layers)
     else:
         drawn = {"fig1": paper_figures.figure_1, "fig5": paper_figures.figure_5}[arguments.kind]
@@ -113,18 +110,3 @@ def _write_reports(arguments: argparse.Namespace) -> int:
                     print_cache_use(comparison.cache_use, Metric(comparison.metric), comparison.split, console)
         print(f"\nwritten: {path}")
     return 0
-
-
-def _parse_layers(text: str) -> list[int]:
-    """Layers from "1,4".
-
-    Raises:
-        ValueError: not whole numbers from 1 on.
-    """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"--layers {text!r} must be whole numbers from 1 on with commas between them, e.g. 1,4")
-    return numbers

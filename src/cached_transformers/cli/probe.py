@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
+
+from .arguments import command_line, refuse_below_one
 
 FAST = ("latch", "copy", "recall")
 
@@ -35,18 +35,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what is missing, print the table, write probe.json and the report; returns 0.
-
-    Raises:
-        ValueError: unknown names, or numbers that do not fit.
-    """
+    """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.trials import Trials, chosen_memories, chosen_tasks
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_probe
 
-    for name in ("distance", "seeds", "steps", "jobs"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} {getattr(arguments, name)} must be at least 1")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs")
     given = {name: str(path) for name in ("babi", "books") if (path := getattr(arguments, name)) is not None}
     memories, tasks = chosen_memories(arguments.memories), chosen_tasks(arguments.tasks, files=len(given) == 2)
     sizes = (arguments.distance, arguments.seeds, arguments.steps)
@@ -56,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
     for trial, result in trials.train(missing, arguments.jobs):
         console.print(trial.sentence(result), markup=False, soft_wrap=True)
-    print_probe(trials.write(shlex.join(["cached", *sys.argv[1:]])), console)
+    print_probe(trials.write(command_line()), console)
     try:
         path = write_probe_report(arguments.out)
     except ImportError as error:

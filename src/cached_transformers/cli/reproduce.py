@@ -6,14 +6,13 @@ Finished runs are kept: the same command continues, and more seeds, or `--rows a
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from cached_transformers.registry import unknown_name
 from cached_transformers.resources import read_facts
 
+from .arguments import command_line, refuse_below_one
 from .compare import parse_seeds
 
 OF_TRAINED_TABLES = {"data": "--data", "seeds": "--seeds", "jobs": "--jobs"}
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reproductions.arms import comparison
 
     name = arguments.reproduction
-    command = shlex.join(["cached", *sys.argv[1:]])
+    command = command_line()
     if name in MEASURED:
         return _measure(arguments, command)
     if name not in REPRODUCTIONS:
@@ -62,9 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     for key, option in (("training.seed", "--seeds"), ("data.path", "--data")):
         if any(override.startswith(f"{key}=") for override in arguments.overrides):
             raise ValueError(f"{key} is set by {option} in a reproduction; drop the override")
-    jobs = 1 if arguments.jobs is None else arguments.jobs
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs} must be at least 1")
+    refuse_below_one(arguments, "jobs")
     console = open_console()
     compared = comparison(
         REPRODUCTIONS[name],
@@ -77,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
         folder=arguments.out,
     )
     print_sizes({variant.name: variant.facts for variant in compared.variants}, console)
-    carry_out(compared, jobs, command, console)
+    carry_out(compared, arguments.jobs or 1, command, console)
     return 0
 
 
 def _measure(arguments: argparse.Namespace, command: str) -> int:
     from cached_transformers.experiments.reproductions import MEASURED
-    from cached_transformers.experiments.reproductions.throughput import measure
+    from cached_transformers.experiments.reproductions.table9 import measure, write
 
     name, scale = arguments.reproduction, arguments.scale
     for key, option in OF_TRAINED_TABLES.items():
@@ -91,6 +88,6 @@ def _measure(arguments: argparse.Namespace, command: str) -> int:
             raise ValueError(f"{name} trains nothing and reads no data; drop {option}")
     measured = measure(MEASURED[name], scale, arguments.rows, arguments.overrides)
     print(measured.text)
-    path = measured.write(arguments.out or Path("runs") / f"{name}_{scale}", name, command)
+    path = write(measured, arguments.out or Path("runs") / f"{name}_{scale}", name, command)
     print(f"written: {path}")
     return 0

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import add_weights, refuse_below_one
+
 if TYPE_CHECKING:
     from cached_transformers.tasks.language.reading import Lap
 
@@ -27,28 +29,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: the run's)")
     parser.add_argument("--every", type=int, default=50_000, metavar="TOKENS", help="tokens between lines and saves")
     parser.add_argument("--tokens", type=int, metavar="N", help="stop after about so many tokens; the state is kept")
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add_weights(parser, device="cpu")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read on, print, save, and return 0.
-
-    Raises:
-        ValueError: not a run of a language model, a state of another run or file, numbers below 1.
-        FileNotFoundError: there is no such text.
-    """
+    """Read on, print, and save."""
     from cached_transformers.data.tokenizers import load_tokenizer
     from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.language.reading import TextReader, fingerprint
     from cached_transformers.training.checkpoint import Checkpoints
     from cached_transformers.training.run_files import TOKENIZER
 
-    for name in ("segment_length", "every", "tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    refuse_below_one(arguments, "segment_length", "every", "tokens")
     folder, file, checkpoint = arguments.folder, arguments.file, arguments.checkpoint
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")

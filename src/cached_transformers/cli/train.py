@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import add_recipe
+
 if TYPE_CHECKING:
     from cached_transformers.training.config import RunConfig
 
@@ -13,10 +15,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     parser = subparsers.add_parser("train", help="train a recipe; interrupted runs continue where they stopped")
-    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="e.g. training.steps=100 model.memory.ratio=0.25"
-    )
+    add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
     parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to continue from")

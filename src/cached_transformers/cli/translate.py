@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from .arguments import add_weights
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
@@ -36,27 +38,16 @@ def add_parser(subparsers: Any) -> None:
         "--tokens", type=int, metavar="T", help="tokens of a translation at most (default: twice the source's, and 10)"
     )
     parser.add_argument("--batch", type=int, metavar="N", help="lines at a time (default: 32; 1 from a terminal)")
-    parser.add_argument(
-        "--checkpoint",
-        default="tested",
-        metavar="tested|best|last|PATH",
-        help="default: tested, the one of the summary",
-    )
     parser.add_argument("--average", type=int, metavar="N", help="average the weights of the newest N checkpoints")
     parser.add_argument(
         "--scores", action="store_true", help="put the log-probability and a tab before each translation"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_weights(parser, "tested")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate and return 0.
-
-    Raises:
-        ValueError: not a run of a translation model, an option out of its range, a line that is not UTF-8.
-        FileNotFoundError: there is no such input.
-    """
+    """Translate."""
     from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.translation import lines
     from cached_transformers.training.distributed import pick_device

@@ -34,12 +34,7 @@ from .store import Arrays, cache_folder, load_or_build, write_atomically
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error)
 """What the standard library raises at a damaged archive or compressed file."""
-_OPENERS: dict[str, Callable[..., Any]] = {
-    ".xz": lzma.open,
-    ".gz": gzip.open,
-    ".tgz": gzip.open,
-    ".bz2": bz2.open,
-}
+_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open}
 
 
 class Listing:

@@ -8,6 +8,8 @@ from typing import Any
 
 from cached_transformers.extras import require
 
+from .splits import SPLIT_WORDS
+
 
 def load_from_hub(dataset: str, config: str | None = None, instead: str = "") -> Mapping[str, Any]:
     """The splits of a data set under the library's names; one that has none is all "train".
@@ -32,3 +34,16 @@ def load_from_hub(dataset: str, config: str | None = None, instead: str = "") ->
             f"network and keep its cache (HF_HOME) or what save_to_disk writes{instead}"
         ) from error
     return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+
+
+def hub_split(dataset: str, config: str | None, split: str, instead: str) -> Any:
+    """Rows of one split, under any of its usual names; arguments and errors are those of `load_from_hub`.
+
+    Raises:
+        ValueError: the data set has no such split.
+    """
+    loaded = load_from_hub(dataset, config, instead)
+    names = [name for name in loaded if name in SPLIT_WORDS[split]]
+    if not names:
+        raise ValueError(f"{dataset} has no split {split!r}; it has {', '.join(loaded)}")
+    return loaded[names[0]]

@@ -174,13 +174,8 @@ class PairTokenizer:
 
 def load_pair_tokenizer(stored: dict[str, Any]) -> PairTokenizer:
     """The tokenizer of parsed `PairTokenizer.dump`."""
-    target = stored["target"]
-    return PairTokenizer(
-        load_subwords(stored["source"]),
-        None if target is None else load_subwords(target),
-        stored["format"],
-        stored["lowercase"],
-    )
+    target = None if stored["target"] is None else load_subwords(stored["target"])
+    return PairTokenizer(load_subwords(stored["source"]), target, stored["format"], stored["lowercase"])
 
 
 def load_subwords(stored: dict[str, Any]) -> Subwords:

@@ -37,11 +37,7 @@ class TextFile:
         return str(self.path) if self.member is None else f"{self.path}:{self.member}"
 
     def content(self) -> bytes:
-        """The text as bytes, decompressed.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """The text as bytes, decompressed (ValueError: the file is damaged)."""
         try:
             content = self.path.read_bytes() if self.member is None else _read_member(self.path, self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)

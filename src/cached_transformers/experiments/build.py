@@ -60,9 +60,6 @@ def refuse_what_cannot_be_built(config: RunConfig) -> None:
 
     A model that begins with published weights is built as it will be: it is they that say how large it is.
 
-    Args:
-        config: with what the data fill in.
-
     Raises:
         ValueError: what building it raises, which names what does not fit.
     """

@@ -25,9 +25,9 @@ from cached_transformers.experiments.load import read_run_config
 from cached_transformers.experiments.run import run_training
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
-from cached_transformers.training.metrics import jsonable
+from cached_transformers.training.run_files import json_text, write_whole
 
-from .cache_use.runs import has_shared_cache, score_variant
+from .cache_use import has_shared_cache, score_variant
 from .reports.cache_use_table import cache_use_statistics
 from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
@@ -105,7 +105,7 @@ class Comparison:
                 facts = variant.facts
                 console.print(
                     f"{variant.name}: feed_forward {facts['feed_forward']}, "
-                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}",
+                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}"
                 )
         if jobs == 1:
             for variant, seed in missing:
@@ -166,9 +166,7 @@ class Comparison:
         if self.cache_use:
             result["cache_use"] = self.cache_use
         path = self.folder / "compare.json"
-        temporary = path.with_name(".compare.json")
-        temporary.write_text(json.dumps(jsonable(result), indent=1, allow_nan=False), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json_text(result))
         return path
 
     def print_table(self, console: Console) -> None:

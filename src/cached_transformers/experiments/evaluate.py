@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from cached_transformers.experiments.build import build_dataset
-from cached_transformers.experiments.intervals import with_intervals
 from cached_transformers.experiments.load import load_run, read_categories
 from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
@@ -29,7 +28,8 @@ from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.run_files import check_tokenizer
 
-from .cache_use.scores import score_cache_use
+from .cache_use import score_cache_use
+from .statistics import with_intervals
 
 OF_SHARED_CACHES = ("other", "batch")
 """Ways of treating a memory that a cache alone has which all rows share."""
@@ -52,13 +52,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is scored.
+    """What is scored: the run in `folder` by its `config`, with the changes that the evaluation makes.
 
     Attributes:
-        folder: of the run.
-        config: of the run, with the changes that the evaluation makes.
         checkpoint, average: as `load_run` takes them.
-        split: of the data.
         modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
         other: folder of the run whose caches "other" takes.
     """
@@ -126,11 +123,7 @@ class Evaluation:
         return {**values, "places": places}
 
     def _score_shared(self, dataset: Any, processes: World) -> Scores:
-        """Scores of a classifier, of which the memory is a cache that all rows share.
-
-        Raises:
-            ValueError: the model has no cache to treat so.
-        """
+        """Scores of a classifier, of which the memory is a cache that all rows share."""
         settings = self.config.training
         _, model, step = load_run(self.folder, self.checkpoint)
         found = list(caches(model))
@@ -171,11 +164,7 @@ def has_caches(model: nn.Module) -> bool:
 
 
 def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
-    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone.
-
-    Raises:
-        ValueError: the model has no cache to empty or shuffle.
-    """
+    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone."""
     if mode == "reset":
         reset_caches(model)
     elif mode == "shuffle":

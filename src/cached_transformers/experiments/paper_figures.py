@@ -32,8 +32,8 @@ IMAGES = 4
 def figure_1(folders: Sequence[Path], output: Path) -> Figure:
     """Accuracy against operations of all variants of comparisons, and of single runs, those of one variant together."""
     comparisons, runs = _read(folders)
-    training = bool(comparisons) and not runs
-    training = training and all(v.get("training_flops") for c in comparisons for v in c.variants)
+    variants = [v for c in comparisons for v in c.variants]
+    training = bool(variants) and not runs and all(v.get("training_flops") for v in variants)
     points: list[FormPoint] = []
     metrics = {c.metric for c in comparisons} | {run.metric for group in runs.values() for run in group}
     if len(metrics) != 1:

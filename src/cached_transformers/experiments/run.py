@@ -24,9 +24,9 @@ from cached_transformers.training.trainer import Trainer
 from .build import build_dataset, build_model, memory_name, without_checkpoint
 from .costs.flops import count_flops, count_parameters
 from .environment import environment
-from .intervals import with_intervals
 from .reports.wording import Metric
 from .run_outputs import bad_files, write_bad_files, write_evaluation, write_figures, write_report
+from .statistics import with_intervals
 
 
 def run_training(
@@ -137,11 +137,7 @@ def check_average(config: RunConfig) -> None:
 
 
 def begin_with(trainer: Trainer) -> None:
-    """Put the weights that `training.initial_weights` names into a model that has not been trained yet.
-
-    Raises:
-        ValueError: they do not fit; the message says what would.
-    """
+    """Put the weights that `training.initial_weights` names into a model that has not been trained yet."""
     settings = trainer.settings
     if settings.initial_weights is None or trainer.step:
         return

@@ -2,19 +2,21 @@
 
 Seeds are few, so every interval says how many values it rests on, and a test that cannot be made returns None with a
 note instead of a number. Two sources of chance are kept apart: *seeds* (t interval, paired t-test, sign-flip test) and
-*rows of the evaluation set* (Wilson interval, McNemar test).
+*rows of the evaluation set* (Wilson interval).
 
 scipy computes what it has. It has no correction of Holm's; its permutation test takes seconds for 20 pairs, the one
-here a few milliseconds; its bootstrap would draw other samples than those of results that are published.
+here a few milliseconds.
 
-References: E. B. Wilson, "Probable inference", JASA 22, 1927; Q. McNemar, Psychometrika 12, 1947;
+Values that are missing or not finite, pairs of different length and a level outside (0, 1) raise a ValueError.
+
+References: E. B. Wilson, "Probable inference", JASA 22, 1927;
 S. Holm, Scandinavian Journal of Statistics 6, 1979; R. A. Fisher, "The Design of Experiments", 1935 (sign flips).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,11 +43,7 @@ class PairedResult(NamedTuple):
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean with its t interval; one value has a mean and no interval.
-
-    Raises:
-        ValueError: no values, a value that is not finite, or a level outside (0, 1).
-    """
+    """Mean with its t interval; one value has a mean and no interval."""
     _check_level(level)
     x = _finite(values, "values")
     mean = float(x.mean())
@@ -56,11 +54,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> PairedResult:
-    """Paired t-test of `first` minus `second` (same seed at the same place in both).
-
-    Raises:
-        ValueError: lengths differ, no values, or a value that is not finite.
-    """
+    """Paired t-test of `first` minus `second` (same seed at the same place in both)."""
     difference = _differences(first, second)
     interval = mean_interval(list(difference), level)
     n = len(difference)
@@ -119,11 +113,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
-    """Accuracy `correct / rows` with Wilson's interval: the chance in drawing the rows, not in the seed.
-
-    Raises:
-        ValueError: rows < 1, correct outside 0..rows, or a level outside (0, 1).
-    """
+    """Accuracy `correct / rows` with Wilson's interval: the chance in drawing the rows, not in the seed."""
     _check_level(level)
     if rows < 1 or not 0 <= correct <= rows:
         raise ValueError(f"correct={correct} must lie in 0..rows and rows={rows} must be at least 1")
@@ -131,55 +121,20 @@ def wilson_interval(correct: int, rows: int, level: float = 0.95) -> Interval:
     return Interval(correct / rows, float(interval.low), float(interval.high))
 
 
-class McNemarResult(NamedTuple):
-    """Rows that only the first (second) model has right, and the exact two-sided p-value."""
+def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of a split with Wilson's 95 % interval of each accuracy: the chance in drawing the rows, not in the seed.
 
-    only_first: int
-    only_second: int
-    p_value: float
-
-
-def mcnemar_test(first_correct: Sequence[bool], second_correct: Sequence[bool]) -> McNemarResult:
-    """Exact McNemar test on the rows where two models disagree (a fair coin under "no difference").
-
-    Raises:
-        ValueError: lengths differ or there are no rows.
+    `values` holds the number of rows under "rows"; without it they are returned as they are.
     """
-    if len(first_correct) != len(second_correct) or len(first_correct) == 0:
-        raise ValueError(
-            f"both models need the same rows, at least one; got {len(first_correct)} and {len(second_correct)}"
-        )
-    first, second = np.asarray(first_correct, dtype=bool), np.asarray(second_correct, dtype=bool)
-    only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
-    n = only_first + only_second
-    return McNemarResult(only_first, only_second, float(stats.binomtest(only_first, n).pvalue) if n else 1.0)
+    found = dict(values)
+    rows = int(values.get("rows") or 0)
+    for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
+        interval = wilson_interval(round(values[name] * rows), rows)
+        found[f"{name}_interval"] = [interval.low, interval.high]
+    return found
 
 
-def bootstrap_interval(
-    values: Sequence[float],
-    statistic: Callable[[npt.NDArray[np.float64]], float] = np.mean,  # type: ignore[assignment]
-    level: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
-    """Percentile bootstrap interval of `statistic`; the same seed gives the same interval.
-
-    Raises:
-        ValueError: fewer than two values, a value that is not finite, resamples < 1, or a level outside (0, 1).
-    """
-    _check_level(level)
-    x = _finite(values, "values")
-    if len(x) < 2 or resamples < 1:
-        raise ValueError(f"a bootstrap needs two values and one resample at least; got {len(x)} and {resamples}")
-    generator = np.random.default_rng(seed)
-    drawn = [float(statistic(x[generator.integers(0, len(x), len(x))])) for _ in range(resamples)]
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(x)), float(low), float(high))
-
-
-def summarise(
-    values_by_variant: Mapping[str, Sequence[float]], reference: str | None, level: float = 0.95
-) -> list[dict[str, Any]]:
+def summarise(values_by_variant: Mapping[str, Sequence[float]], reference: str | None) -> list[dict[str, Any]]:
     """One row of statistics per variant, in the order given; each variant is paired with `reference` seed by seed.
 
     Value k of every list belongs to the k-th seed. A list may stop early (runs still to come): pairs are made of the
@@ -198,27 +153,24 @@ def summarise(
     rows = []
     for name, values in values_by_variant.items():
         _finite(values, f"values of variant {name!r}")
-        row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values, level)._asdict()}
+        row: dict[str, Any] = {"name": name, "seeds": len(values), **mean_interval(values)._asdict()}
         note = "one seed: no interval and no test" if len(values) < 2 else None
         row |= dict.fromkeys(("difference", "p_value", "p_adjusted", "p_sign_flip", "p_sign_flip_smallest"))
         row["note"] = note
         if reference is not None and name != reference:
-            row |= _paired(values, values_by_variant[reference], level)
+            row |= _paired(values, values_by_variant[reference])
         rows.append(row)
     return _holm_adjusted(rows)
 
 
 def summarise_pairs(
-    values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]], level: float = 0.95
+    values_by_variant: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """One row of statistics per pair of variants, first minus second, paired seed by seed.
 
     Returns:
         rows with name and against (the pair), seeds (that both have), difference, p_value, p_adjusted (Holm over the
         pairs), p_sign_flip, p_sign_flip_smallest and note, as in `summarise`.
-
-    Raises:
-        ValueError: a variant that is not there, has no values, or has a value that is not finite.
     """
     rows = []
     for first, second in pairs:
@@ -228,13 +180,13 @@ def summarise_pairs(
             _finite(values_by_variant[name], f"values of variant {name!r}")
         values, base = values_by_variant[first], values_by_variant[second]
         row: dict[str, Any] = {"name": first, "against": second, "seeds": min(len(values), len(base))}
-        rows.append(row | {"p_sign_flip": None, "p_sign_flip_smallest": None} | _paired(values, base, level))
+        rows.append(row | {"p_sign_flip": None, "p_sign_flip_smallest": None} | _paired(values, base))
     return _holm_adjusted(rows)
 
 
-def _paired(values: Sequence[float], base: Sequence[float], level: float) -> dict[str, Any]:
+def _paired(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     n = min(len(values), len(base))
-    test = paired_t_test(values[:n], base[:n], level)
+    test = paired_t_test(values[:n], base[:n])
     row: dict[str, Any] = {"difference": test.difference._asdict(), "p_value": test.p_value, "note": test.note}
     if 2 <= n <= MAX_SIGN_FLIP_PAIRS:
         row["p_sign_flip"] = sign_flip_test(values[:n], base[:n])

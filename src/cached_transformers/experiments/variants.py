@@ -1,4 +1,8 @@
-"""The arms of a comparison: a memory by name and options, or a control that has none."""
+"""The arms of a comparison: a memory by name and options, or a control that has none.
+
+What makes arms equal raises a ValueError for a model whose feed-forward layers have no width to be changed, and for an
+arm that cannot come within half a per cent.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +99,7 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
 
 
 def flops_control(variants: list[Variant], dataset: Any) -> Variant:
-    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`.
-    """
+    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs."""
     plain = with_memory(variants[0].config, None)
     feed_forward_option(plain)
     inputs, keywords = example_inputs(dataset, plain)
@@ -121,9 +121,6 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
 
     Returns:
         them, with the facts `feed_forward` and `matched_parameters`.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
 
     def count(config: RunConfig) -> int:
@@ -155,9 +152,6 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     Returns:
         them, with the facts `feed_forward` and `training_flops` (of one forward pass in training, per row of a batch),
         and for the matched ones `matched` and `flops_ratio`.
-
-    Raises:
-        ValueError: the model has no option `feed_forward`, or a variant cannot come within half a per cent.
     """
     for name in matched:
         feed_forward_option(next(variant.config for variant in variants if variant.name == name))
@@ -167,7 +161,7 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
         size = config.training.batch_size
         if size not in batches:
             batches[size] = first_batch(config, dataset)
-        return _training_flops(config, batches[size])
+        return training_flops(config, batches[size])
 
     costs = {v.name: operations(v.config) for v in variants if v.name not in matched or v.name in matched.values()}
     equal = []
@@ -191,17 +185,13 @@ def equal_operations(variants: list[Variant], matched: Mapping[str, str], datase
     return equal
 
 
-def training_flops(config: RunConfig, dataset: Any) -> int:
-    """Operations of one forward pass in training over a batch, the first rows of the data; nothing is computed."""
-    return _training_flops(config, first_batch(config, dataset))
-
-
 def first_batch(config: RunConfig, dataset: Any) -> Any:
     """As many first rows of the data as a batch has."""
     return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
 
 
-def _training_flops(config: RunConfig, batch: Any) -> int:
+def training_flops(config: RunConfig, batch: Any) -> int:
+    """Operations of one forward pass in training over a batch; nothing is computed."""
     inputs, keywords = model_arguments(batch)
     return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.memories import MemorySpec
+from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
@@ -34,7 +34,7 @@ class TimmModel(nn.Module):
         self,
         architecture: str = "vit_small_patch16_224",
         classes: int = 1000,
-        memory: MemorySpec = None,
+        memory: OneMemory | None = None,
         pretrained: bool = False,
         **options: Any,
     ) -> None:
@@ -88,7 +88,7 @@ class TransformersModel(nn.Module):
         self,
         vocabulary: int | None = None,
         architecture: str = "gpt2",
-        memory: MemorySpec = None,
+        memory: OneMemory | None = None,
         pretrained: str | None = None,
         **options: Any,
     ) -> None:

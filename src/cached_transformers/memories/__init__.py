@@ -21,6 +21,7 @@ __all__ = [
     "LayerMemory",
     "MemorySpec",
     "ModelMemory",
+    "OneMemory",
     "Query",
     "Reading",
     "Tokens",

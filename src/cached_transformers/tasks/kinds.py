@@ -36,11 +36,7 @@ def task_of(dataset: Any) -> type[Task]:
 
 
 def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> Task:
-    """The task that the data set calls for, with a model to train.
-
-    Raises:
-        ValueError: settings that do not suit it.
-    """
+    """The task that the data set calls for, with a model to train (ValueError: settings that do not suit it)."""
     return task_of(train)(config, model, train, validation, world)
 
 

@@ -50,11 +50,7 @@ def average_checkpoints(model: nn.Module, paths: Sequence[Path], caches: str = "
 
 
 def newest_checkpoints(folder: Path, count: int) -> list[Path]:
-    """The newest step folders of a run, oldest first.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """The newest step folders of a run, oldest first (ValueError: there are fewer)."""
     if count < 1:
         raise ValueError(f"average={count} must be at least 1 checkpoint")
     paths = Checkpoints(folder / "checkpoints").paths()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.data.store import write_atomically
 from cached_transformers.extras import require
 
 from .checkpoint import capture_rng, restore_rng
@@ -71,10 +72,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        text = "".join(f"{json.dumps(line)}\n" for line in kept)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -132,11 +132,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, every: bool = False)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimiser over the trainable parameters of `model`.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The optimiser over the trainable parameters of `model` (ValueError: the model has none)."""
     groups = parameter_groups(model, config.weight_decay, config.decay == "all")
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter; set requires_grad on some of them")

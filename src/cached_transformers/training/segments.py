@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import begun, cut, model_memory, read_earlier_passes, read_segments
 from cached_transformers.state import State, detach
-
-IGNORED = -100
-"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""
 
 Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Inputs, targets and padding of a segment, (B, n) each."""

@@ -90,18 +90,8 @@ class TrainingConfig:
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "steps",
-            "batch_size",
-            "accumulate",
-            "evaluate_every",
-            "keep",
-            "log_every",
-            "max_bad_steps",
-            "repeats",
-            "average_last",
-        )
-        for name in (*counts, "segment_length", "segments", "bptt", "passes"):
+        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
+        for name in (*counts, "repeats", "average_last", "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(
@@ -126,15 +116,13 @@ class TrainingConfig:
                 raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
         if self.average_last > self.keep:
             raise ValueError(
-                f"training.average_last={self.average_last} checkpoints are averaged, and "
-                f"training.keep={self.keep} stay; "
-                "keep as many"
+                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} "
+                "stay; keep as many"
             )
         if self.average_last > 1 and self.ema_decay is not None:
             raise ValueError(
                 f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average "
-                f"weights; "
-                "take one of them"
+                "weights; take one of them"
             )
         if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .config import RunConfig
 from .distributed import World, wrap
-from .loader import Order, evaluation_batches, training_batches
+from .loader import Order, Share, evaluation_batches, training_batches
 
 Scores = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,6 +30,7 @@ class Task:
         world: the processes that train together.
 
     Attributes:
+        share: what this process takes of a batch.
         width: how many sums `backward` returns; the last one counts what the others are divided by.
         dynamic: of torch.compile: True where the sizes of batches vary.
 
@@ -43,6 +44,7 @@ class Task:
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
         self.data, self.validation = train, validation
+        self.share = Share(world.rank, world.size, self.settings.accumulate)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         """The module that averages gradients over the processes, and what is called (the same, or it compiled)."""
@@ -117,10 +119,6 @@ class Task:
         order.start = step
         pinned = pin_memory and self.world.device.type == "cuda"
         return training_batches(self.data, order, self.settings.workers, pinned)
-
-    def _share(self) -> tuple[int, int, int]:
-        """This process, how many there are, and the pieces of a batch, as orders take them."""
-        return self.world.rank, self.world.size, self.settings.accumulate
 
 
 def sums_of(loss: Tensor, *parts: Tensor) -> Tensor:

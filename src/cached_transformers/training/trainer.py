@@ -29,6 +29,9 @@ from .progress import Reporter
 from .scores import goodness
 from .task import Task
 
+_KEPT = ("best", "latest", "skipped", "bad_in_a_row", "train_seconds")
+"""Attributes of a trainer that a checkpoint keeps under their names."""
+
 
 class Trainer:
     """Trains one model in one run folder.
@@ -44,14 +47,7 @@ class Trainer:
         ValueError: settings that this model or machine cannot satisfy.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        folder: Path,
-        world: World,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, folder: Path, world: World, reporter: Reporter) -> None:
         self.config = config
         self.settings = settings = config.training
         self.world, self.folder, self.reporter = world, folder, reporter
@@ -137,9 +133,9 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = self._saved_step = checkpoint.step
-        self.best, self.latest = state["best"], state["latest"]
-        self.skipped, self.bad_in_a_row = state["skipped"], state["bad_in_a_row"]
-        self.train_seconds, self._seconds_before = (state["train_seconds"], state["seconds"])
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self._seconds_before = state["seconds"]
         self._total, self._tallies = state["total"], state.get("tallies", {})
         self.task.load_state_dict(state.get("carried", {}))
         if self.world.rank < len(state["rng"]):
@@ -158,11 +154,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": rng,
-            "best": self.best,
-            "latest": self.latest,
-            "skipped": self.skipped,
-            "bad_in_a_row": self.bad_in_a_row,
-            "train_seconds": self.train_seconds,
+            **{name: getattr(self, name) for name in _KEPT},
             "seconds": self.seconds,
             "total": self._total,
             "tallies": self._tallies,
@@ -332,14 +324,10 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them.
-
-    Raises:
-        ValueError: the model does not offer it.
-    """
-    for name, argument in (("set_activation_checkpointing", True), ("set_grad_checkpointing", True)):
+    """Recompute activations in the backward pass instead of keeping them (ValueError: the model does not offer it)."""
+    for name in ("set_activation_checkpointing", "set_grad_checkpointing"):
         if hasattr(model, name):
-            getattr(model, name)(argument)
+            getattr(model, name)(True)
             return
     raise ValueError(
         f"training.activation_checkpointing=true: {type(model).__name__} does not offer it; set it to false"

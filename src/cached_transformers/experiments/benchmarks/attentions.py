@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import Attention, create_attention
-from cached_transformers.experiments.costs.live_bytes import LiveBytes
+from cached_transformers.experiments.costs.live_bytes import peak_bytes
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput
 
@@ -28,10 +29,6 @@ from .interleaved import Ratio, compare, seconds_of
 EXACT = "softmax"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, HEAD_WIDTH = 4, 64
-
-SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {}
-"""Options that depend on the length, by mechanism; the others keep their defaults, which are their papers'."""
-
 
 LONGEST = {"sac": 4096}
 """Where a mechanism's memory ends the measurement: SAC's choice keeps N x N probabilities for each of its 8 edges."""
@@ -72,7 +69,7 @@ def inputs(length: int, device: str) -> dict[str, Tensor]:
 def build(name: str, length: int, device: str, **options: Any) -> Attention:
     """The mechanism at the sizes of its paper, in training mode."""
     torch.manual_seed(0)
-    spec = {"name": name, **SETTINGS.get(name, lambda n: {})(length), **options}
+    spec = {"name": name, **options}
     facts = {"width": HEADS * HEAD_WIDTH, "heads": HEADS, "length": length, "prefix": 0, "index": 0, "depth": 1}
     return create_attention(spec, **facts).to(device).train()
 
@@ -105,18 +102,6 @@ def step_of(core: nn.Module, given: Mapping[str, Tensor], causal: bool) -> Calla
     return step
 
 
-def peak_mebibytes(step: Callable[[], None], device: str) -> float:
-    """The most that was alive at once of what one step makes."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    with LiveBytes() as live:
-        step()
-    return live.peak / 2**20
-
-
 def slope(seconds: Mapping[int, float]) -> float:
     """Least-squares slope of log time over log length, over the longer half of the lengths (two at least)."""
     lengths = sorted(seconds)[-max(2, (len(seconds) + 1) // 2) :]
@@ -147,7 +132,7 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
             if causal[name]:
                 timed = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
             seconds[name][length], exact[name][length] = timed.seconds, timed
-            mebibytes[name][length] = peak_mebibytes(steps[name], device)
+            mebibytes[name][length] = peak_bytes(steps[name], device) / 2**20
     rows = []
     for name in names:
         order = str(ATTENTIONS.entry(name).info.get("order", ""))
@@ -181,11 +166,7 @@ def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: 
 
 
 def run(rounds: int, only: str = "all", lengths: Sequence[int] = LENGTHS, device: str = "cpu") -> list[Row]:
-    """Measure every mechanism, or those named in `only` (by commas).
-
-    Raises:
-        ValueError: an unknown name, a length below 1, or none that a mechanism's memory allows.
-    """
+    """Measure every mechanism, or those named in `only` (by commas)."""
     names = ATTENTIONS.names() if only == "all" else only.split(",")
     for name in names:
         ATTENTIONS.entry(name)
@@ -202,11 +183,11 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table: time over that of exact attention at each length, and how it grows."""
     lengths = sorted({n for row in rows for n in row.exact})
     head = ["attention", "order", *(f"{n:,}" for n in lengths), "slope", f"MiB at {lengths[-1]:,}", "peer, ours = 1"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    cells = []
     for row in rows:
         times = [f"{row.exact[n].median:.2f}" if n in row.exact else "" for n in lengths]
         peer = row.peer_name and (f"{row.peer} {row.peer_name}" if row.peer else f"{row.peer_name} is not installed")
         name = f"{row.attention}, causal" if row.causal else row.attention
         memory = f"{row.mebibytes[lengths[-1]]:,.0f}" if lengths[-1] in row.mebibytes else ""
-        lines.append("| " + " | ".join([name, row.order, *times, f"{row.slope:.2f}", memory, peer]) + " |")
-    return "\n".join(lines)
+        cells.append([name, row.order, *times, f"{row.slope:.2f}", memory, peer])
+    return table(head, cells)

@@ -1,29 +1,28 @@
 """GRC against timm's plain model and against the structure of the released code: time, FLOPs, kept activations.
 
-Everything is measured in one process, in turn. Training is a whole step (forward, backward, AdamW). The plain model
-uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and backward,
-parameters not counted.
+The plain model uses timm's fused attention. Kept activations are the bytes that autograd holds between forward and
+backward, parameters not counted.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cached_transformers.experiments.costs.flops import count_flops, count_parameters, saved_activation_bytes
+from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories.parts.shared_cache import caches
-from cached_transformers.memories.parts.shared_cache_memory import fold
 
-from .interleaved import Ratio, compare
+from .interleaved import Ratio
 from .released_structure import add_released_structure
+from .vision import image_batch, timed
 
 MODELS = {"ViT-S/16": "vit_small_patch16_224", "PVTv2-B0": "pvt_v2_b0"}
 SIDE = 224
@@ -58,57 +57,22 @@ def build(architecture: str) -> dict[str, nn.Module]:
     }
 
 
-def train_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, compiled: bool) -> Callable[[], None]:
-    """A function that makes one AdamW step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    call = torch.compile(model) if compiled else model
-
-    def step() -> None:
-        model.train()
-        optimizer.zero_grad()
-        F.cross_entropy(call(images), labels).backward()
-        optimizer.step()
-
-    return step
-
-
-def inference(model: nn.Module, images: torch.Tensor, compiled: bool) -> Callable[[], None]:
-    """A function that runs the model in evaluation mode without gradients."""
-    call = torch.compile(model) if compiled else model
-
-    def run() -> None:
-        with torch.no_grad():
-            call(images)
-
-    return run
-
-
 def measure(name: str, architecture: str, batch: int, rounds: int, device: str, compiled: bool) -> list[Row]:
     """All rows of one model."""
     models = {case: model.to(device) for case, model in build(architecture).items()}
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, SIDE, SIDE, generator=generator).to(device)
-    labels = torch.randint(0, 1000, (batch,), generator=generator).to(device)
-    train_flops = {case: count_flops(model, images, mode="train") for case, model in models.items()}
+    images, labels = image_batch(batch, SIDE, device)
     kept = {case: _kept(model.train(), images, labels) for case, model in models.items()}
-    steps = {case: train_step(model, images, labels, compiled) for case, model in models.items()}
-    train = compare(steps, "plain", rounds)
-    for model in models.values():
-        model.eval()
-    fold(models["GRC"])
-    eval_flops = {case: count_flops(model, images) for case, model in models.items()}
-    runs = {case: inference(model, images, compiled) for case, model in models.items()}
-    infer = compare(runs, "plain", 3 * rounds)
+    found = timed(models, images, labels, rounds, compiled)
     return [
         Row(
             name,
             case,
             count_parameters(model),
-            train_flops[case] / 1e9,
-            train_flops[case] / train_flops["plain"],
-            eval_flops[case] / eval_flops["plain"],
-            train[case],
-            infer[case],
+            found.train_flops[case] / 1e9,
+            found.train_flops[case] / found.train_flops["plain"],
+            found.flops[case] / found.flops["plain"],
+            found.train[case],
+            found.inference[case],
             kept[case] / 2**20,
             kept[case] / kept["plain"],
             sum(c.cache_MC.numel() * c.cache_MC.element_size() for c in caches(model)) / 2**10,
@@ -136,17 +100,16 @@ def run(batch: int, rounds: int, device: str, compiled: bool = False) -> list[Ro
 def as_markdown(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     head = "model | case | parameters (M) | train FLOPs | inference FLOPs | train step | inference | kept activations"
-    lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
-    for r in rows:
-        cells = [
+    cells = [
+        [
             r.model,
             r.case,
             f"{r.parameters / 1e6:.2f}",
             f"{r.train_flops_ratio:.3f}x",
             f"{r.inference_flops_ratio:.3f}x",
-            str(r.train) if r.case != "plain" else f"1 ({r.train.seconds:.2f} s)",
-            str(r.inference) if r.case != "plain" else f"1 ({r.inference.seconds:.2f} s)",
+            *(str(t) if r.case != "plain" else f"1 ({t.seconds:.2f} s)" for t in (r.train, r.inference)),
             f"{r.activations_mib:.0f} MiB ({r.activations_ratio:.3f}x)",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for r in rows
+    ]
+    return table(head.split(" | "), cells)

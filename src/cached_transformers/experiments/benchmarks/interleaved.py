@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,19 @@ def seconds_of(fn: Callable[[], object]) -> float:
     begin = time.process_time()
     fn()
     return time.process_time() - begin
+
+
+def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """A function that makes one AdamW step on what `loss` gives."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model.train()
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
 
 
 def compare(cases: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Ratio]:

@@ -23,11 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.tasks import create_model
 from cached_transformers.tasks.classification.images.image_folder import ImageFolder
 from cached_transformers.training.loader import TrainingOrder, training_batches
+
+from .interleaved import training_step
 
 SIZE = (500, 375)
 PIPELINES: dict[str, dict[str, Any] | None] = {
@@ -61,9 +65,6 @@ def run(
 
     Args:
         rounds: counted batches of each. batch: images in one. path: an image folder or archive; None makes images.
-
-    Raises:
-        ValueError: fewer training images than a batch, or a number of workers below 0.
     """
     if min(workers) < 0:
         raise ValueError(f"workers {list(workers)} must not be negative")
@@ -125,21 +126,18 @@ def _loader(name: str, root: Path, options: dict[str, Any] | None, workers: int,
 
 def _model(name: str, batch: int, rounds: int, device: str) -> Row:
     torch.manual_seed(0)
-    model = create_model("timm", architecture=name, classes=1000).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model = create_model("timm", architecture=name, classes=1000).to(device)
     inputs_BCHW = torch.randn(batch, 3, 224, 224, device=device)
     targets_B = torch.arange(batch, device=device) % 1000
+    step = training_step(model, lambda: F.cross_entropy(model(inputs_BCHW).outputs, targets_B))
     rates = []
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         begin = time.perf_counter()
-        loss = torch.nn.functional.cross_entropy(model(inputs_BCHW).outputs, targets_B)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        if number:
-            rates.append(batch / (time.perf_counter() - begin))
-    return _row(f"training step of {name}", None, rates)
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        rates.append(batch / (time.perf_counter() - begin))
+    return _row(f"training step of {name}", None, rates[1:])
 
 
 def _row(what: str, workers: int | None, rates: list[float]) -> Row:
@@ -151,20 +149,12 @@ def as_markdown(rows: Sequence[Row]) -> str:
     loading = [row for row in rows if row.workers is not None]
     models = [row for row in rows if row.workers is None]
     counts = sorted({row.workers for row in loading if row.workers is not None})
-    lines = [
-        "| images a second | " + " | ".join(f"{n} workers" for n in counts) + " |",
-        "|" + " --- |" * (len(counts) + 1),
-    ]
     names = list(dict.fromkeys(row.what for row in loading))
-    for name in names:
-        rates = [
-            next(f"{r.images_per_second:,.0f}" for r in loading if (r.what, r.workers) == (name, n)) for n in counts
-        ]
-        lines.append("| " + " | ".join([name, *rates]) + " |")
-    lines += ["", "| takes | images a second | " + " | ".join(f"workers needed: {n}" for n in names) + " |"]
-    lines.append("|" + " --- |" * (len(names) + 2))
-    one = {row.what: row.images_per_second for row in loading if row.workers == min(counts)}
+    rates = {(row.what, row.workers): row.images_per_second for row in loading}
+    speeds = [[name, *(f"{rates[name, n]:,.0f}" for n in counts)] for name in names]
+    wanted = []
     for row in models:
-        needed = [str(math.ceil(row.images_per_second / one[name])) for name in names]
-        lines.append("| " + " | ".join([row.what, f"{row.images_per_second:,.1f}", *needed]) + " |")
-    return "\n".join(lines)
+        needed = [str(math.ceil(row.images_per_second / rates[name, min(counts)])) for name in names]
+        wanted.append([row.what, f"{row.images_per_second:,.1f}", *needed])
+    above = table(["images a second", *(f"{n} workers" for n in counts)], speeds)
+    return above + "\n\n" + table(["takes", "images a second", *(f"workers needed: {n}" for n in names)], wanted)

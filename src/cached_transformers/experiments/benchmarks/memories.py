@@ -1,8 +1,8 @@
 """Every stream memory as a language model of one size: training and streaming speed, kept activations, state.
 
-Everything is measured in one process, in turn, beside the same model without a memory, and beside the published
-implementation of the same memory where one is installed (`peers`). A training step reads all segments of a batch, with
-the gradient across segments where the paper has one, backward, and AdamW. Streaming is the same without gradient.
+They stand beside the same model without a memory, and beside the published implementation of the same memory where one
+is installed (`peers`). A training step reads all segments of a batch, with the gradient across segments where the paper
+has one. Streaming is the same without gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from cached_transformers import state as states
 from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
 from cached_transformers.experiments.probes.settings import stream_memories
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.segments import read_segments
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
-from .interleaved import Ratio, compare
+from .interleaved import Ratio, compare, training_step
 from .peers import PEERS, Peer, Sizes, detached, random_tokens, scratch_folder
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
@@ -84,29 +85,23 @@ def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
 
 def our_step(model: nn.Module, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
     """One optimiser step over all segments, with the state of the step before, as in training on a stream."""
-    loop, optimizer = SegmentLoop(model, sizes.segment, bptt=bptt), torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loop = SegmentLoop(model, sizes.segment, bptt=bptt)
     state: Any = None
 
-    def step() -> None:
+    def mean_loss() -> Tensor:
         nonlocal state
-        model.train()
-        optimizer.zero_grad()
         loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
-        loss.backward()
-        optimizer.step()
+        return loss
 
-    return step
+    return training_step(model, mean_loss)
 
 
 def peer_step(peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
     """The same of a peer."""
-    optimizer = torch.optim.AdamW(peer.module.parameters(), lr=1e-4)
     memory: Any = None
 
-    def step() -> None:
+    def mean_loss() -> Tensor:
         nonlocal memory
-        peer.module.train()
-        optimizer.zero_grad()
         losses = []
         for index in range(sizes.segments):
             begin = index * sizes.segment
@@ -115,10 +110,9 @@ def peer_step(peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[
             inputs, targets = (tokens[:, begin + k : begin + k + sizes.segment] for k in (0, 1))
             loss, memory = peer.read(inputs, targets, memory)
             losses.append(loss)
-        (sum(losses) / sizes.segments).backward()  # type: ignore[union-attr]
-        optimizer.step()
+        return torch.stack(losses).mean()
 
-    return step
+    return training_step(peer.module, mean_loss)
 
 
 def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], None]:
@@ -194,23 +188,24 @@ def as_markdown(rows: list[Row]) -> str:
         "memory | parameters (M) | training (tokens/s) | step, no memory = 1 | streaming (tokens/s) | "
         "kept activations (MiB) | state a row (KiB) | peer's step, ours = 1 | peer"
     )
-    lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
+    lines = []
     for r in rows:
         peer, name = "", ""
         if r.peer is not None:
             peer, name = str(r.peer), f"{r.peer_name} ({(r.peer_parameters or 0) / 1e6:.2f} M)"
         elif r.peer_name:
             name = f"{r.peer_name} is not installed"
-        cells = [
-            r.memory,
-            f"{r.parameters / 1e6:.2f}",
-            f"{r.train_speed:,.0f}",
-            str(r.plain),
-            f"{r.stream_speed:,.0f}",
-            f"{r.activations_mib:.0f}",
-            f"{r.state_kib:,.1f}",
-            peer,
-            name,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(
+            [
+                r.memory,
+                f"{r.parameters / 1e6:.2f}",
+                f"{r.train_speed:,.0f}",
+                str(r.plain),
+                f"{r.stream_speed:,.0f}",
+                f"{r.activations_mib:.0f}",
+                f"{r.state_kib:,.1f}",
+                peer,
+                name,
+            ]
+        )
+    return table(head.split(" | "), lines)

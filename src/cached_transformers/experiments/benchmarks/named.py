@@ -21,15 +21,7 @@ from . import attentions, grc, loading, memories, translation, vision
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the benchmarks are asked; each takes what concerns it.
-
-    Attributes:
-        device: None takes a GPU where there is one.
-        models: names of image models with commas between them; None takes those of the paper.
-        lengths: numbers of tokens; None takes the usual ones.
-        path: folder or archive of images; None makes some.
-        memories, attentions: names with commas between them, or "all".
-    """
+    """What the benchmarks are asked, each as `cached benchmark --help` has it; each takes what concerns it."""
 
     batch: int
     rounds: int
@@ -45,11 +37,6 @@ class Options:
     memories: str
     attentions: str
     lengths: tuple[int, ...] | None
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "rounds", "threads", "image_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +74,6 @@ def measure(name: str, options: Options) -> Measured:
 
     Args:
         name: one of `BENCHMARKS`.
-
-    Raises:
-        ValueError: an unknown model, memory or attention.
-        ImportError: timm is not installed.
     """
     torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

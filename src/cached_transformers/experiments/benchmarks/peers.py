@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,24 +46,30 @@ class Sizes:
         return self.width // self.heads
 
     @property
+    def usual(self) -> dict[str, int]:
+        """The options that most peers call alike."""
+        return {"num_tokens": self.vocabulary, "dim": self.width, "depth": self.depth, "heads": self.heads}
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one training step."""
         return self.rows * self.segment * self.segments
 
 
 class Peer(NamedTuple):
-    """A model of others: its module, and what reads one segment.
+    """A model of others: its module, and how it is called.
 
-    `read(inputs_BN, targets_BN, memory)` gives the mean loss and the memory, not detached.
+    `call(inputs_BN, memory)` gives logits, the memory, not detached, and what else it adds to the loss.
     """
 
     module: nn.Module
-    read: Callable[[Tensor, Tensor, Any], tuple[Tensor, Any]]
+    call: Callable[[Tensor, Any], Sequence[Any]]
 
-
-def cross_entropy(logits_BNV: Tensor, targets_BN: Tensor) -> Tensor:
-    """Mean over tokens."""
-    return F.cross_entropy(logits_BNV.flatten(0, 1), targets_BN.flatten())
+    def read(self, inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
+        """The mean loss of one segment, and the memory."""
+        logits_BNV, memory, *auxiliary = self.call(inputs_BN, memory)
+        loss = F.cross_entropy(logits_BNV.flatten(0, 1), targets_BN.flatten())
+        return loss + sum(part.sum() for part in auxiliary), memory
 
 
 def transformer_xl(sizes: Sizes) -> Peer:
@@ -81,57 +87,39 @@ def transformer_xl(sizes: Sizes) -> Peer:
         num_tokens=sizes.vocabulary, max_seq_len=sizes.segment, max_mem_len=sizes.memory, attn_layers=decoder
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory = module(inputs_BN, mems=memory, return_mems=True)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, mems=memory, return_mems=True))
 
 
 def compressive(sizes: Sizes) -> Peer:
     """compressive-transformer-pytorch."""
     library = importlib.import_module("compressive_transformer_pytorch")
     module = library.CompressiveTransformer(
-        num_tokens=sizes.vocabulary,
-        dim=sizes.width,
+        **sizes.usual,
         seq_len=sizes.segment,
-        depth=sizes.depth,
-        heads=sizes.heads,
         mem_len=sizes.memory,
         cmem_len=sizes.memory // sizes.rate,
         cmem_ratio=sizes.rate,
         gru_gated_residual=False,
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory, auxiliary = module(inputs_BN, memories=memory)
-        return cross_entropy(logits_BNV, targets_BN) + auxiliary.sum(), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memories=memory))
 
 
 def recurrent_memory(sizes: Sizes) -> Peer:
     """recurrent-memory-transformer-pytorch, without its additions (XL memories)."""
     library = importlib.import_module("recurrent_memory_transformer_pytorch")
     module = library.RecurrentMemoryTransformer(
-        dim=sizes.width,
-        num_tokens=sizes.vocabulary,
-        depth=sizes.depth,
+        **sizes.usual,
+        dim_head=sizes.head_width,
         num_memory_tokens=sizes.tokens,
         seq_len=sizes.segment,
-        dim_head=sizes.head_width,
-        heads=sizes.heads,
         use_flash_attn=True,
         abs_pos_emb=False,
         rotary_pos_emb=True,
         use_xl_memories=False,
     )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory, _ = module(inputs_BN, memory)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory)[:2])
 
 
 def memorizing(sizes: Sizes) -> Peer:
@@ -139,22 +127,19 @@ def memorizing(sizes: Sizes) -> Peer:
     library = importlib.import_module("memorizing_transformers_pytorch")
     with scratch_folder():  # it makes a folder for its store where it stands
         module = library.MemorizingTransformer(
-            num_tokens=sizes.vocabulary,
-            dim=sizes.width,
-            depth=sizes.depth,
+            **sizes.usual,
             dim_head=sizes.head_width,
-            heads=sizes.heads,
             memorizing_layers=sizes.depth - 1,
             max_knn_memories=sizes.store,
             num_retrieved_memories=sizes.neighbours,
             knn_memories_directory=tempfile.mkdtemp(),
         )
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
         store = module.create_knn_memories(batch_size=inputs_BN.shape[0]) if memory is None else memory
-        return cross_entropy(module(inputs_BN, knn_memories=store), targets_BN), store
+        return module(inputs_BN, knn_memories=store), store
 
-    return Peer(module, read)
+    return Peer(module, call)
 
 
 def memformer(sizes: Sizes) -> Peer:
@@ -170,33 +155,21 @@ def memformer(sizes: Sizes) -> Peer:
         enc_depth=sizes.depth,
         enc_heads=sizes.heads,
     )
-    module = nn.ModuleList([encoder, nn.Linear(sizes.width, sizes.vocabulary)])
+    head = nn.Linear(sizes.width, sizes.vocabulary)
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        hidden_BND, memory = module[0](inputs_BN, mems=memory)[:2]
-        return cross_entropy(module[1](hidden_BND), targets_BN), memory
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
+        hidden_BND, memory = encoder(inputs_BN, mems=memory)[:2]
+        return head(hidden_BND), memory
 
-    return Peer(module, read)
+    return Peer(nn.ModuleList([encoder, head]), call)
 
 
 def feedback(sizes: Sizes) -> Peer:
     """feedback-transformer-pytorch, one token at a time as in the paper."""
     library = importlib.import_module("feedback_transformer_pytorch")
-    module = library.FeedbackTransformer(
-        num_tokens=sizes.vocabulary,
-        dim=sizes.width,
-        depth=sizes.depth,
-        mem_len=sizes.memory,
-        seq_len=1,
-        heads=sizes.heads,
-        dim_head=sizes.head_width,
-    )
+    module = library.FeedbackTransformer(**sizes.usual, dim_head=sizes.head_width, mem_len=sizes.memory, seq_len=1)
 
-    def read(inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
-        logits_BNV, memory = module(inputs_BN, memory, return_memory=True)
-        return cross_entropy(logits_BNV, targets_BN), memory
-
-    return Peer(module, read)
+    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory, return_memory=True))
 
 
 class Published(NamedTuple):
@@ -240,7 +213,7 @@ def scratch_folder() -> Iterator[None]:
             os.chdir(before)
 
 
-def random_tokens(sizes: Sizes, seed: int = 0) -> Tensor:
+def random_tokens(sizes: Sizes) -> Tensor:
     """(rows, segments * segment + 1) token ids."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(0, sizes.vocabulary, (sizes.rows, sizes.segments * sizes.segment + 1), generator=generator)

@@ -1,10 +1,9 @@
 """Our encoder-decoder, plain and with GRC, beside transformers' BART and Marian of its size: training and beam search.
 
-Everything is measured in one process, in turn. All models have six layers of encoder and of decoder, width 512, 4
-heads, 1024 hidden units, and one table of embeddings for source, target and output (the sizes that arXiv:2312.12742
-trains on IWSLT). A training step is forward, loss, backward and AdamW on padded batches; decoding is beam search with
-kept keys and values, on random weights, from which the token that ends a text is shut out, so that all write as many
-tokens.
+All models have six layers of encoder and of decoder, width 512, 4 heads, 1024 hidden units, and one table of embeddings
+for source, target and output (the sizes that arXiv:2312.12742 trains on IWSLT). Batches are padded; decoding is beam
+search with kept keys and values, on random weights, from which the token that ends a text is shut out, so that all
+write as many tokens.
 
 Ratios are times over that of our plain model: above 1, ours is faster.
 """
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.experiments.costs.flops import count_parameters
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.extras import require
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.tasks.translation.translate import translate
 
-from .interleaved import Ratio, compare
+from .interleaved import Ratio, compare, training_step
 
 PAD, END, BEGIN, FIRST = 0, 1, 2, 3
 """Tokens with a meaning, and the first without."""
@@ -141,27 +141,12 @@ def theirs(kind: str, sizes: Sizes) -> Case:
         "BART": (transformers.BartConfig, transformers.BartForConditionalGeneration),
         "Marian": (transformers.MarianConfig, transformers.MarianMTModel),
     }[kind]
-    model = model_class(
-        config(
-            vocab_size=sizes.vocabulary,
-            d_model=sizes.width,
-            encoder_layers=sizes.depth,
-            decoder_layers=sizes.depth,
-            encoder_attention_heads=sizes.heads,
-            decoder_attention_heads=sizes.heads,
-            encoder_ffn_dim=sizes.feed_forward,
-            decoder_ffn_dim=sizes.feed_forward,
-            max_position_embeddings=512,
-            dropout=sizes.dropout,
-            activation_function="relu",
-            scale_embedding=True,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            bos_token_id=BEGIN,
-            decoder_start_token_id=BEGIN,
-            forced_eos_token_id=None,
-        )
-    )
+    of_a_side = {"layers": sizes.depth, "attention_heads": sizes.heads, "ffn_dim": sizes.feed_forward}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in of_a_side.items()}
+    tokens = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": BEGIN, "decoder_start_token_id": BEGIN}
+    shape = {"vocab_size": sizes.vocabulary, "d_model": sizes.width, "dropout": sizes.dropout, **sides}
+    options = {"max_position_embeddings": 512, "activation_function": "relu", "scale_embedding": True}
+    model = model_class(config(**shape, **options, **tokens, forced_eos_token_id=None))
     model.final_logits_bias[0, END] = -1e4
 
     def loss(batch: Batch) -> Tensor:
@@ -178,17 +163,8 @@ def theirs(kind: str, sizes: Sizes) -> Case:
     return Case(model, loss, write)
 
 
-def train_step(case: Case, batch: Batch) -> Callable[[], None]:
-    """A function that makes one AdamW step."""
-    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        case.model.train()
-        optimizer.zero_grad()
-        case.loss(batch).backward()
-        optimizer.step()
-
-    return step
+def _train_step(case: Case, batch: Batch) -> Callable[[], None]:
+    return training_step(case.model, lambda: case.loss(batch))
 
 
 def _writer(case: Case, inputs: Tensor, padding: Tensor, beams: int, tokens: int, **options: Any) -> Callable[[], None]:
@@ -206,9 +182,6 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
     Args:
         rounds: counted rounds of training steps; beam search takes a third, that without kept keys a quarter.
         peers: whether transformers' models are measured, too.
-
-    Raises:
-        ImportError: transformers is not installed.
     """
     sizes = sizes if sizes is not None else Sizes()
     torch.manual_seed(0)
@@ -218,7 +191,7 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
     for case in cases.values():
         case.model.to(device)
     batch = make_batch(sizes, sizes.rows, device)
-    train = compare({name: train_step(case, batch) for name, case in cases.items()}, "plain", rounds)
+    train = compare({name: _train_step(case, batch) for name, case in cases.items()}, "plain", rounds)
     for case in cases.values():
         case.model.eval()
     few = make_batch(sizes, sizes.sentences, device)
@@ -248,15 +221,15 @@ KEPT = {"kept": True, "read again": False}
 def as_markdown(rows: Sequence[Row], kept: Sequence[Kept]) -> str:
     """Both tables in Markdown."""
     head = "model | parameters (M) | train step | fastest | train tokens/s | beam search | fastest | tokens/s"
-    lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
+    cells = []
     for r in rows:
         train, decode = (
             (str(t), f"{t.fastest:.3f}x") if r.case != "plain" else ("1", "1") for t in (r.train, r.decode)
         )
-        cells = (f"{r.parameters / 1e6:.2f}", *train, f"{r.train_tokens:.0f}", *decode, f"{r.decode_tokens:.0f}")
-        lines.append(f"| {r.case} | " + " | ".join(cells) + " |")
-    lines += ["", "| keys and values | tokens | beam search | tokens/s |", "| --- | --- | --- | --- |"]
-    for k in kept:
-        ratio = "1" if k.case == "kept" else str(k.decode)
-        lines.append(f"| {k.case} | {k.tokens} | {ratio} | {k.decode_tokens:.0f} |")
-    return "\n".join(lines)
+        speeds = f"{r.train_tokens:.0f}", f"{r.decode_tokens:.0f}"
+        cells.append([r.case, f"{r.parameters / 1e6:.2f}", *train, speeds[0], *decode, speeds[1]])
+    searched = [
+        [k.case, str(k.tokens), "1" if k.case == "kept" else str(k.decode), f"{k.decode_tokens:.0f}"] for k in kept
+    ]
+    below = table(["keys and values", "tokens", "beam search", "tokens/s"], searched)
+    return f"{table(head.split(' | '), cells)}\n\n{below}"

@@ -1,32 +1,35 @@
 """Cached image models against timm's plain ones: images a second, memory, and what the counted operations foretell.
 
-Everything is measured in one process, in turn. Training is a whole step (forward, backward, AdamW); inference runs with
-folded caches, without gradient. The plain models are timm's own with fused attention (PVT, which timm lacks, is ours).
-Operations are counted on the forward pass of the same batch, attention products included; the backward is about twice
-that for both (and torch's counter takes the backward of a depthwise convolution for that of a dense one). This is the
-paper's table 9 (arXiv:2312.12742), which gives throughput on a V100.
+Inference runs with folded caches, without gradient. The plain models are timm's own with fused attention (PVT, which
+timm lacks, is ours). Operations are counted on the forward pass of the same batch, attention products included; the
+backward is about twice that for both (and torch's counter takes the backward of a depthwise convolution for that of a
+dense one). This is the paper's table 9 (arXiv:2312.12742), which gives throughput on a V100.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cached_transformers.experiments.costs.flops import count_flops, count_parameters
-from cached_transformers.experiments.costs.live_bytes import LiveBytes
+from cached_transformers.experiments.costs.live_bytes import peak_bytes
+from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.integrations.hosted import TimmModel
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
-from .grc import inference, train_step
-from .interleaved import Ratio, compare
+from .interleaved import Ratio, compare, training_step
+
+Batch = tuple[Tensor, Tensor]
 
 MODELS = {
     "ViT-S": "vit_small_patch16_224",
@@ -90,69 +93,51 @@ def build(architecture: str, image_size: int, cases: Sequence[str]) -> dict[str,
     return models
 
 
-def measure(
-    name: str,
-    batch: int,
-    rounds: int,
-    device: str,
-    *,
-    image_size: int = 224,
-    cases: Sequence[str] = ("plain", "GRC"),
-    channels_last: bool = False,
-    compiled: bool = False,
-) -> list[Row]:
-    """All rows of one model; see `run`."""
-    form = torch.channels_last if channels_last else torch.contiguous_format
-    models = {
-        case: m.to(device=device, memory_format=form)  # type: ignore[call-overload]
-        for case, m in build(MODELS[name], image_size, cases).items()
-    }
+class Timed(NamedTuple):
+    """What was counted and timed, by case; peaks are bytes, and there are none where they were not asked."""
+
+    train_flops: dict[str, int]
+    flops: dict[str, int]
+    train: dict[str, Ratio]
+    inference: dict[str, Ratio]
+    train_peaks: dict[str, int]
+    peaks: dict[str, int]
+
+
+def image_batch(batch: int, side: int, device: str, form: torch.memory_format = torch.contiguous_format) -> Batch:
+    """Random images and labels, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    images = (
-        torch.randn(batch, 3, image_size, image_size, generator=generator).to(device).contiguous(memory_format=form)
-    )
-    labels = torch.randint(0, 1000, (batch,), generator=generator).to(device)
+    images = torch.randn(batch, 3, side, side, generator=generator).to(device).contiguous(memory_format=form)
+    return images, torch.randint(0, 1000, (batch,), generator=generator).to(device)
+
+
+def timed(
+    models: Mapping[str, nn.Module], images: Tensor, labels: Tensor, rounds: int, compiled: bool, peaks: bool = False
+) -> Timed:
+    """Count and time whole training steps, then inference with folded caches; the models stay in evaluation mode."""
+    calls = {case: torch.compile(model) if compiled else model for case, model in models.items()}
+
+    def loss(case: str) -> Tensor:
+        return F.cross_entropy(calls[case](images), labels)
+
+    @torch.no_grad()
+    def infer(case: str) -> None:
+        calls[case](images)
+
+    def peaks_of(work: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+        return {case: peak_bytes(call, images.device.type) for case, call in work.items()} if peaks else {}
+
     train_flops = {case: count_flops(model, images, mode="train") for case, model in models.items()}
-    steps = {case: train_step(model, images, labels, compiled) for case, model in models.items()}
-    train = compare(steps, "plain", rounds)
-    train_peaks = {case: _peak(step) for case, step in steps.items()} if not compiled else {}
+    steps = {case: training_step(model, functools.partial(loss, case)) for case, model in models.items()}
+    train, train_peaks = compare(steps, "plain", rounds), peaks_of(steps)
     for model in models.values():
         model.eval()
         for memory in model.modules():
             if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
                 memory.fold()
     flops = {case: count_flops(model, images) for case, model in models.items()}
-    runs = {case: inference(model, images, compiled) for case, model in models.items()}
-    infer = compare(runs, "plain", 3 * rounds)
-    peaks = {case: _peak(call) for case, call in runs.items()} if not compiled else {}
-    return [
-        Row(
-            name,
-            case,
-            count_parameters(model),
-            train_flops[case] / train_flops["plain"],
-            flops[case] / flops["plain"],
-            train[case],
-            infer[case],
-            batch / train[case].seconds,
-            batch / infer[case].seconds,
-            train_peaks.get(case, float("nan")) / 2**20,
-            peaks.get(case, float("nan")) / 2**20,
-        )
-        for case, model in models.items()
-    ]
-
-
-def _peak(call: Callable[[], object]) -> float:
-    """Bytes that were alive at once and were not before, at most, while `call` ran."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return float(torch.cuda.max_memory_allocated() - before)
-    with LiveBytes() as live:
-        call()
-    return float(live.peak)
+    runs = {case: functools.partial(infer, case) for case in models}
+    return Timed(train_flops, flops, train, compare(runs, "plain", 3 * rounds), train_peaks, peaks_of(runs))
 
 
 def run(
@@ -174,22 +159,41 @@ def run(
         released: measure the released variant of GRC, too.
         channels_last: weights and images in that memory format, plain models too.
         compiled: time all of them through `torch.compile`; peak memory is not measured then.
-
-    Raises:
-        ValueError: a model that is not in `MODELS`.
-        ImportError: timm is not installed.
     """
     for name in models:
         if name not in MODELS:
             raise ValueError(unknown_name("image model of the benchmark", name, list(MODELS)))
     cases = list(CASES) if released else list(CASES)[:2]
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    images, labels = image_batch(batch, image_size, device, form)
     rows = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
         for name in models:
-            options: dict[str, Any] = {"channels_last": channels_last, "compiled": compiled}
-            rows += measure(name, batch, rounds, device, image_size=image_size, cases=cases, **options)
+            built = build(MODELS[name], image_size, cases)
+            for model in built.values():
+                model.to(device=device, memory_format=form)  # type: ignore[call-overload]
+            rows += _rows(name, built, timed(built, images, labels, rounds, compiled, peaks=not compiled), batch)
     return rows
+
+
+def _rows(name: str, models: Mapping[str, nn.Module], found: Timed, batch: int) -> list[Row]:
+    return [
+        Row(
+            name,
+            case,
+            count_parameters(model),
+            found.train_flops[case] / found.train_flops["plain"],
+            found.flops[case] / found.flops["plain"],
+            found.train[case],
+            found.inference[case],
+            batch / found.train[case].seconds,
+            batch / found.inference[case].seconds,
+            found.train_peaks.get(case, float("nan")) / 2**20,
+            found.peaks.get(case, float("nan")) / 2**20,
+        )
+        for case, model in models.items()
+    ]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -198,9 +202,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "model | case | parameters (M) | train FLOPs | train step | fastest | train images/s | inference FLOPs | "
         "inference | fastest | inference images/s | train peak | inference peak"
     )
-    lines = [f"| {head} |", "|" + " --- |" * (head.count("|") + 1)]
-    for r in rows:
-        cells = [
+    cells = [
+        [
             r.model,
             r.case,
             f"{r.parameters / 1e6:.2f}",
@@ -213,5 +216,6 @@ def as_markdown(rows: Sequence[Row]) -> str:
             f"{r.train_peak_mib:.0f} MiB",
             f"{r.inference_peak_mib:.0f} MiB",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for r in rows
+    ]
+    return table(head.split(" | "), cells)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,6 @@ def _product_flops(total: torch.Size, a: torch.Size, b: torch.Size, *, out_shape
 
 IN_PLACE = {torch.ops.aten.addmm_: _product_flops, torch.ops.aten.baddbmm_: _product_flops}
 """Products into a sum, which the counter knows only in the forms that are not in place."""
-
-
-class ModuleFlops(NamedTuple):
-    """One row of `flops_by_module`: a submodule with what its forward pass and its parameters amount to."""
-
-    name: str
-    flops: int
-    share: float
-    parameters: int
 
 
 def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only: bool = False, **kwargs: Any) -> int:
@@ -57,46 +48,15 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
     return _count(model, mode, inputs, kwargs, shapes_only).get_total_flops()
 
 
-def flops_by_module(
-    model: nn.Module, *inputs: Any, mode: str = "eval", depth: int | None = None, **kwargs: Any
-) -> list[ModuleFlops]:
-    """Operations of every submodule whose forward was called, in order of the model; the first row is the whole.
-
-    A row includes its children. What a parent computes itself, or through methods other than a child's `forward`,
-    shows in the parent's row alone.
-
-    Args:
-        depth: keep submodules down to this nesting (0: the whole alone); None keeps all.
-
-    Raises:
-        ValueError: mode is neither "eval" nor "train".
-    """
-    model = _unwrap(model)
-    counts = _count(model, mode, inputs, kwargs).get_flop_counts()
-    total = sum(counts[ROOT].values())
-    prefix = type(model).__name__
-    rows = []
-    for name, module in model.named_modules():
-        key = f"{prefix}.{name}" if name else ROOT
-        if key in counts and (depth is None or len(name.split(".")) * bool(name) <= depth):
-            flops = sum(counts[key].values())
-            rows.append(ModuleFlops(name or prefix, flops, flops / max(total, 1), count_parameters(module)))
-    return rows
-
-
-def flops_by_operator(model: nn.Module, *inputs: Any, mode: str = "eval", **kwargs: Any) -> dict[str, int]:
-    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ...
-
-    Raises:
-        ValueError: mode is neither "eval" nor "train".
-    """
-    counts = _count(model, mode, inputs, kwargs).get_flop_counts().get(ROOT, {})
+def flops_by_operator(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, int]:
+    """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ..."""
+    counts = _count(model, "eval", inputs, kwargs).get_flop_counts().get(ROOT, {})
     return {str(operator).removeprefix("aten."): flops for operator, flops in counts.items()}
 
 
-def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Number of parameters (shared ones once); caches and other buffers are not parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(p.numel() for p in model.parameters())
 
 
 def saved_activation_bytes(fn: Callable[[], Any], *excluded: nn.Module | Tensor) -> int:
@@ -140,16 +100,12 @@ def _tensors(item: nn.Module | Tensor) -> list[Tensor]:
     return [item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()]
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
-
-
 def _count(
     model: nn.Module, mode: str, inputs: tuple[Any, ...], kwargs: dict[str, Any], shapes_only: bool = False
 ) -> FlopCounterMode:
     if mode not in ("eval", "train"):
         raise ValueError(f'mode={mode!r} must be "eval" or "train"')
-    model = _unwrap(model)
+    model = getattr(model, "_orig_mod", model)  # torch.compile: compiled kernels would hide their products
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with torch.random.fork_rng(devices=devices), _countable_kernels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,3 +38,15 @@ class LiveBytes(TorchDispatchMode):
         """Bytes alive."""
         self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
         return sum(size for _, size in self._storages.values())
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> int:
+    """Bytes that were alive at once and were not before, at most, while `call` ran."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        call()
+    return live.peak

@@ -70,9 +70,6 @@ def costs(architecture: str, memory_options: dict[str, Any] | None = None, side:
         architecture: one of `integrations.timm.models.HOSTS`.
         memory_options: of GRC; the paper's tables are explained by {"variant": "released"}.
         side: of the square image, in pixels.
-
-    Raises:
-        ImportError: timm is not installed.
     """
     plain = TimmModel(architecture).model
     cached = TimmModel(architecture, memory={"name": "grc", **(memory_options or {})}).model

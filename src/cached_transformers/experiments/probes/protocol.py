@@ -8,7 +8,6 @@ Legend: B rows, N tokens of an episode.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +24,6 @@ from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 from .tasks import IGNORED, Episode, ProbeTask
-
-Progress = Callable[[int, float], None]
-"""Called with the step and the accuracy at the trained distance."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +45,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training gave.
-
-    Attributes:
-        accuracy: share of right answers at the trained distance, on new episodes.
-        steps: steps until the accuracy was enough, or all.
-        distances: accuracy by distance in segments.
-    """
+    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all."""
 
     accuracy: float
     steps: int
@@ -73,7 +63,6 @@ def probe(
     sizes: Sizes | None = None,
     passes: int = 1,
     distances: Sequence[int] = (),
-    progress: Progress | None = None,
 ) -> Outcome:
     """Train a model with a memory on a task, and count its right answers.
 
@@ -84,13 +73,12 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (memories that read twice).
         distances: where the trained model is tried too.
-        progress: called at every check.
     """
     sizes = sizes or Sizes()
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, progress=progress)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes)
     by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
     parameters = sum(p.numel() for p in model.parameters())
     return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance)
@@ -105,7 +93,6 @@ def train(
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
-    progress: Progress | None = None,
 ) -> tuple[float, int]:
     """Train a model on a task, until its accuracy is enough or the steps are over.
 
@@ -128,8 +115,6 @@ def train(
         optimizer.step()
         if step % sizes.check_every == 0 or step == sizes.steps:
             accuracy = measure(model, task, distance, sizes.rows, passes)
-            if progress is not None:
-                progress(step, accuracy)
             if accuracy >= sizes.enough:
                 break
     return accuracy, step
@@ -198,8 +183,3 @@ def _answers(
     guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
     asked = episode.targets_BN != IGNORED
     return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]
-
-
-def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """The outcome for a JSON file."""
-    return dataclasses.asdict(outcome)

@@ -20,8 +20,9 @@ import torch
 
 from cached_transformers.experiments.environment import environment
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.training.run_files import json_text, write_whole
 
-from .protocol import Sizes, as_dict, probe
+from .protocol import Sizes, probe
 from .settings import setting, stream_memories
 
 NEEDS_FILES = "facts"
@@ -53,15 +54,7 @@ class Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What is probed.
-
-    Attributes:
-        memories: names. tasks: names.
-        distance: segments between cue and question.
-        seeds: trainings of each kind. steps: of a training, at most.
-        folder: of the results.
-        files: "babi" and "books", what the task of facts reads.
-    """
+    """What is probed; `files` are "babi" and "books", which the task of facts reads, `steps` the most of a training."""
 
     memories: Sequence[str]
     tasks: Sequence[str]
@@ -117,11 +110,7 @@ class Trials:
             yield from zip(trials, pool.map(_train, trials, settings, itertools.repeat(self.folder)), strict=True)
 
     def write(self, command: str) -> dict[str, Any]:
-        """Write probe.json, and return what it holds.
-
-        Args:
-            command: how a user asked for it, for the record.
-        """
+        """Write probe.json, and return what it holds."""
         results = []
         for trial in self.all():
             stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
@@ -137,7 +126,7 @@ class Trials:
             "results": results,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "probe.json", result)
+        write_whole(self.folder / "probe.json", json_text(result))
         return result
 
     def _notes(self) -> dict[str, str]:
@@ -152,11 +141,7 @@ class Trials:
 
 
 def chosen_memories(text: str) -> list[str]:
-    """Memories from names with commas between them, or "all".
-
-    Raises:
-        ValueError: an unknown name, or a memory that there is nothing to probe of.
-    """
+    """Memories from names with commas between them, or "all"."""
     able = stream_memories()
     names = able if text == "all" else text.split(",")
     for name in names:
@@ -170,14 +155,7 @@ def chosen_memories(text: str) -> list[str]:
 
 
 def chosen_tasks(text: str, files: bool) -> list[str]:
-    """Tasks from names with commas between them, or "all".
-
-    Args:
-        files: whether there are files for the task that reads some.
-
-    Raises:
-        ValueError: an unknown name, or a task without its files.
-    """
+    """Tasks from names with commas between them, or "all"."""
     names: list[str] = PROBES.names() if text == "all" else text.split(",")
     if text == "all" and not files:
         names = [name for name in names if name != NEEDS_FILES]
@@ -203,18 +181,12 @@ def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, An
         passes=settings["passes"],
         distances=range(max(task.shortest, 1), farthest + 1),
     )
-    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **as_dict(outcome)}
+    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **dataclasses.asdict(outcome)}
     path = folder / trial.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, result)
+    write_whole(path, json_text(result))
     return result
 
 
 def _finished(path: Path, settings: dict[str, Any]) -> bool:
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["settings"] == settings
-
-
-def _write(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)

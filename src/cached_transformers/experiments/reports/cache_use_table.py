@@ -7,7 +7,7 @@ from typing import Any
 
 from cached_transformers.experiments.statistics import summarise
 
-from .wording import Metric, short_p
+from .wording import Metric, difference_words
 
 DESCRIPTIONS = {
     "carry": "as training left it",
@@ -50,8 +50,6 @@ def _cell(row: Mapping[str, Any] | None, metric: Metric) -> str:
         return ""
     if row["difference"] is None:
         return f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}".strip()
-    difference = row["difference"]
-    text = metric.difference(difference["mean"], unit=False)
-    interval = metric.interval(difference["low"], difference["high"], signed=True)
-    p = "" if row["p_value"] is None else f", p {short_p(row['p_value'])}"
-    return f"{text} {interval}{p}".strip()
+    words = difference_words(row, metric, unit=False)
+    p = "" if row["p_value"] is None else f", p {words.p}"
+    return f"{words.mean} {words.interval}{p}".strip()

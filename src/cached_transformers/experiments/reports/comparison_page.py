@@ -6,28 +6,27 @@ What a page states is computed from the numbers beside it; the sentences that in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from .cache_use_table import cache_use_table, legend
 from .figures import scores
-from .figures.style import COLOURS, inline_svg, looks
-from .page import FILE_NAME, Block, Cell, Folded, Header, Picture, Row, Section, Table, Text, titled, write_page
+from .figures.style import COLOURS, looks
+from .page import FILE_NAME, Block, Cell, Folded, Header, Row, Section, Table, Text, pictured, titled, write_page
 from .probe_page import probe_section
 from .run_folder import Comparison, Run, find_comparisons
 from .run_page import feature_maps, gates, learning_curves
+from .variant_table import baseline_rows, difference_cells, variant_columns
 from .wording import (
     MISSING,
     P_VALUES,
     Metric,
     comparison_summary,
     environment_text,
-    mean_of,
     pair_name,
     short_count,
-    short_p,
     short_seconds,
 )
 
@@ -39,10 +38,6 @@ def write_compare_report(folder: str | Path, sections: Sequence[str] | None = No
 
     Args:
         sections: names of the sub-folders to report on, in this order; None takes all.
-
-    Raises:
-        ValueError: no compare.json is found, or a damaged file.
-        ImportError: matplotlib is not installed.
     """
     folder = Path(folder)
     comparisons = find_comparisons(folder, sections)
@@ -90,51 +85,15 @@ def _section(comparison: Comparison, root: Path, level: int, identifier: str) ->
 
 
 def _variants(comparison: Comparison, metric: Metric) -> Table:
-    variants, statistics, reference = comparison.variants, comparison.statistics, comparison.reference
-    base = next(v for v in variants if v["name"] == reference)
-
-    def any_has(key: str) -> bool:
-        return any(variant.get(key) for variant in variants)
-
-    columns: dict[str, Sequence[Cell | str]] = {
-        "variant": [Cell(row["name"], mark=_mark(comparison, row["name"])) for row in statistics],
-        f"{comparison.split} {metric.name}": [
-            Cell(metric.value(row["mean"]), metric.interval(row["low"], row["high"])) for row in statistics
-        ],
-    }
-    if any_has("rows_interval"):
-        columns["interval by rows"] = [metric.interval(*variant["rows_interval"]) for variant in variants]
-    if any_has("last_values"):
-        columns["last step"] = [metric.value(mean_of(variant.get("last_values"))) for variant in variants]
-    if not comparison.pairs:
-        heads = [f"difference to {reference}", *(P_VALUES if len(variants) > 2 else ["p"])]
-        cells = zip(*(_difference_cells(row, metric) for row in statistics), strict=True)
-        columns |= dict(zip(heads, cells, strict=False))
-    costs: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "parameters": ("parameters", short_count),
-        "operations": ("flops", short_count),
-        **({"operations in training": ("training_flops", short_count)} if any_has("training_flops") else {}),
-        "time per step": ("seconds_per_step", short_seconds),
-    }
-    for head, (key, write) in costs.items():
-        columns[head] = [Cell(write(v.get(key)), _relative(v.get(key), base.get(key))) for v in variants]
-    if any_has("protocol"):
-        columns["protocol"] = [str(variant.get("protocol", MISSING)) for variant in variants]
+    columns = variant_columns(comparison, metric)
+    columns["variant"] = [cell._replace(mark=_mark(comparison, cell.text)) for cell in columns["variant"]]
     rows: list[Row] = list(zip(*columns.values(), strict=True))
-    for name, value in comparison.baselines.items():
-        rows.append([f"baseline: {name}", metric.value(value), *[MISSING] * (len(columns) - 2)])
+    rows += baseline_rows(comparison, metric, [MISSING] * (len(columns) - 2))
     return Table(list(columns), rows, _variants_caption(comparison))
 
 
-def _difference_cells(row: Mapping[str, Any], metric: Metric) -> list[Cell | str]:
-    """The difference with its interval, p, and p after Holm."""
-    difference = row["difference"] or {"mean": None, "low": None, "high": None}
-    interval = metric.interval(difference["low"], difference["high"], True)
-    return [Cell(metric.difference(difference["mean"]), interval), short_p(row["p_value"]), short_p(row["p_adjusted"])]
-
-
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> list[Block]:
-    rows = [[pair_name(pair), *_difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs]
+    rows: list[Row] = [[pair_name(pair), *difference_cells(pair, metric), str(pair["seeds"])] for pair in pairs]
     return [Table(["pair", "difference", *P_VALUES, "seeds"], rows, _pairs_caption(pairs))] if pairs else []
 
 
@@ -174,13 +133,10 @@ def _differences(comparison: Comparison, metric: Metric, identifier: str) -> lis
     words = "; ".join(
         f"{r.name} {metric.difference(r.mean)} {metric.interval(r.low, r.high, True)}".strip() for r in rows
     )
-    svg = inline_svg(
-        scores.differences(rows, reference, comparison.metric),
-        f"{identifier}-differences",
-        f"Differences: {words}" if reference is None else f"Differences to {reference}: {words}",
-    )
+    words = f"Differences: {words}" if reference is None else f"Differences to {reference}: {words}"
+    drawn = scores.differences(rows, reference, comparison.metric)
     caption = "Mean paired difference with its 95 % interval. Where that includes zero, no difference can be shown."
-    return titled("Differences", Picture(svg, caption))
+    return pictured("Differences", drawn, f"{identifier}-differences", words, caption)
 
 
 def _cache_use(comparison: Comparison, metric: Metric) -> list[Block]:
@@ -204,14 +160,11 @@ def _cost(comparison: Comparison, metric: Metric, identifier: str) -> list[Block
     if not points:
         return []
     words = "; ".join(f"{p.name} {metric.value(p.mean)} at {short_count(p.flops)} operations" for p in points)
-    svg = inline_svg(
-        scores.metric_against_flops(points, metric.name, comparison.reference),
-        f"{identifier}-cost",
-        f"{metric.name} against operations per forward pass: {words}",
-    )
+    words = f"{metric.name} against operations per forward pass: {words}"
+    drawn = scores.metric_against_flops(points, metric.name, comparison.reference)
     which = "one forward pass in training, per row" if training else "one forward pass"
     caption = f"Mean over seeds with its 95 % interval, over the operations of {which}."
-    return titled(f"{metric.name.capitalize()} against cost", Picture(svg, caption))
+    return pictured(f"{metric.name.capitalize()} against cost", drawn, f"{identifier}-cost", words, caption)
 
 
 def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) -> list[Block]:
@@ -229,7 +182,3 @@ def _run_links(runs: Mapping[str, Sequence[Run]], root: Path, metric: Metric) ->
 def _mark(comparison: Comparison, name: str) -> str:
     colour = looks([v["name"] for v in comparison.variants], comparison.reference)[name].colour
     return next(f"var(--{key})" for key, (light, _) in COLOURS.items() if light == colour)
-
-
-def _relative(value: float | None, base: float | None) -> str:
-    return f"{value / base:.3g} \N{MULTIPLICATION SIGN}" if value and base else ""

@@ -24,11 +24,7 @@ def curves(folders: Sequence[Path]) -> Figure:
 
 
 def gates(folders: Sequence[Path]) -> Figure:
-    """Share of the memory in every head and layer.
-
-    Raises:
-        ValueError: none of them has gates.
-    """
+    """Share of the memory in every head and layer."""
     runs, comparisons = _read(folders)
     by_name = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
     layers = {name: group for name, group in by_name.items() if group}
@@ -38,11 +34,7 @@ def gates(folders: Sequence[Path]) -> Figure:
 
 
 def maps(folders: Sequence[Path]) -> Figure:
-    """Feature maps of one run.
-
-    Raises:
-        ValueError: not one run, or one without such maps.
-    """
+    """Feature maps of one run."""
     if len(folders) != 1 or not is_run(folders[0]):
         raise ValueError(f"`cached plot maps` draws one run; {listed(folders)} is not the folder of one run")
     found = read_run(folders[0]).feature_maps()
@@ -52,11 +44,7 @@ def maps(folders: Sequence[Path]) -> Figure:
 
 
 def flops(folders: Sequence[Path]) -> Figure:
-    """Metric against operations, of comparisons.
-
-    Raises:
-        ValueError: they have different metrics, or count no operations.
-    """
+    """Metric against operations, of comparisons."""
     comparisons = [comparison for folder in folders for comparison in find_comparisons(folder)]
     metrics = sorted({comparison.metric for comparison in comparisons})
     if len(metrics) > 1:
@@ -85,11 +73,7 @@ def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[Compariso
 
 
 def single_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs among the folders, without those of comparisons.
-
-    Raises:
-        ValueError: a folder is neither run nor comparison.
-    """
+    """The runs among the folders, without those of comparisons."""
     runs = []
     for folder in folders:
         if is_run(folder) and not is_comparison(folder):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
-from .wording import P_VALUES, Metric, comparison_summary, mean_of, pair_name, short_count, short_p
+from .variant_table import BY_ROWS, COSTS, baseline_rows, difference_cells, variant_columns
+from .wording import P_VALUES, Metric, comparison_summary, pair_name
 
 FILE_NAME = "compare.md"
 
 
 def write_markdown(folder: str | Path) -> Path:
-    """Write `compare.md` beside `compare.json`; returns its path.
-
-    Raises:
-        ValueError: the folder holds no comparison, or a damaged one.
-    """
+    """Write `compare.md` beside `compare.json`; returns its path."""
     path = Path(folder) / FILE_NAME
     path.write_text(comparison_markdown(read_comparison(folder)), encoding="utf-8")
     return path
@@ -59,51 +56,31 @@ def _circumstances(data: Mapping[str, Any]) -> str:
 
 
 def _scores(comparison: Comparison, metric: Metric) -> str:
-    variants, paired, several = comparison.variants, bool(comparison.pairs), len(comparison.variants) > 2
-    by_rows = any(variant.get("rows_interval") for variant in variants)
-    training = any(variant.get("training_flops") for variant in variants)
-    protocols = any(variant.get("protocol") for variant in variants)
-    header = ["variant", f"{comparison.split} {metric.name}", *(["by rows"] if by_rows else [])]
-    last = any(variant.get("last_values") for variant in variants)
-    header += ["last step"] if last else []
-    header += [] if paired else [f"difference to {comparison.reference}", *(P_VALUES if several else ["p"])]
-    header += ["parameters", "operations", *(["operations in training"] if training else [])]
-    header += ["protocol"] if protocols else []
-    rows = []
-    for variant, row in zip(variants, comparison.statistics, strict=True):
-        cells = [row["name"], f"{metric.value(row['mean'])} {metric.interval(row['low'], row['high'])}"]
-        cells += [metric.interval(*variant["rows_interval"])] if by_rows else []
-        cells += [metric.value(mean_of(variant.get("last_values")))] if last else []
-        cells += [] if paired else _difference(row, metric)[: 3 if several else 2]
-        cells += [short_count(variant.get("parameters")), short_count(variant.get("flops"))]
-        cells += [short_count(variant.get("training_flops"))] if training else []
-        rows.append([*cells, *([str(variant.get("protocol", ""))] if protocols else [])])
-    for name, value in comparison.baselines.items():
-        rows.append([f"baseline: {name}", metric.value(value), *[""] * (len(header) - 2)])
-    return _table(header, rows)
+    columns = variant_columns(comparison, metric, missing="")
+    del columns["time per step"]
+    header = ["by rows" if head == BY_ROWS else head for head in columns]
+    rows = [
+        [cell.text if head in COSTS else f"{cell.text} {cell.small}" for head, cell in zip(columns, row, strict=True)]
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return table(header, [*rows, *baseline_rows(comparison, metric, [""] * (len(header) - 2))])
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], metric: Metric) -> str:
-    rows = [[pair_name(pair), *_difference(pair, metric)] for pair in pairs]
-    return _table(["pair", "difference", *P_VALUES], rows)
+    rows = [
+        [pair_name(pair), *(f"{cell.text} {cell.small}" for cell in difference_cells(pair, metric))] for pair in pairs
+    ]
+    return table(["pair", "difference", *P_VALUES], rows)
 
 
 def _cache_use(comparison: Comparison, metric: Metric) -> str:
     if not comparison.cache_use:
         return ""
     header, lines = cache_use_table(comparison.cache_use, metric)
-    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{_table(header, lines)}"
+    return f"Use of the cache ({comparison.split} {metric.name}). {legend(header[1:])}\n\n{table(header, lines)}"
 
 
-def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
-    """The difference with its interval, p, and p after Holm."""
-    if row["difference"] is None:
-        return ["", "", ""]
-    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    difference = f"{metric.difference(mean)} {metric.interval(low, high, signed=True)}"
-    return [difference, short_p(row["p_value"]), short_p(row["p_adjusted"])]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown; a bar in a cell stays one."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in line) + " |" for line in lines)

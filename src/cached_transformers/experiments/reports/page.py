@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from .figures.style import COLOURS
+from cached_transformers.training.run_files import write_whole
+
+from .figures.style import COLOURS, inline_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE_NAME = "report.html"
 TEMPLATES = Environment(
@@ -112,6 +117,11 @@ def titled(title: str, *blocks: Block) -> list[Block]:
     return [Heading(3, title), *blocks]
 
 
+def pictured(title: str, figure: Figure, identifier: str, words: str, caption: str) -> list[Block]:
+    """A figure below a heading; `words` describe it to those who do not see it."""
+    return titled(title, Picture(inline_svg(figure, identifier, words), caption))
+
+
 def render(title: str, blocks: Iterable[Block]) -> str:
     """A whole HTML5 document with the style sheet inside."""
     return TEMPLATES.get_template("page.html.j2").render(title=title, blocks=blocks, colours=COLOURS) + "\n"
@@ -120,7 +130,5 @@ def render(title: str, blocks: Iterable[Block]) -> str:
 def write_page(folder: Path, title: str, blocks: Iterable[Block]) -> Path:
     """Write `report.html` into the folder, whole or not at all: a reader never meets half a report."""
     path = folder / FILE_NAME
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(render(title, blocks), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, render(title, blocks).encode())
     return path

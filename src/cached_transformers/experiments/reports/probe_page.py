@@ -86,20 +86,12 @@ def distance_figure(content: Mapping[str, Any], task: str) -> Figure:
 
 
 def write_probe_report(folder: Path) -> Path:
-    """Write `report.html` beside probe.json.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write `report.html` beside probe.json."""
     return write_page(folder, TITLE, [probe_section(folder / "probe.json", 1, "p")])
 
 
 def probe_section(path: Path, level: int, identifier: str) -> Section:
-    """The part of a page that tells of one probe.json.
-
-    Args:
-        level: of its heading. identifier: unique in the page; prefixes the ids of its figures.
-    """
+    """The part of a page that tells of one probe.json."""
     content = json.loads(path.read_text(encoding="utf-8"))
     seeds = max(r["seed"] for r in content["results"]) + 1
     about = {"command": content["command"], "date": content["date"], "seeds": seeds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,7 @@ class Run:
         return str(self.summary.get("variant") or self.folder.name)
 
     def feature_maps(self) -> dict[str, npt.NDArray[np.floating[Any]]] | None:
-        """Arrays `image`, `self`, `memory` of feature_maps.npz, or None.
-
-        Raises:
-            ValueError: the file is damaged or lacks an array.
-        """
+        """Arrays `image`, `self`, `memory` of feature_maps.npz, or None."""
         path = self.folder / "feature_maps.npz"
         if not path.is_file():
             return None
@@ -62,49 +58,26 @@ class Comparison:
     """Several variants trained on the same seeds: `compare.json`, with its statistics made anew from its values.
 
     Attributes:
+        title: the recipe that was compared, the folder's name otherwise.
+        reference: the variant that the others are compared with; with pairs, the one whose cost is 1.
+        split: what was scored. baselines: scores of guessers, by name.
+        variants: entries of `variants`, in the order of the comparison.
         pairs: statistics of the pairs that are compared; empty where all are compared with `reference`.
+        cache_use: what treating the caches of variants in other ways changes: (variant, rows of
+            `cache_use_statistics`).
     """
 
     folder: Path
     data: dict[str, Any]
+    title: str
+    reference: str
+    metric: str
+    split: str
+    baselines: dict[str, float]
+    variants: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
-    pairs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        """Recipe that was compared, the folder's name otherwise."""
-        return str(self.data.get("recipe") or self.folder.name)
-
-    @property
-    def reference(self) -> str:
-        """Name of the variant that the others are compared with; with pairs, the one whose cost is 1."""
-        return str(self.data["reference"])
-
-    @property
-    def metric(self) -> str:
-        """Name of the compared metric."""
-        return str(self.data.get("metric", "accuracy"))
-
-    @property
-    def split(self) -> str:
-        """The split that was scored."""
-        return str(self.data.get("split", "test"))
-
-    @property
-    def baselines(self) -> dict[str, float]:
-        """Scores of guessers, by name."""
-        return dict(self.data.get("baselines") or {})
-
-    @property
-    def cache_use(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """What treating the caches of variants in other ways changes: (variant, rows of `cache_use_statistics`)."""
-        found = self.data.get("cache_use") or {}
-        return [(str(name), cache_use_statistics(by_mode)) for name, by_mode in found.items()]
-
-    @property
-    def variants(self) -> list[dict[str, Any]]:
-        """Entries of `variants`, in the order of the comparison."""
-        return list(self.data["variants"])
+    pairs: list[dict[str, Any]]
+    cache_use: list[tuple[str, list[dict[str, Any]]]]
 
     def runs(self) -> dict[str, list[Run]]:
         """The runs of every variant whose folders are still there."""
@@ -149,11 +122,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_comparison(folder: str | Path) -> Comparison:
-    """Read one comparison folder.
-
-    Raises:
-        ValueError: no compare.json, or one that lacks what a comparison needs.
-    """
+    """Read one comparison folder."""
     folder = Path(folder)
     path = folder / "compare.json"
     if not path.is_file():
@@ -162,8 +131,20 @@ def read_comparison(folder: str | Path) -> Comparison:
     try:
         values = {str(v["name"]): [float(x) for x in v["values"]] for v in data["variants"]}
         pairs = [(str(pair["name"]), str(pair["against"])) for pair in data.get("pairs") or []]
-        statistics = summarise(values, None if pairs else str(data["reference"]))
-        return Comparison(folder, data, statistics, summarise_pairs(values, pairs))
+        reference, cache_use = str(data["reference"]), (data.get("cache_use") or {}).items()
+        return Comparison(
+            folder,
+            data,
+            title=str(data.get("recipe") or folder.name),
+            reference=reference,
+            metric=str(data.get("metric", "accuracy")),
+            split=str(data.get("split", "test")),
+            baselines=dict(data.get("baselines") or {}),
+            variants=list(data["variants"]),
+            statistics=summarise(values, None if pairs else reference),
+            pairs=summarise_pairs(values, pairs),
+            cache_use=[(str(name), cache_use_statistics(by_mode)) for name, by_mode in cache_use],
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} lacks what a comparison needs (reference; variants with name, values): {error!r}"
@@ -173,11 +154,7 @@ def read_comparison(folder: str | Path) -> Comparison:
 
 
 def find_comparisons(folder: str | Path, sections: Sequence[str] | None = None) -> list[Comparison]:
-    """The comparison in `folder`, or those in its sub-folders (by name, or in the order of `sections`).
-
-    Raises:
-        ValueError: there is none, or a section is none.
-    """
+    """The comparison in `folder`, or those in its sub-folders (by name, or in the order of `sections`)."""
     folder = Path(folder)
     if sections is not None:
         return [read_comparison(folder / name) for name in sections]

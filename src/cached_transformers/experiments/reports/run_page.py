@@ -14,8 +14,7 @@ from cached_transformers.experiments.statistics import wilson_interval
 
 from .detection_table import average_precisions
 from .figures import curves, gates_and_maps
-from .figures.style import inline_svg
-from .page import Block, Cell, Facts, Folded, Header, Picture, Row, Table, Text, titled, write_page
+from .page import Block, Cell, Facts, Folded, Header, Row, Table, Text, pictured, titled, write_page
 from .run_folder import Run, read_run
 from .wording import MISSING, Metric, environment_text, run_summary, short_count, short_seconds
 
@@ -32,12 +31,7 @@ SCORES = {"best on validation": "best", "at the end": "final", "test": "test", "
 
 
 def write_run_report(run_folder: str | Path) -> Path:
-    """Write `report.html` into a run folder.
-
-    Raises:
-        ValueError: the folder holds no metrics.jsonl, or a damaged file.
-        ImportError: matplotlib is not installed.
-    """
+    """Write `report.html` into a run folder."""
     run = read_run(run_folder)
     summary, metric = run.summary, Metric(run.metric)
     title = str(summary.get("name") or run.folder.resolve().name)
@@ -68,9 +62,7 @@ def learning_curves(
         return []
     several = any(len(seeds) > 1 for seeds in runs.values())
     caption = "Mean over seeds; the band runs from the lowest to the highest seed." if several else "One seed."
-    return titled(
-        "Learning curves", Picture(inline_svg(drawn, identifier, f"Learning curves of {', '.join(runs)}"), caption)
-    )
+    return pictured("Learning curves", drawn, identifier, f"Learning curves of {', '.join(runs)}", caption)
 
 
 def gates(shares: Mapping[str, Sequence[Any]], identifier: str, reference: str | None = None) -> list[Block]:
@@ -78,8 +70,7 @@ def gates(shares: Mapping[str, Sequence[Any]], identifier: str, reference: str |
     if not shares:
         return []
     words = f"Memory share by layer and head of {', '.join(shares)}"
-    svg = inline_svg(gates_and_maps.gates(shares, reference), identifier, words)
-    return titled("Gates", Picture(svg, GATES_CAPTION))
+    return pictured("Gates", gates_and_maps.gates(shares, reference), identifier, words, GATES_CAPTION)
 
 
 def feature_maps(run: Run, identifier: str, name: str = "") -> list[Block]:
@@ -88,8 +79,8 @@ def feature_maps(run: Run, identifier: str, name: str = "") -> list[Block]:
     if maps is None:
         return []
     drawn = gates_and_maps.feature_maps(maps["image"], maps["self"], maps["memory"])
-    svg = inline_svg(drawn, identifier, "Images with the outputs of self-attention and of the memory, layer by layer")
-    return titled(f"Feature maps: {name}" if name else "Feature maps", Picture(svg, MAPS_CAPTION))
+    words = "Images with the outputs of self-attention and of the memory, layer by layer"
+    return pictured(f"Feature maps: {name}" if name else "Feature maps", drawn, identifier, words, MAPS_CAPTION)
 
 
 def _places(run: Run) -> list[Block]:
@@ -101,7 +92,7 @@ def _places(run: Run) -> list[Block]:
     title = "Loss by place in the document"
     split = evaluation.get("split")
     text = f"Loss of the {split} tokens at these places of their documents, by what rows keep of memory."
-    return titled(title, Picture(inline_svg(curves.loss_by_place(lines), "places", title), text))
+    return pictured(title, curves.loss_by_place(lines), "places", title, text)
 
 
 def _scores(summary: Mapping[str, Any], metric: Metric) -> list[Block]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .probe_page import accuracy_text, table_columns, table_rows
-from .wording import MISSING, P_VALUES, Metric, pair_name, short_p
+from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name
 
 UNBOUNDED = 10_000
 """Characters of a line where there is no terminal."""
@@ -56,14 +56,14 @@ def print_statistics(
         cells = [row["name"], str(row["seeds"]), metric.value(row["mean"], unit=False)]
         cells.append(metric.interval(row["low"], row["high"]))
         cells += [metric.interval(*rows_intervals[row["name"]])] if rows_intervals else []
-        table.add_row(*cells, *(_difference(row, metric)[:3] if row["difference"] is not None else []))
+        table.add_row(*cells, *(difference_words(row, metric, unit=False)[:3] if row["difference"] is not None else []))
     for name, value in (baselines or {}).items():
         table.add_row(f"baseline: {name}", "", metric.value(value, unit=False))
     console.print(table)
     if pairs:
         table = _table("paired differences", "pair", ["seeds", "difference", "95 % interval", *P_VALUES])
         for row in pairs:
-            table.add_row(pair_name(row), str(row["seeds"]), *_difference(row, metric))
+            table.add_row(pair_name(row), str(row["seeds"]), *difference_words(row, metric, unit=False))
         console.print(table)
     if protocols:  # too long for a column of a narrow terminal
         console.print(" [bold]protocol[/bold]")
@@ -73,21 +73,10 @@ def print_statistics(
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _difference(row: Mapping[str, Any], metric: Metric) -> list[str]:
-    """The difference, its interval, p, and p after Holm."""
-    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
-    values = [metric.difference(mean, unit=False), metric.interval(low, high, signed=True)]
-    return [*values, short_p(row["p_value"]), short_p(row["p_adjusted"])]
-
-
 def print_cache_use(
     rows: Sequence[tuple[str, Sequence[dict[str, Any]]]], metric: Metric, split: str, console: Console
 ) -> None:
-    """Print what treating the caches in other ways changes, and what the columns mean.
-
-    Args:
-        rows: (variant, rows of `cache_use_statistics`).
-    """
+    """Print what treating the caches in other ways changes, and what the columns mean."""
     header, lines = cache_use_table(rows, metric)
     table = _table(f"use of the cache: {split} {metric.name}, and what changes it", header[0], header[1:])
     for line in lines:
@@ -97,11 +86,7 @@ def print_cache_use(
 
 
 def print_sizes(sizes: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """Print what was made equal, parameters or operations, and the width that makes it so.
-
-    Args:
-        sizes: facts by variant, as `variants.equal_parameters` and `variants.equal_operations` leave them.
-    """
+    """Print what was made equal, parameters or operations, and the width that makes it so."""
     operations = any("training_flops" in facts for facts in sizes.values())
     title = "operations of a forward pass in training, per row" if operations else "equal size"
     columns = ["operations" if operations else "parameters", "feed_forward"] + (["equal to"] if operations else [])

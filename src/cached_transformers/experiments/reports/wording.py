@@ -91,6 +91,22 @@ def short_p(p: float | None) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+class DifferenceWords(NamedTuple):
+    """A difference, its interval, p, and p after Holm, as text."""
+
+    mean: str
+    interval: str
+    p: str
+    holm: str
+
+
+def difference_words(row: Mapping[str, Any], metric: Metric, unit: bool = True) -> DifferenceWords:
+    """What a row of statistics says of its difference; dashes where it has none."""
+    mean, low, high = (row["difference"][key] for key in ("mean", "low", "high")) if row["difference"] else [None] * 3
+    interval = metric.interval(low, high, signed=True)
+    return DifferenceWords(metric.difference(mean, unit), interval, short_p(row["p_value"]), short_p(row["p_adjusted"]))
+
+
 def mean_of(values: Sequence[float] | None) -> float | None:
     """Their mean; None where there are none."""
     return sum(values) / len(values) if values else None

@@ -61,32 +61,36 @@ class Reproduction:
     recipes: Mapping[str, str]
     files: Mapping[str, str]
     paper: Callable[[str], Sequence[Row]]
-    others: Callable[[str], Sequence[Row]]
-    equal: Literal["parameters", "operations"]
     protocol: Callable[[RunConfig], str]
+    equal: Literal["parameters", "operations"] = "operations"
+    others: Callable[[str], Sequence[Row]] = lambda scale: []
     cache_use: bool = False
 
     def rows(self, scale: str, chosen: str = "paper") -> list[Row]:
-        """Rows of the table.
-
-        Args:
-            chosen: "paper", "all", or names with commas between them.
-
-        Raises:
-            ValueError: an unknown name, or one twice.
-        """
+        """Rows of the table, chosen as `chosen_rows` has it."""
         by_name = {row.name: row for row in [*self.paper(scale), *self.others(scale)]}
-        if chosen == "all":
-            return list(by_name.values())
-        if chosen == "paper":
-            return list(self.paper(scale))
-        names = [name for name in chosen.split(",") if name]
-        for name in names:
-            if name not in by_name:
-                raise ValueError(unknown_name("row", name, ["paper", "all", *by_name]))
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"--rows {chosen!r} must be paper, all, or different names such as {','.join(by_name)}")
-        return [by_name[name] for name in names]
+        paper = [row.name for row in self.paper(scale)]
+        return [by_name[name] for name in chosen_rows(chosen, paper, list(by_name), list(by_name))]
+
+
+def chosen_rows(chosen: str, paper: Sequence[str], every: Sequence[str], examples: Sequence[str]) -> list[str]:
+    """Names of rows by `--rows`: "paper", "all", or names with commas between them.
+
+    Args:
+        examples: some names, for the message.
+
+    Raises:
+        ValueError: an unknown name, or one twice.
+    """
+    if chosen in ("paper", "all"):
+        return list(paper if chosen == "paper" else every)
+    names = [name for name in chosen.split(",") if name]
+    for name in names:
+        if name not in every:
+            raise ValueError(unknown_name("row", name, ["paper", "all", *every]))
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"--rows {chosen!r} must be paper, all, or different names such as {','.join(examples)}")
+    return names
 
 
 def pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -69,17 +69,20 @@ class Backbone:
         """No cache, the convolution alone."""
         return self.row("convolution", {"name": "convolution"}, against=(self.name,))
 
-    def wider(self, matched: str = "released") -> Row:
+    def wider(self) -> Row:
         """No memory, and feed-forward layers as wide as it takes to cost what the cached row costs."""
-        return self.row("wider", None, matched=f"{self.name}-{matched}")
+        return self.row("wider", None, matched=f"{self.name}-released")
 
     def rows(self) -> list[Row]:
         """All of them."""
         return [self.plain(), self.released(), self.algorithm(), self.convolution(), self.wider()]
 
 
-def grc_options(recipe: RunConfig) -> dict[str, Any]:
+def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it out") -> dict[str, Any]:
     """The memory section of the recipe.
+
+    Args:
+        rows_do: what the rows of the table do with it, for the message.
 
     Raises:
         ValueError: it is not GRC with its options.
@@ -87,7 +90,7 @@ def grc_options(recipe: RunConfig) -> dict[str, Any]:
     memory = recipe.model.get("memory")
     if not isinstance(memory, Mapping) or memory.get("name") != "grc":
         raise ValueError(
-            f"model.memory={memory!r} must be GRC with its options; rows set its variant or take it out, so change "
+            f"model.memory={memory!r} must be GRC with its options; rows {rows_do}, so change "
             "model.memory.ratio and the like only"
         )
     return dict(memory)
@@ -116,35 +119,23 @@ def protocol(config: RunConfig) -> str:
     """What a row is made of, in a line: model, memory with its options, feed-forward."""
     model = config.model
     parts = [str(model.get("architecture", model["name"]))]
-    memory = model.get("memory")
-    if memory is not None:
-        shown = [f"{key}={value}" for key, value in memory.items() if key != "name"]
-        parts.append(f"{memory['name']}({', '.join(shown)})" if shown else str(memory["name"]))
+    if model.get("memory") is not None:
+        parts.append(section_words(model["memory"]))
     widths = [f"{key} {_rounded(model[key])}" for key in ("feed_forward", "mlp_ratio", "mlp_ratios") if key in model]
     return ", ".join([" + ".join(parts), *widths])
 
 
 def image_table(
-    summary: str,
-    rows: Callable[[str], Sequence[Row]],
-    recipes: Mapping[str, str],
-    files: Mapping[str, str] = FILES,
+    summary: str, rows: Callable[[str], Sequence[Row]], recipes: Mapping[str, str], files: Mapping[str, str] = FILES
 ) -> Reproduction:
-    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies.
+    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies."""
+    return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
 
-    Args:
-        rows: by scale. The rest is as of `Reproduction`.
-    """
-    return Reproduction(
-        summary=summary,
-        recipes=recipes,
-        files=files,
-        paper=rows,
-        others=lambda scale: [],
-        equal="operations",
-        protocol=protocol,
-        cache_use=True,
-    )
+
+def section_words(section: Mapping[str, Any]) -> str:
+    """A section of a model with its options, as `name(option=value)`."""
+    shown = [f"{key}={value}" for key, value in section.items() if key != "name"]
+    return f"{section['name']}({', '.join(shown)})" if shown else str(section["name"])
 
 
 def _rounded(value: Any) -> str:

@@ -33,8 +33,6 @@ def _table(small: str, files: str) -> Reproduction:
         recipes={"small": small, "paper": "table4_paper"},
         files={"small": files, "paper": "IWSLT14 De-En (train, valid and test in Moses tokens)"},
         paper=_rows,
-        others=lambda scale: [],
-        equal="operations",
         protocol=protocol,
     )
 

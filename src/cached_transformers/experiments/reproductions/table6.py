@@ -16,6 +16,7 @@ from typing import Any
 from cached_transformers.training.config import RunConfig
 
 from .base import Reproduction, Row
+from .images import grc_options, section_words
 
 ATTENTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "small": {
@@ -37,23 +38,13 @@ PROJECTIONS: Mapping[str, Mapping[str, Any]] = {"reformer": {"shared_query_key":
 
 
 def backbone_rows(name: str, attention: Mapping[str, Any], options: Mapping[str, Any]) -> list[Row]:
-    """A backbone plain, with the recipe's GRC, and plain at the cost of the second.
-
-    Args:
-        attention: the attention section. options: of the model.
-    """
+    """A backbone plain, with the recipe's GRC, and plain at the cost of the second."""
 
     def plain(recipe: RunConfig) -> dict[str, Any]:
         return {**recipe.model, **options, "attention": dict(attention), "memory": None}
 
     def cached(recipe: RunConfig) -> dict[str, Any]:
-        memory = recipe.model.get("memory")
-        if not isinstance(memory, Mapping) or memory.get("name") != "grc":
-            raise ValueError(
-                f"model.memory={memory!r} must be GRC with its options; rows take it out or leave it, so change "
-                "model.memory.ratio and the like only"
-            )
-        return {**plain(recipe), "memory": dict(memory)}
+        return {**plain(recipe), "memory": grc_options(recipe, rows_do="take it out or leave it")}
 
     grc, control = f"{name}-grc", f"{name}-control"
     return [Row(name, plain), Row(grc, cached, against=(name, control)), Row(control, plain, matched=grc)]
@@ -69,13 +60,8 @@ def _rows(scale: str) -> Sequence[Row]:
 
 def protocol(config: RunConfig) -> str:
     """What a row is made of, in a line: attention, memory, feed-forward."""
-    parts = []
-    for kind in ("attention", "memory"):
-        section = config.model.get(kind)
-        if section is not None:
-            options = [f"{key}={value}" for key, value in section.items() if key != "name"]
-            parts.append(f"{section['name']}({', '.join(options)})" if options else section["name"])
-    return f"{' + '.join(parts)}, feed_forward {config.model['feed_forward']}"
+    sections = [config.model[kind] for kind in ("attention", "memory") if config.model.get(kind) is not None]
+    return f"{' + '.join(map(section_words, sections))}, feed_forward {config.model['feed_forward']}"
 
 
 TABLE6 = Reproduction(
@@ -83,7 +69,5 @@ TABLE6 = Reproduction(
     recipes={"small": "table6_small", "paper": "table6_paper"},
     files={},
     paper=_rows,
-    others=lambda scale: [],
-    equal="operations",
     protocol=protocol,
 )

@@ -67,11 +67,7 @@ def paired(rows: int) -> Tensor:
 
 
 def make_mixing(settings: TrainingConfig, classes: int, processes: int) -> Mixing | None:
-    """What the settings ask for; None when both kinds are off.
-
-    Raises:
-        ValueError: a piece has an odd number of rows.
-    """
+    """What the settings ask for; None when both kinds are off (ValueError: a piece has an odd number of rows)."""
     if not settings.mixup and not settings.cutmix:
         return None
     rows = settings.batch_size // (processes * settings.accumulate)

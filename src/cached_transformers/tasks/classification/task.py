@@ -30,9 +30,8 @@ class Classification(Task):
             raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
         self.width = score_width(train.classes)
         settings = self.settings
-        size, seed, repeats = settings.batch_size, settings.seed, settings.repeats
-        self.order = TrainingOrder(len(train), size, seed, 0, *self._share(), repeats)
-        self.mixing = make_mixing(self.settings, train.classes, world.size)
+        self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        self.mixing = make_mixing(settings, train.classes, world.size)
 
     def batches(self, step: int) -> Iterator[Any]:
         batches = self._loaded(self.order, step)

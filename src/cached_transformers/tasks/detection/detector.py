@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.memories import MemorySpec
+from cached_transformers.memories import OneMemory
 from cached_transformers.memories.parts.shared_cache import reset_caches as empty_caches
 from cached_transformers.registry import MODELS, unknown_name
 
@@ -94,7 +94,7 @@ class Detector(nn.Module):
         self,
         classes: int,
         backbone: str = "pvt_v2_b0",
-        memory: MemorySpec = None,
+        memory: OneMemory | None = None,
         checkpoint: str | None = None,
         reset_caches: bool = True,
         cache_image_size: Sequence[int] | None = None,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
+from cached_transformers.training.initial import file_weights
 
 CACHE = "cache_MC"
 """Last part of the name of a shared cache in a state dict."""
@@ -31,17 +29,7 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     if source.is_dir():
         folder = Checkpoints(source / "checkpoints").named("best") if (source / "checkpoints").is_dir() else source
         return _without_prefix(read_checkpoint(folder).weights)
-    try:
-        if source.suffix == ".safetensors":
-            return _without_prefix(safetensors.torch.load_file(source))
-        stored: Any = torch.load(source, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
-        raise ValueError(f"{source} cannot be read as weights: {error}") from error
-    except Exception as error:  # what pickle raises for a file that is none has no common base
-        raise ValueError(f"{source} cannot be read as weights: {type(error).__name__}: {error}") from error
-    for key in _NESTED:
-        if isinstance(stored, dict) and isinstance(stored.get(key), dict):
-            stored = stored[key]
+    stored = file_weights(source, str(source), _NESTED)
     if not isinstance(stored, dict) or not stored or not all(isinstance(t, Tensor) for t in stored.values()):
         raise ValueError(
             f"{source} holds no state dict: a mapping of names to tensors, also below {', '.join(_NESTED)}"

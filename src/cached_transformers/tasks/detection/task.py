@@ -40,7 +40,7 @@ class Detection(Task):
         check_categories(train.class_names, validation)
         self.losses: tuple[str, ...] = model.losses  # type: ignore[assignment]
         self.width = len(self.losses) + 2
-        self.order = GroupedOrder(train.groups, self.settings.batch_size, self.settings.seed, 0, *self._share())
+        self.order = GroupedOrder(train.groups, self.settings.batch_size, self.settings.seed, 0, self.share)
 
     def batches(self, step: int) -> Iterator[DetectionBatch]:
         return self._loaded(self.order, step, pin_memory=False)  # its images come one by one

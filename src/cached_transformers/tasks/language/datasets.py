@@ -5,60 +5,40 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.data.huggingface import load_from_hub
-from cached_transformers.data.splits import SPLIT_WORDS, check_fraction
-from cached_transformers.data.text import TextDataset, fingerprint
-from cached_transformers.data.text_files import TextFile, decoded, find_texts, split_of, split_text, split_texts
+from cached_transformers.data import text_files
+from cached_transformers.data.huggingface import hub_split
+from cached_transformers.data.splits import check_fraction
+from cached_transformers.data.text import Corpus, fingerprint
+from cached_transformers.data.text_files import TextFile
 from cached_transformers.registry import DATASETS
 
 _GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
 _TITLE = re.compile(r"(?m)^ ?= [^=\n].* = ?$")
 
 
-class SplitFiles(TextDataset):
+@dataclass(kw_only=True, eq=False, repr=False)
+class SplitFiles(Corpus):
     """Text with one file a split, e.g. `wiki.train.tokens`, `ptb.valid.txt`, `test.txt.xz`.
 
     Args:
-        split: "train", "validation" or "test".
         path: folder, archive (.zip, .tar, .tar.xz, ...), or a mapping from split to one of these or to a file. Files
             may be compressed (.xz, .gz, .bz2).
-        tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
-        vocabulary_size: largest number of token ids; all words, or 16,000 byte pairs, when None.
-        reset: "never" lets streams run on over the ends of documents; "document" begins each with an empty memory.
-        shuffle: a new order of documents for each epoch.
-
-    Raises:
-        FileNotFoundError: there is no such path, or no file for the split (or for "train", which the vocabulary needs).
-        ValueError: a file is empty, damaged, or not UTF-8; or a wrong option.
-        ImportError: tokenizer="bpe" needs the `tokenizers` library.
+        others: see `Corpus`.
     """
 
-    title = "text"
-
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path | Mapping[str, str | Path],
-        tokenizer: str = "word",
-        vocabulary_size: int | None = None,
-        reset: str = "never",
-        shuffle: bool = False,
-    ) -> None:
-        self.path = path
-        options = {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset, "shuffle": shuffle}
-        super().__init__(self.title, split, **options)  # type: ignore[arg-type]
+    path: str | Path | Mapping[str, str | Path]
 
     def _key(self, split: str) -> object:
-        return [self.title, fingerprint([split_text(self.path, split)])]
+        return [self.name, fingerprint([text_files.split_text(self.path, split)])]
 
     def _documents(self, split: str) -> Iterator[str]:
-        text = split_text(self.path, split)
-        yield from self._cut(decoded(text.content(), text, self.exact))
+        text = text_files.split_text(self.path, split)
+        yield from self._cut(text_files.decoded(text.content(), text, self.exact))
 
     def _cut(self, text: str) -> Iterator[str]:
         """The documents in the text of a split."""
@@ -81,57 +61,54 @@ class WikiText(SplitFiles):
 class WikiText2(WikiText):
     """WikiText-2: two million words of Wikipedia articles; options as for `SplitFiles`."""
 
-    title = "wikitext2"
+    name = "wikitext2"
 
 
 @DATASETS.register("wikitext103", paper="arXiv:1609.07843")
 class WikiText103(WikiText):
     """WikiText-103: 103 million words of Wikipedia articles; options as for `SplitFiles`."""
 
-    title = "wikitext103"
+    name = "wikitext103"
 
 
 @DATASETS.register("ptb")
 class PennTreebank(SplitFiles):
     """Penn Treebank as Mikolov prepared it, a sentence a line; options as for `SplitFiles`."""
 
-    title, line = "ptb", "sentence"
+    name, line = "ptb", "sentence"
 
 
-class HeldOutText(TextDataset):
+@dataclass(kw_only=True, eq=False, repr=False)
+class HeldOutText(Corpus):
     """Texts that are not split yet, or that files or folders named after splits divide.
 
     Args:
+        path: file, folder, archive, or a mapping from split to one of these.
+        validation_fraction, test_fraction: shares held out.
+        others: see `Corpus`.
+
+    Attributes:
         holdout: "file" keeps whole texts for validation and test, the last in order of their names; "tail" the end of
             each. Not asked where files or folders are named after splits.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        *,
-        path: str | Path | Mapping[str, str | Path],
-        tokenizer: str,
-        vocabulary_size: int | None,
-        reset: str,
-        shuffle: bool,
-        holdout: str,
-        validation_fraction: float,
-        test_fraction: float,
-    ) -> None:
-        if holdout not in ("file", "tail"):
-            raise ValueError(f"data.holdout={holdout!r} must be 'file' (whole texts) or 'tail' (the end of each)")
-        check_fraction("data.validation_fraction", validation_fraction)
-        if not 0 < validation_fraction + check_fraction("data.test_fraction", test_fraction) < 1:
+    holdout = "tail"
+    path: str | Path | Mapping[str, str | Path]
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        self.fractions = {"validation": self.validation_fraction, "test": self.test_fraction}
+        if self.holdout not in ("file", "tail"):
+            raise ValueError(f"data.holdout={self.holdout!r} must be 'file' (whole texts) or 'tail' (the end of each)")
+        for split, fraction in self.fractions.items():
+            check_fraction(f"data.{split}_fraction", fraction)
+        if not 0 < sum(self.fractions.values()) < 1:
             raise ValueError(
-                f"data.validation_fraction={validation_fraction} and data.test_fraction={test_fraction} must add up "
-                "to less than 1, or nothing is left to train on"
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} must "
+                "add up to less than 1, or nothing is left to train on"
             )
-        self.path, self.holdout = path, holdout
-        self.fractions = {"validation": validation_fraction, "test": test_fraction}
-        options = {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset, "shuffle": shuffle}
-        super().__init__(name, split, **options)  # type: ignore[arg-type]
+        super().__post_init__()
 
     def _key(self, split: str) -> object:
         texts, tail = self._chosen(split)
@@ -140,7 +117,7 @@ class HeldOutText(TextDataset):
     def _documents(self, split: str) -> Iterator[str]:
         texts, tail = self._chosen(split)
         for text in texts:
-            cleaned = self._clean(decoded(text.content(), text, self.exact))
+            cleaned = self._clean(text_files.decoded(text.content(), text, self.exact))
             if not cleaned.strip():
                 raise ValueError(f"{text} is an empty document; remove it")
             if tail:
@@ -157,11 +134,11 @@ class HeldOutText(TextDataset):
     def _chosen(self, split: str) -> tuple[list[TextFile], bool]:
         """The texts of a split, and whether each gives only a part."""
         if isinstance(self.path, Mapping):
-            return split_texts(self.path, split), False
-        texts = find_texts(self.path)
+            return text_files.split_texts(self.path, split), False
+        texts = text_files.find_texts(self.path)
         one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
-        if not one_file and any(split_of(text) == "train" for text in texts):
-            return split_texts(self.path, split), False
+        if not one_file and any(text_files.split_of(text) == "train" for text in texts):
+            return text_files.split_texts(self.path, split), False
         if self.holdout == "tail" or len(texts) == 1:
             return texts, True
         if len(texts) < 3:
@@ -186,156 +163,82 @@ class HeldOutText(TextDataset):
 
 
 @DATASETS.register("enwik8")
+@dataclass(kw_only=True, eq=False, repr=False)
 class Enwik8(HeldOutText):
     """One file as bytes (enwik8, text8, ...): 90 % to train on, then 5 % for validation and 5 % for test.
 
     Args:
-        split: "train", "validation" or "test".
         path: the file, plain, compressed or in an archive.
         tokenizer: "byte"; "bpe" and "word" work too, for text.
-        vocabulary_size: for tokenizers other than bytes.
-        reset: "never" or "document"; the file is one document.
-        shuffle: has nothing to shuffle in one document.
-        validation_fraction, test_fraction: shares held out, at the end of the file.
+        reset, shuffle: without effect, as the file is one document.
+        others: see `HeldOutText`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the path holds several texts, or a text that is empty or damaged.
+        ValueError: the path holds several texts; others as `Corpus`.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path,
-        tokenizer: str = "byte",
-        vocabulary_size: int | None = None,
-        reset: str = "never",
-        shuffle: bool = False,
-        validation_fraction: float = 0.05,
-        test_fraction: float = 0.05,
-    ) -> None:
-        texts = find_texts(path)
+    name = "enwik8"
+    path: str | Path
+    tokenizer: str = "byte"  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        texts = text_files.find_texts(self.path)
         if len(texts) > 1:
             names = ", ".join(text.name for text in texts[:5])
-            raise ValueError(f"{path} holds {len(texts)} texts ({names}); give one file, or take data.name=text")
-        super().__init__(
-            "enwik8",
-            split,
-            path=path,
-            tokenizer=tokenizer,
-            vocabulary_size=vocabulary_size,
-            reset=reset,
-            shuffle=shuffle,
-            holdout="tail",
-            validation_fraction=validation_fraction,
-            test_fraction=test_fraction,
-        )
+            raise ValueError(f"{self.path} holds {len(texts)} texts ({names}); give one file, or take data.name=text")
+        super().__post_init__()
 
 
 @DATASETS.register("text")
+@dataclass(kw_only=True, eq=False, repr=False)
 class Text(HeldOutText):
     """Any local text: a file, or a folder or archive of files, each of which is a document.
 
     Files or folders named after splits (train.txt, valid/, ...) are taken as these; otherwise a part is held out.
 
     Args:
-        split: "train", "validation" or "test".
-        path: file, folder, archive, or a mapping from split to one of these.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of token ids.
         punctuation: whether the word tokenizer separates punctuation from words.
         line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
-        reset: "never" or "document". shuffle: a new order of documents for each epoch.
         holdout: "tail" holds out the end of each text, "file" whole texts.
-        validation_fraction, test_fraction: shares held out.
-
-    Raises:
-        FileNotFoundError: there is no such path, or no text.
-        ValueError: a text is empty, damaged or not UTF-8; or a wrong option.
+        others: see `HeldOutText`.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path | Mapping[str, str | Path],
-        tokenizer: str = "word",
-        vocabulary_size: int | None = None,
-        punctuation: bool = True,
-        line: str = "paragraph",
-        reset: str = "never",
-        shuffle: bool = False,
-        holdout: str = "tail",
-        validation_fraction: float = 0.05,
-        test_fraction: float = 0.05,
-    ) -> None:
-        if line not in ("paragraph", "sentence", "wrapped"):
-            raise ValueError(f"data.line={line!r} must be 'paragraph', 'sentence' or 'wrapped'")
-        self.line, self.punctuation = line, punctuation
-        super().__init__(
-            "text",
-            split,
-            path=path,
-            tokenizer=tokenizer,
-            vocabulary_size=vocabulary_size,
-            reset=reset,
-            shuffle=shuffle,
-            holdout=holdout,
-            validation_fraction=validation_fraction,
-            test_fraction=test_fraction,
-        )
+    name = "text"
+    punctuation: bool = True
+    line: str = "paragraph"
+    holdout: str = "tail"
+
+    def __post_init__(self) -> None:
+        if self.line not in ("paragraph", "sentence", "wrapped"):
+            raise ValueError(f"data.line={self.line!r} must be 'paragraph', 'sentence' or 'wrapped'")
+        super().__post_init__()
 
 
 @DATASETS.register("books", paper="arXiv:1911.05507")
+@dataclass(kw_only=True, eq=False, repr=False)
 class Books(HeldOutText):
     """Long documents, one a file (PG-19 and its like); folders train, validation and test are taken as such.
 
     Licence and header of Project Gutenberg are removed where they are marked.
 
     Args:
-        split: "train", "validation" or "test".
-        path: folder or archive of texts.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of token ids.
         unwrap: join the lines of a paragraph, so that a line end is the end of a paragraph.
-        reset: "document" begins each book with an empty memory, "never" runs on.
-        shuffle: a new order of books for each epoch.
         holdout: "file" holds out whole books, "tail" the end of each.
-        validation_fraction, test_fraction: shares held out.
+        others: see `HeldOutText`.
 
     Raises:
-        FileNotFoundError: there is no such path, or no text.
-        ValueError: a book is empty, damaged or not UTF-8; too few books; or a wrong option.
+        ValueError: too few books; others as `Corpus`.
     """
 
-    punctuation = True
+    name, punctuation = "books", True
+    unwrap: bool = True
+    reset: str = "document"
+    shuffle: bool = True
+    holdout: str = "file"
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path | Mapping[str, str | Path],
-        tokenizer: str = "word",
-        vocabulary_size: int | None = None,
-        unwrap: bool = True,
-        reset: str = "document",
-        shuffle: bool = True,
-        holdout: str = "file",
-        validation_fraction: float = 0.05,
-        test_fraction: float = 0.05,
-    ) -> None:
-        self.unwrap, self.line = unwrap, "paragraph" if unwrap else "wrapped"
-        super().__init__(
-            "books",
-            split,
-            path=path,
-            tokenizer=tokenizer,
-            vocabulary_size=vocabulary_size,
-            reset=reset,
-            shuffle=shuffle,
-            holdout=holdout,
-            validation_fraction=validation_fraction,
-            test_fraction=test_fraction,
-        )
+    def __post_init__(self) -> None:
+        self.line = "paragraph" if self.unwrap else "wrapped"
+        super().__post_init__()
 
     def _clean(self, text: str) -> str:
         marks = {found[1]: found for found in _GUTENBERG.finditer(text)}
@@ -345,52 +248,38 @@ class Books(HeldOutText):
 
 
 @DATASETS.register("huggingface")
-class HuggingFace(TextDataset):
+@dataclass(kw_only=True, eq=False, repr=False)
+class HuggingFace(Corpus):
     """Text of any data set of the Hugging Face hub, through the `datasets` library; a row is a document.
 
     Args:
-        split: "train", "validation" or "test"; a split that the data set lacks is refused.
         dataset: its name, e.g. "deepmind/pg19", or the path of one on disk. config: its configuration, if it has any.
         column: where the text stands.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of token ids.
         punctuation: whether the word tokenizer separates punctuation from words.
-        reset: "never" or "document". shuffle: a new order of documents for each epoch.
+        others: see `Corpus`.
 
     Raises:
         ImportError: the `datasets` library is not installed.
         ValueError: unknown data set, split or column, or it is not on disk and cannot be fetched.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        dataset: str,
-        config: str | None = None,
-        column: str = "text",
-        tokenizer: str = "word",
-        vocabulary_size: int | None = None,
-        punctuation: bool = True,
-        reset: str = "never",
-        shuffle: bool = False,
-    ) -> None:
-        self.dataset, self.config, self.column, self.punctuation = dataset, config, column, punctuation
+    name = "huggingface"
+    dataset: str
+    config: str | None = None
+    column: str = "text"
+    punctuation: bool = True
+
+    def __post_init__(self) -> None:
         self._rows: dict[str, Any] = {}
-        options = {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset, "shuffle": shuffle}
-        super().__init__("huggingface", split, **options)  # type: ignore[arg-type]
+        super().__post_init__()
 
     def _load(self, split: str) -> Any:
-        if split in self._rows:
-            return self._rows[split]
-        loaded = load_from_hub(self.dataset, self.config, ", or give local files to data.name=text")
-        names = [name for name in loaded if name in SPLIT_WORDS[split]]
-        if not names:
-            raise ValueError(f"{self.dataset} has no split {split!r}; it has {', '.join(loaded)}")
-        rows = loaded[names[0]]
-        if self.column not in rows.column_names:
-            raise ValueError(f"data.column={self.column!r}: {self.dataset} has {', '.join(rows.column_names)}")
-        self._rows[split] = rows
-        return rows
+        if split not in self._rows:
+            rows = hub_split(self.dataset, self.config, split, ", or give local files to data.name=text")
+            if self.column not in rows.column_names:
+                raise ValueError(f"data.column={self.column!r}: {self.dataset} has {', '.join(rows.column_names)}")
+            self._rows[split] = rows
+        return self._rows[split]
 
     def _key(self, split: str) -> object:
         rows = self._load(split)

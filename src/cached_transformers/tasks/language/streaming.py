@@ -47,11 +47,7 @@ class Progress(NamedTuple):
 
 
 def read_stream(
-    model: nn.Module,
-    pieces: Iterable[list[int]],
-    segment_length: int,
-    *,
-    start: Progress | None = None,
+    model: nn.Module, pieces: Iterable[list[int]], segment_length: int, *, start: Progress | None = None
 ) -> Iterator[Progress]:
     """Read tokens and yield after every segment.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from cached_transformers.data.pairs import IGNORED
 
 
 class StreamBatch(NamedTuple):

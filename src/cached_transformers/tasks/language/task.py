@@ -49,11 +49,7 @@ class LanguageModelling(Task):
         super().__init__(config, model, train, validation, world)
         check(config, model, train)
         settings = self.settings
-        if settings.batch_size % (world.size * settings.accumulate):
-            raise ValueError(
-                f"training.batch_size={settings.batch_size} must be a multiple of {world.size} processes x "
-                f"training.accumulate={settings.accumulate}"
-            )
+        self.share.check(settings.batch_size)
         length = settings.segment_length * settings.segments
         if settings.batch_size * length > len(train):
             raise ValueError(
@@ -140,11 +136,7 @@ class LanguageModelling(Task):
         return {name: torch.cat([part[name] for part in everyone]) for name in mine}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up the states of the rows of this process.
-
-        Raises:
-            ValueError: they are of another model.
-        """
+        """Take up the states of the rows of this process (ValueError: they are of another model)."""
         if not state:
             return
         self.model.train()  # the size of a state may depend on the mode

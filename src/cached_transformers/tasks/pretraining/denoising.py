@@ -38,9 +38,6 @@ def part_of(rate: float, size: int) -> int:
     return math.ceil(Fraction(str(float(rate))) * size)
 
 
-# ---------------------------------------------------------------------------------------------- BART
-
-
 def mask_tokens(
     tokens_N: Any, rate: float, mask: int, generator: Generator, *, random_rate: float = 0.0, vocabulary: int = 0
 ) -> Ids:
@@ -169,9 +166,6 @@ def rotate_document(tokens_N: Any, generator: Generator, *, rate: float = 1.0) -
     if not len(tokens_N) or generator.random() >= rate:
         return tokens_N
     return np.roll(tokens_N, -int(generator.integers(len(tokens_N))))
-
-
-# ------------------------------------------------------------------------------------------------ T5
 
 
 def noise_counts(length: int, rate: float, mean: float) -> tuple[int, int]:

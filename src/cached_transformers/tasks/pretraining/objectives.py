@@ -22,23 +22,8 @@ import numpy as np
 from cached_transformers.data.tokenizers import SpecialTokens
 from cached_transformers.registry import OBJECTIVES
 
-from .denoising import (
-    Generator,
-    Ids,
-    Replacement,
-    corrupt_spans,
-    corrupted_lengths,
-    delete_tokens,
-    infill_text,
-    mask_tokens,
-    noise_counts,
-    part_of,
-    permute_sentences,
-    raw_length,
-    rotate_document,
-    span_lengths,
-    split_prefix,
-)
+from . import denoising
+from .denoising import Generator, Ids, Replacement
 
 ObjectiveSpec = str | Mapping[str, Any]
 """A name, or {"name": ..., option: value}."""
@@ -106,10 +91,10 @@ class Bart:
     def __post_init__(self) -> None:
         for name in ("infilling", "random_rate", "masking", "deletion", "permutation", "rotation"):
             try:
-                part_of(getattr(self, name), 1)
+                denoising.part_of(getattr(self, name), 1)
             except ValueError:
                 raise ValueError(f"objective {name}={getattr(self, name)} must lie in [0, 1]") from None
-        span_lengths(1, self.mean, np.random.default_rng(0))
+        denoising.span_lengths(1, self.mean, np.random.default_rng(0))
         if self.replace not in ("span", "token", "nothing"):
             raise ValueError(f"objective replace={self.replace!r} must be 'span', 'token' or 'nothing'")
 
@@ -123,13 +108,13 @@ class Bart:
         text_N, size = tokens_N, special.text.vocabulary
         random: dict[str, Any] = {"random_rate": self.random_rate, "vocabulary": size}
         if self.permutation:
-            text_N = permute_sentences(text_N, special.sentence_ends, generator, rate=self.permutation)
+            text_N = denoising.permute_sentences(text_N, special.sentence_ends, generator, rate=self.permutation)
         if self.deletion:
-            text_N = delete_tokens(text_N, self.deletion, generator)
+            text_N = denoising.delete_tokens(text_N, self.deletion, generator)
         if self.masking:
-            text_N = mask_tokens(text_N, self.masking, special.mask, generator, **random)
+            text_N = denoising.mask_tokens(text_N, self.masking, special.mask, generator, **random)
         if self.infilling:
-            text_N = infill_text(
+            text_N = denoising.infill_text(
                 text_N,
                 self.infilling,
                 special.mask,
@@ -140,7 +125,7 @@ class Bart:
                 longest=len(tokens_N),
                 **random,
             )
-        text_N = rotate_document(text_N, generator, rate=self.rotation)
+        text_N = denoising.rotate_document(text_N, generator, rate=self.rotation)
         source = np.concatenate([[special.begin], text_N, [special.end]])
         return source, np.append(tokens_N, special.end)
 
@@ -154,32 +139,31 @@ def text_infilling(
     whole_words: bool = False,
 ) -> Bart:
     """Spans of text under one mask each; see `infill_text`."""
-    only = Bart(infilling=rate, mean=mean, replace=replace, random_rate=random_rate, whole_words=whole_words)
-    return _only(only, permutation=0.0)
+    return Bart(rate, mean, replace, random_rate, whole_words, permutation=0.0)
 
 
 @OBJECTIVES.register("token_masking", paper="arXiv:1910.13461")
 def token_masking(rate: float = 0.15, random_rate: float = 0.0) -> Bart:
     """Single tokens under masks; see `mask_tokens`."""
-    return _only(Bart(masking=rate, random_rate=random_rate), infilling=0.0, permutation=0.0)
+    return Bart(masking=rate, random_rate=random_rate, infilling=0.0, permutation=0.0)
 
 
 @OBJECTIVES.register("token_deletion", paper="arXiv:1910.13461")
 def token_deletion(rate: float = 0.15) -> Bart:
     """Single tokens deleted; see `delete_tokens`."""
-    return _only(Bart(deletion=rate), infilling=0.0, permutation=0.0)
+    return Bart(deletion=rate, infilling=0.0, permutation=0.0)
 
 
 @OBJECTIVES.register("sentence_permutation", paper="arXiv:1910.13461")
 def sentence_permutation(rate: float = 1.0) -> Bart:
     """Sentences in another order; see `permute_sentences`."""
-    return _only(Bart(permutation=rate), infilling=0.0)
+    return Bart(permutation=rate, infilling=0.0)
 
 
 @OBJECTIVES.register("document_rotation", paper="arXiv:1910.13461")
 def document_rotation(rate: float = 1.0) -> Bart:
     """The text from another token on; see `rotate_document`."""
-    return _only(Bart(rotation=rate), infilling=0.0, permutation=0.0)
+    return Bart(rotation=rate, infilling=0.0, permutation=0.0)
 
 
 @OBJECTIVES.register("span_corruption", paper="arXiv:1910.10683")
@@ -198,19 +182,20 @@ class SpanCorruption:
     mean: float = 3.0
 
     def __post_init__(self) -> None:
-        noise_counts(2, self.rate, self.mean)
+        denoising.noise_counts(2, self.rate, self.mean)
 
     def text_length(self, max_length: int) -> int:
-        length = raw_length(max_length, self.rate, self.mean)
-        while max(corrupted_lengths(length, self.rate, self.mean)) > max_length:
+        length = denoising.raw_length(max_length, self.rate, self.mean)
+        while max(denoising.corrupted_lengths(length, self.rate, self.mean)) > max_length:
             length -= 1
         return length
 
     def sentinels(self, length: int) -> int:
-        return noise_counts(length, self.rate, self.mean)[1]
+        return denoising.noise_counts(length, self.rate, self.mean)[1]
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
-        return corrupt_spans(tokens_N, special.sentinels, special.end, generator, rate=self.rate, mean=self.mean)
+        spans = {"rate": self.rate, "mean": self.mean}
+        return denoising.corrupt_spans(tokens_N, special.sentinels, special.end, generator, **spans)
 
 
 @OBJECTIVES.register("prefix_lm", paper="arXiv:1910.10683")
@@ -225,12 +210,8 @@ class PrefixLanguageModelling:
         return 0
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
-        source, target = split_prefix(tokens_N, generator)
+        source, target = denoising.split_prefix(tokens_N, generator)
         return np.append(source, special.end), np.append(target, special.end)
-
-
-def _only(noise: Bart, **off: float) -> Bart:
-    return Bart(**{**{name: getattr(noise, name) for name in noise.__dataclass_fields__}, **off})
 
 
 @lru_cache(maxsize=4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,31 +17,22 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from cached_transformers.data import subwords
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
 from cached_transformers.data.splits import SPLIT_WORDS, check_split
 from cached_transformers.data.store import Arrays, load_or_build
-from cached_transformers.data.subwords import (
-    BEGIN,
-    END,
-    FORMATS,
-    PAD,
-    SMALLEST,
-    SUBWORDS,
-    UNKNOWN,
-    PairTokenizer,
-    read_pair_tokenizer,
-    train_subwords,
-)
+from cached_transformers.data.subwords import BEGIN, END, PAD, UNKNOWN, PairTokenizer
 from cached_transformers.data.tokenizers import load_tokenizer
 from cached_transformers.registry import DATASETS, unknown_name
 
-from .parallel_files import PairPath, Parallel, find_pair, load_hub, pair_key, read_hub, read_pair
+from .parallel_files import PairFiles, PairPath, Parallel, find_pair, load_hub, pair_key, read_hub, read_pair
 
 VERSION = 1  # to be raised when the same text gives other ids
 Names = str | list[str] | None
 
 
 @DATASETS.register("translation")
+@dataclass(eq=False, repr=False)
 class Translation:
     """Translate lines of text: files, TSV, archives, or a data set of the Hugging Face hub.
 
@@ -78,52 +70,46 @@ class Translation:
         ImportError: `tokenizers`, `sentencepiece` or `datasets` is wanted and not installed.
     """
 
+    name = "translation"
     task = "translation"
-    registered = "translation"
     augment = False
     standard: ClassVar[dict[str, Any]] = {}
     """What a data set of its own name has where `source`, `target`, `test` or `text_format` is null."""
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        source: str | None = None,
-        target: str | None = None,
-        path: PairPath | None = None,
-        dataset: str | None = None,
-        config: str | None = None,
-        train: Names = None,
-        validation: Names = None,
-        test: Names = None,
-        tokenizer: str = "bpe",
-        vocabulary_size: int = 8000,
-        joint: bool = True,
-        text_format: str | None = None,
-        lowercase: bool = False,
-        max_length: int = 256,
-        max_ratio: float | None = None,
-        limit: int | None = None,
-        multiple: int = 1,
-    ) -> None:
-        self.name, self.split = self.registered, check_split(split)
-        usual = self.standard
-        source, target = source or usual.get("source", ""), target or usual.get("target", "")
-        test, text_format = test or usual.get("test"), text_format or usual.get("text_format", "raw")
-        path = self._folder(path)
-        _check(path, dataset, source, target, vocabulary_size, text_format, max_length, max_ratio, limit, multiple)
-        self.languages, self.text_format, self.lowercase = (source, target), text_format, lowercase
-        self.max_length, self.max_ratio, self.multiple = max_length, max_ratio, multiple
-        self._path, self._hub, self._limit, self._joint = path, (dataset, config), limit, joint
-        chosen = {"train": train, "validation": validation, "test": test}
-        self._names = {
-            name: SPLIT_WORDS[name] if given is None else [given] if isinstance(given, str) else list(given)
-            for name, given in chosen.items()
-        }
+    split: str
+    _: KW_ONLY
+    source: str | None = None
+    target: str | None = None
+    path: PairPath | None = None
+    dataset: str | None = None
+    config: str | None = None
+    train: Names = None
+    validation: Names = None
+    test: Names = None
+    tokenizer: str = "bpe"
+    vocabulary_size: int = 8000
+    joint: bool = True
+    text_format: str | None = None
+    lowercase: bool = False
+    max_length: int = 256
+    max_ratio: float | None = None
+    limit: int | None = None
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        for option in ("source", "target", "test"):
+            setattr(self, option, getattr(self, option) or self.standard.get(option))
+        self._format: str = self.text_format or self.standard.get("text_format", "raw")
+        self.text_format, self.path = self._format, self._folder(self.path)
+        self._check()
+        self.languages = (self.source or "", self.target or "")
         self._read: dict[str, Parallel] = {}
-        self.tokenizer = self._tokenizer(tokenizer, vocabulary_size)
-        key = {"tokenizer": self._tokenizer_key, "text": self._key(split), "version": VERSION}
-        rules = [split == "train", max_length, max_ratio, limit if split == "train" else None]
+        self._subwords = self._tokenizer(self.tokenizer)
+        self.tokenizer = self._subwords  # type: ignore[assignment]  # an option first, and then what it names
+        key = {"tokenizer": self._tokenizer_key, "text": self._key(self.split), "version": VERSION}
+        training = self.split == "train"
+        rules = [training, self.max_length, self.max_ratio, self.limit if training else None]
         arrays = load_or_build("translation", {**key, "rules": rules}, self._encode)
         self._tokens = tuple(torch.from_numpy(arrays[side].astype(np.int64)) for side in ("source", "target"))
         self._ends = tuple(np.cumsum([0, *arrays["lengths"][:, side]]) for side in (0, 1))
@@ -133,54 +119,82 @@ class Translation:
         self.dropped = {why: int(n) for why, n in zip(reasons, arrays["dropped"], strict=True) if n}
         self._report()
 
-    # --------------------------------------------------------------------------------------------------- reading
+    def _check(self) -> None:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError(f"data.path={self.path!r} and data.dataset={self.dataset!r}: give one of them")
+        both = f"data.source={self.source!r} and data.target={self.target!r}"
+        if not (self.source and self.target):
+            raise ValueError(f"{both}: name both languages")
+        if self.source == self.target:
+            raise ValueError(f"{both} must be two languages")
+        if self.text_format not in subwords.FORMATS:
+            raise ValueError(unknown_name("data.text_format", self.text_format, list(subwords.FORMATS)))
+        size, length = self.vocabulary_size, self.max_length
+        if size < subwords.SMALLEST:
+            raise ValueError(
+                f"data.vocabulary_size={size} must be at least {subwords.SMALLEST}: special ids and the 256 bytes"
+            )
+        for name, least in (("max_length", 2), ("limit", 1), ("multiple", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"data.{name}={value} must be at least {least}")
+        if length % self.multiple:
+            raise ValueError(f"data.max_length={length} must be a multiple of data.multiple={self.multiple}")
+        if self.max_ratio is not None and self.max_ratio < 1:
+            raise ValueError(f"data.max_ratio={self.max_ratio} must be at least 1, or null")
 
     def _folder(self, path: PairPath | None) -> PairPath | None:
         """Where the files lie under what the user gave."""
         return path
 
+    def _names(self, split: str) -> Sequence[str]:
+        """What the files of a split are called."""
+        given: Names = getattr(self, split)
+        return SPLIT_WORDS[split] if given is None else [given] if isinstance(given, str) else given
+
     def _key(self, split: str) -> Any:
         """What decides the lines of a split, as JSON."""
         sides = [*self.languages, self.lowercase]
-        if self._hub[0] is not None:
-            rows, columns = load_hub(self._hub[0], self._hub[1], split, self.languages)
-            return [*self._hub, columns, len(rows), rows._fingerprint, *sides]
-        assert self._path is not None
-        return [pair_key(find_pair(self._path, split, self._names[split], self.languages)), *sides]
+        if self.dataset is not None:
+            rows, columns = load_hub(self.dataset, self.config, split, self.languages)
+            return [self.dataset, self.config, columns, len(rows), rows._fingerprint, *sides]
+        return [pair_key(self._files(split)), *sides]
+
+    def _files(self, split: str) -> list[PairFiles]:
+        assert self.path is not None
+        return find_pair(self.path, split, self._names(split), self.languages)
 
     def parallel(self, split: str) -> Parallel:
         """The lines of a split as they stand in the files (in lower case, if so), empty ones too."""
         if split not in self._read:
-            if self._hub[0] is not None:
-                parts = [read_hub(*load_hub(self._hub[0], self._hub[1], split, self.languages), str(self._hub[0]))]
+            if self.dataset is not None:
+                parts = [read_hub(*load_hub(self.dataset, self.config, split, self.languages), self.dataset)]
             else:
-                assert self._path is not None
-                found = find_pair(self._path, split, self._names[split], self.languages)
-                parts = [read_pair(files, self.languages) for files in found]
+                parts = [read_pair(files, self.languages) for files in self._files(split)]
             lower = str.lower if self.lowercase else str
             sides = [[lower(line) for part in parts for line in part[side]] for side in (0, 1)]
             self._read[split] = Parallel(sides[0], sides[1], "; ".join(part.name for part in parts))
         return self._read[split]
 
-    def _tokenizer(self, kind: str, size: int) -> PairTokenizer:
-        if kind not in SUBWORDS:
+    def _tokenizer(self, kind: str) -> PairTokenizer:
+        if kind not in subwords.SUBWORDS:
             if not Path(kind).expanduser().exists():
-                raise ValueError(f"{unknown_name('tokenizer', kind, list(SUBWORDS))}, nor is it a file")
-            found = read_pair_tokenizer(kind, self.text_format, self.lowercase)
+                raise ValueError(f"{unknown_name('tokenizer', kind, list(subwords.SUBWORDS))}, nor is it a file")
+            found = subwords.read_pair_tokenizer(kind, self._format, self.lowercase)
             self._tokenizer_key: Any = found.dump().decode()
             return found
-        options = {"kind": kind, "size": size, "joint": self._joint, "format": self.text_format}
-        self._tokenizer_key = {**options, "train": self._key("train"), "limit": self._limit, "version": VERSION}
+        size, text_format = self.vocabulary_size, self._format
+        options = {"kind": kind, "size": size, "joint": self.joint, "format": text_format}
+        self._tokenizer_key = {**options, "train": self._key("train"), "limit": self.limit, "version": VERSION}
 
         def train() -> Arrays:
             lines = self.parallel("train")
-            sides = [[line for line in side[: self._limit] if line.strip()] for side in lines[:2]]
+            sides = [[line for line in side[: self.limit] if line.strip()] for side in lines[:2]]
             if not all(sides):
                 raise ValueError(f"{lines.name}: no training line holds text")
-            texts = [[*sides[0], *sides[1]]] if self._joint else sides
-            trained = [train_subwords(kind, part, size, self.text_format) for part in texts]
-            target = None if self._joint else trained[1]
-            dumped = PairTokenizer(trained[0], target, self.text_format, self.lowercase).dump()
+            texts = [[*sides[0], *sides[1]]] if self.joint else sides
+            trained = [subwords.train_subwords(kind, part, size, text_format) for part in texts]
+            target = None if self.joint else trained[1]
+            dumped = PairTokenizer(trained[0], target, text_format, self.lowercase).dump()
             return {"tokenizer": np.frombuffer(dumped, dtype=np.uint8)}
 
         stored = load_or_build("subwords", self._tokenizer_key, train)
@@ -190,11 +204,11 @@ class Translation:
 
     def _encode(self) -> Arrays:
         lines, training = self.parallel(self.split), self.split == "train"
-        pairs = list(zip(lines.source, lines.target, strict=True))[: self._limit if training else None]
+        pairs = list(zip(lines.source, lines.target, strict=True))[: self.limit if training else None]
         kept = [pair for pair in pairs if pair[0].strip() and pair[1].strip()] if training else pairs
         empty = len(pairs) - len(kept)
         sources, targets = (
-            self.tokenizer.encode_batch([pair[side] for pair in kept], target=side == 1) for side in (0, 1)
+            self._subwords.encode_batch([pair[side] for pair in kept], target=side == 1) for side in (0, 1)
         )
         both = list(zip(sources, targets, strict=True))
         fitting = [(s, t) for s, t in both if max(len(s), len(t)) <= self.max_length]
@@ -211,7 +225,7 @@ class Translation:
                 f"{self.max_length}, {len(fitting)} beyond data.max_ratio={ratio}); raise these, or fetch the data "
                 f"again"
             )
-        kind = np.uint16 if max(self.tokenizer.vocabulary, self.tokenizer.target_vocabulary) <= 1 << 16 else np.int32
+        kind = np.uint16 if max(self._subwords.vocabulary, self._subwords.target_vocabulary) <= 1 << 16 else np.int32
         flat = [np.array([i for pair in balanced for i in pair[side]], dtype=kind) for side in (0, 1)]
         lengths = np.array([[len(s), len(t)] for s, t in balanced], dtype=np.int64)
         dropped = np.array([empty, long, len(fitting) - len(balanced)], dtype=np.int64)
@@ -226,14 +240,13 @@ class Translation:
             named = ", ".join(str(line + 1) for line in cut[:5])
             warnings.warn(
                 f"{self.name}, {self.split}: {len(cut)} sources have more than data.max_length={self.max_length} "
-                f"tokens "
-                f"and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
+                f"tokens and are truncated (lines {named}{', ...' if len(cut) > 5 else ''})",
                 stacklevel=3,
             )
         starts, ends = self._ends[0][:-1], self._ends[0][1:]
         unknown = torch.nonzero(self._tokens[0] == UNKNOWN).flatten().numpy()
         rows = np.unique(np.searchsorted(ends, unknown, side="right"))
-        strange = [row for row in rows if not self.tokenizer.knows(self._tokens[0][starts[row] : ends[row]].tolist())]
+        strange = [row for row in rows if not self._subwords.knows(self._tokens[0][starts[row] : ends[row]].tolist())]
         if strange and len(strange) == len(self):
             raise ValueError(
                 f"{self.name}, {self.split}: no source holds anything that the tokenizer knows; data.tokenizer is of "
@@ -243,8 +256,6 @@ class Translation:
             warnings.warn(
                 f"{self.name}, {self.split}: {len(strange)} sources hold nothing that the tokenizer knows", stacklevel=3
             )
-
-    # ---------------------------------------------------------------------------------------------------- items
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -272,7 +283,7 @@ class Translation:
 
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model."""
-        tokenizer = self.tokenizer
+        tokenizer = self._subwords
         target = {} if tokenizer.joint else {"target_vocabulary": tokenizer.target_vocabulary}
         return {
             "name": self.name,
@@ -298,7 +309,7 @@ class Multi30k(Translation):
     `dataset: bentrevett/multi30k`. The test split is that of 2016 unless `test` names another.
     """
 
-    registered = "multi30k"
+    name = "multi30k"
 
     standard: ClassVar[dict[str, Any]] = {"source": "en", "target": "de", "test": "test_2016_flickr"}
 
@@ -315,7 +326,7 @@ class IWSLT14(Translation):
     `path` is the folder or archive that fairseq's preparation makes: train, valid and test, lower-cased Moses tokens.
     """
 
-    registered = "iwslt14"
+    name = "iwslt14"
 
     standard: ClassVar[dict[str, Any]] = {"source": "de", "target": "en", "text_format": "moses"}
 
@@ -327,34 +338,3 @@ def truncated(ids: list[int], length: int) -> list[int]:
 
 def _balanced(source: list[int], target: list[int], ratio: float) -> bool:
     return max(len(source), len(target)) <= ratio * min(len(source), len(target))
-
-
-def _check(
-    path: object,
-    dataset: str | None,
-    source: str,
-    target: str,
-    size: int,
-    text_format: str,
-    max_length: int,
-    max_ratio: float | None,
-    limit: int | None,
-    multiple: int,
-) -> None:
-    if (path is None) == (dataset is None):
-        raise ValueError(f"data.path={path!r} and data.dataset={dataset!r}: give one of them")
-    if not (source and target):
-        raise ValueError(f"data.source={source or None!r} and data.target={target or None!r}: name both languages")
-    if source == target:
-        raise ValueError(f"data.source={source!r} and data.target={target!r} must be two languages")
-    if text_format not in FORMATS:
-        raise ValueError(unknown_name("data.text_format", text_format, list(FORMATS)))
-    if size < SMALLEST:
-        raise ValueError(f"data.vocabulary_size={size} must be at least {SMALLEST}: special ids and the 256 bytes")
-    for name, value, least in (("max_length", max_length, 2), ("limit", limit, 1), ("multiple", multiple, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"data.{name}={value} must be at least {least}")
-    if max_length % multiple:
-        raise ValueError(f"data.max_length={max_length} must be a multiple of data.multiple={multiple}")
-    if max_ratio is not None and max_ratio < 1:
-        raise ValueError(f"data.max_ratio={max_ratio} must be at least 1, or null")

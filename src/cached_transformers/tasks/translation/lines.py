@@ -123,11 +123,8 @@ def _translate(
         end=tokenizer.end,
         **options,
     )
-    for place, ids, length, score in zip(
-        places, found.tokens_BT.tolist(), found.length_B.tolist(), found.score_B.tolist(), strict=True
-    ):
-        # A line in is a line out, whatever the model says.
-        text = " ".join(tokenizer.decode(ids[:length]).splitlines())
+    for place, (answer, score) in zip(places, found.texts(tokenizer), strict=True):
+        text = " ".join(answer.splitlines())  # a line in is a line out, whatever the model says
         texts[place] = f"{score:.4f}\t{text}" if scores else text
     return texts
 

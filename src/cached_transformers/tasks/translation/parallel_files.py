@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from cached_transformers.data.huggingface import hub_split
 from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.data.text import fingerprint
 from cached_transformers.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
-from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
 PairPath = str | Path | Mapping[str, Any]
@@ -66,15 +66,13 @@ def find_pair(path: PairPath, split: str, names: Sequence[str], languages: tuple
             "file, e.g. data.path={train: train.tsv, validation: dev.tsv, test: test.tsv}"
         )
     files = _listed(folder)
-    found: list[PairFiles] = []
-    for name in names:
-        one = _of_name(files, name, languages)
-        if one is not None:
-            found.append(one)
-    if len(found) == len(names) or (found and tuple(names) == SPLIT_WORDS[split]):
-        return found if tuple(names) != SPLIT_WORDS[split] else found[:1]
-    missing = [name for name in names if _of_name(files, name, languages) is None]
-    raise FileNotFoundError(_nothing(path, files, split, missing, languages))
+    found = {name: pair for name in names if (pair := _of_name(files, name, languages))}
+    if found and tuple(names) == SPLIT_WORDS[split]:
+        return list(found.values())[:1]
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise FileNotFoundError(_nothing(path, files, split, missing, languages))
+    return list(found.values())
 
 
 def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
@@ -89,8 +87,7 @@ def read_pair(files: PairFiles, languages: tuple[str, str]) -> Parallel:
     if len(source) != len(target):
         raise ValueError(
             f"{files.source} has {len(source)} lines and {files.target} has {len(target)}; line n of one must "
-            f"translate "
-            "line n of the other, so fetch both again"
+            "translate line n of the other, so fetch both again"
         )
     return Parallel(source, target, f"{files.source}, {files.target}")
 
@@ -101,11 +98,7 @@ def pair_key(files: Iterable[PairFiles]) -> list[Any]:
 
 
 def decode_line(line: bytes, name: object, number: int) -> str:
-    """A line as text, without its end.
-
-    Raises:
-        ValueError: it is not UTF-8; file, line and byte are named.
-    """
+    """A line as text, without its end (ValueError: it is not UTF-8; file, line and byte are named)."""
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -125,20 +118,7 @@ def load_hub(dataset: str, config: str | None, split: str, languages: tuple[str,
         ImportError: the `datasets` library is not installed.
         ValueError: unknown data set, split or languages.
     """
-    library = require("datasets", extra="language")
-    folder = Path(dataset).expanduser()
-    try:
-        saved = (folder / "dataset_dict.json").is_file()
-        loaded = library.load_from_disk(str(folder)) if saved else library.load_dataset(dataset, config)
-    except Exception as error:  # the library raises a wide choice: no network, no such name, no such configuration
-        raise ValueError(
-            f"data.dataset={dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a machine with a "
-            "network and keep its cache (HF_HOME) or what save_to_disk writes, or give files by data.path"
-        ) from error
-    present = [name for name in loaded if name in SPLIT_WORDS[split]]
-    if not present:
-        raise ValueError(f"{dataset} has no split {split!r}; it has {', '.join(loaded)}")
-    rows = loaded[present[0]]
+    rows = hub_split(dataset, config, split, ", or give files by data.path")
     nested = "translation" in rows.column_names
     known = list(rows[0]["translation"]) if nested and len(rows) else list(rows.column_names)
     for option, language in zip(("source", "target"), languages, strict=True):

@@ -67,9 +67,9 @@ class Translation(Task):
         settings = self.settings
         self.order: TokenOrder | TrainingOrder
         if settings.batch_tokens is None:
-            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, *self._share())
+            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share)
         else:
-            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, *self._share())
+            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, self.share)
         self.translations: list[Translated] = []
 
     def facts(self) -> dict[str, float]:
@@ -175,8 +175,7 @@ def check(config: RunConfig, model: nn.Module, data: Any) -> None:
     if settings.batch_tokens is not None and not hasattr(data, "lengths"):
         raise ValueError(
             f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known "
-            f"beforehand; "
-            "leave it out and set training.batch_size"
+            "beforehand; leave it out and set training.batch_size"
         )
     if not settings.batch_tokens and settings.batch_size > len(data):
         raise ValueError(f"training.batch_size={settings.batch_size} exceeds the {len(data)} training pairs; lower it")
@@ -192,9 +191,8 @@ def check_same_tokenizer(first: Any, second: Any) -> None:
     one, other = (getattr(data, "tokenizer", None) for data in (first, second))
     if one is not None and other is not None and one.dump() != other.dump():
         raise ValueError(
-            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the "
-            f"same ids mean "
-            "different texts; build both with the same options"
+            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the same "
+            "ids mean different texts; build both with the same options"
         )
 
 
@@ -255,10 +253,7 @@ def translate_rows(
             tokens=options.tokens,
             length_penalty=options.length_penalty,
         )
-        for row, ids, length, score in zip(
-            chosen, answer.tokens_BT.tolist(), answer.length_B.tolist(), answer.score_B.tolist(), strict=True
-        ):
-            found[row] = dataset.tokenizer.decode(ids[:length]), score
+        found |= zip(chosen, answer.texts(dataset.tokenizer), strict=True)
     everyone: dict[int, tuple[str, float]] = {}
     for part in world.gather(found):
         everyone |= part

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch.utils.data import Sampler
 
-from cached_transformers.training.loader import Key, mixed_seed
+from cached_transformers.training.loader import WHOLE, Key, Share, mixed_seed
 
 TOGETHER = 2  # lengths of the source that count as equal: rows change their company from epoch to epoch
 
@@ -28,30 +28,21 @@ class TokenOrder(Sampler[list[Key]]):
         lengths: tokens of source and target of each row, integers (size, 2).
         tokens: of a step, source and target for itself, padding included.
         seed: seed of the orders. start: steps already taken.
-        rank, world_size: this process and the number of processes. accumulate: pieces of a process's share.
+        share: what this process takes of a batch.
 
     Raises:
         ValueError: a row has more tokens than a batch.
     """
 
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        tokens: int,
-        seed: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-    ) -> None:
+    def __init__(self, lengths: np.ndarray, tokens: int, seed: int, start: int = 0, share: Share = WHOLE) -> None:
         self.lengths, self.tokens, self.seed, self.start = np.asarray(lengths), tokens, seed, start
-        self.rank, self.pieces, self.accumulate = rank, world_size * accumulate, accumulate
+        self.pieces, self.first = share.processes * share.accumulate, share.rank * share.accumulate
+        self.accumulate = share.accumulate
         self._longer = self.lengths.max(1)
         if self._longer.max() > tokens:
             raise ValueError(
                 f"training.batch_tokens={tokens} is less than the {self._longer.max()} tokens of the longest pair; "
-                f"raise it, "
-                "or lower data.max_length"
+                "raise it, or lower data.max_length"
             )
         self._cuts = _cuts(np.sort(self._longer), tokens)
         self.batches = len(self._cuts) - 1
@@ -71,13 +62,13 @@ class TokenOrder(Sampler[list[Key]]):
 
     def empty(self, step: int, piece: int) -> bool:
         """Whether this process has no row for one of its pieces."""
-        return len(self.rows(step)) <= self.rank * self.accumulate + piece
+        return len(self.rows(step)) <= self.first + piece
 
     def __iter__(self) -> Iterator[list[Key]]:
         step = self.start
         while True:
             rows = self.rows(step)
-            for piece in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
+            for piece in range(self.first, self.first + self.accumulate):
                 yield rows[piece :: self.pieces] or rows[:1]
             step += 1
 

@@ -21,6 +21,7 @@ from cached_transformers.models.generation import evaluating
 from cached_transformers.state import State
 
 if TYPE_CHECKING:
+    from cached_transformers.data.subwords import PairTokenizer
     from cached_transformers.models.encoder_decoder import EncoderDecoder
 
 
@@ -41,6 +42,11 @@ class Translation(NamedTuple):
     length_B: Tensor
     score_B: Tensor
     state: State
+
+    def texts(self, tokenizer: PairTokenizer) -> list[tuple[str, float]]:
+        """Text and log-probability of each row; not for several `results`."""
+        rows = zip(self.tokens_BT.tolist(), self.length_B.tolist(), self.score_B.tolist(), strict=True)
+        return [(tokenizer.decode(ids[:length]), score) for ids, length, score in rows]
 
 
 @torch.no_grad()

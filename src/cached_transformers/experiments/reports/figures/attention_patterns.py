@@ -59,9 +59,6 @@ def attention_weights(
     Args:
         attention: name, or {"name": ..., option: value}.
         draws: rows of the batch. seed: of the core's own randomness and of the draws.
-
-    Raises:
-        ValueError: unknown name or option, a core without the form asked for, or fewer than 1 token or draw.
     """
     for name, value in {"tokens": tokens, "draws": draws}.items():
         if value < 1:
@@ -118,10 +115,6 @@ def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int
 
     Colour grows with the square root of the weight, which shows weights of very different sizes. Where content decides
     what is seen, one draw shows a pattern and many show how often.
-
-    Raises:
-        ValueError: as `attention_weights`.
-        ImportError: matplotlib is not installed.
     """
     colours = require("matplotlib.colors", extra="plot")
     patterns = attention_patterns(attention, tokens, draws=draws, seed=seed)

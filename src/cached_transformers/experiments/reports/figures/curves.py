@@ -34,9 +34,6 @@ def learning_curves(
 
     Args:
         runs: the records of each seed, by variant.
-
-    Raises:
-        ValueError: no curve can be drawn from the records.
     """
     if len(runs) == 1:
         seeds = next(iter(runs.values()))
@@ -68,9 +65,6 @@ def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figu
 
     Args:
         lines: for each name (first place, last place, mean loss in nats), from the beginning on.
-
-    Raises:
-        ValueError: there is nothing to draw.
     """
     if not any(lines.values()):
         raise ValueError("loss_by_place needs the losses of at least one place")
@@ -96,9 +90,6 @@ def cost_against_length(
 
     Args:
         costs: (seconds by length, MiB by length) of each mechanism.
-
-    Raises:
-        ValueError: nothing was measured.
     """
     if not costs or not all(seconds for seconds, _ in costs.values()):
         raise ValueError("cost_against_length needs at least one mechanism, with at least one length each")

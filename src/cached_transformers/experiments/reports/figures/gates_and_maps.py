@@ -31,9 +31,6 @@ def gates(layers_by_variant: Mapping[str, Sequence[Sequence[Sequence[float]]]], 
     Args:
         layers_by_variant: for each variant, for each seed, for each layer the shares of its heads, in 0..1. Layers may
             differ in their number of heads. Heads have no fixed order over seeds, so only means are compared.
-
-    Raises:
-        ValueError: nothing to draw, or a share outside 0..1.
     """
     shares = [x for seeds in layers_by_variant.values() for layers in seeds for heads in layers for x in heads]
     if not shares or not all(0 <= x <= 1 for x in shares):
@@ -65,9 +62,6 @@ def feature_maps(image: Array, self_maps: Array, memory_maps: Array, images: int
         image: (N, H, W, C) in 0..1, C 1 or 3.
         self_maps, memory_maps: (L, N, h, w).
         images, layers: how many to show at most.
-
-    Raises:
-        ValueError: the shapes do not fit each other.
     """
     pictures = image.ndim == 4 and image.shape[-1] in (1, 3) and len(image) > 0
     maps_fit = self_maps.ndim == 4 and self_maps.shape == memory_maps.shape and len(self_maps) > 0

@@ -56,9 +56,6 @@ def accuracy_against_flops(points: Sequence[FormPoint], metric: str, cost: str) 
     Args:
         points: values are those of the seeds; the mark is their mean, the bar its 95 % interval.
         cost: what the operations are of, for the axis.
-
-    Raises:
-        ValueError: no points, operations that are not positive, or more forms than there are markers.
     """
     if not points or not all(p.operations > 0 for p in points):
         raise ValueError("figure 1 needs at least one variant, each with a positive number of operations")
@@ -123,9 +120,6 @@ def photograph_maps(images: npt.NDArray[Any], layers: Sequence[LayerMaps]) -> Fi
 
     Args:
         images: (N, H, W, 3) in 0..1.
-
-    Raises:
-        ValueError: no image or no layer, or maps of other images.
     """
     if not len(images) or not layers or any(len(layer.self_attention) != len(images) for layer in layers):
         raise ValueError(f"figure 4 needs images, and layers with a map of each of the {len(images)}")
@@ -139,9 +133,6 @@ def head_shares(variants: Sequence[HeadShares]) -> Figure:
 
     Dots are the heads of all runs, side by side in a layer; the line is the mean over heads and runs, its 95 % interval
     over runs the bar; the dotted line is where training began. All panels have one scale, as much of 0..1 as is used.
-
-    Raises:
-        ValueError: nothing to draw, or a share outside 0..1.
     """
     shares = [x for v in variants for layers in v.runs for heads in layers for x in heads]
     if not shares or not all(0 <= x <= 1 for x in shares):

@@ -39,11 +39,7 @@ class Difference(NamedTuple):
 
 
 def metric_against_flops(points: Sequence[Point], metric: str = "accuracy", reference: str | None = None) -> Figure:
-    """Metric over operations per forward pass, with intervals: the upper left is better (lower left for a loss).
-
-    Raises:
-        ValueError: no points, or operations that are not positive.
-    """
+    """Metric over operations per forward pass, with intervals: the upper left is better (lower left for a loss)."""
     if not points or not all(p.flops > 0 for p in points):
         raise ValueError("metric_against_flops needs at least one variant, each with a positive number of operations")
     measure, variant_looks = Metric(metric), looks([p.name for p in points], reference)
@@ -73,9 +69,6 @@ def differences(rows: Sequence[Difference], reference: str | None, metric: str =
     """Mean paired difference of each variant to the reference, with its interval; an interval over zero shows nothing.
 
     Without a reference the rows are pairs, and their names say of what.
-
-    Raises:
-        ValueError: no rows.
     """
     if not rows:
         raise ValueError("differences needs at least one variant beside the reference")

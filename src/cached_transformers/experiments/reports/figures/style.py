@@ -66,11 +66,7 @@ def looks(names: Iterable[str], reference: str | None = None) -> dict[str, Look]
 
 
 def style() -> AbstractContextManager[None]:
-    """Context with the settings that every figure is drawn and saved under.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Context with the settings that every figure is drawn and saved under."""
     matplotlib = require("matplotlib", extra="plot")
     return matplotlib.rc_context(
         {
@@ -137,11 +133,7 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; missing folders are made.
-
-    Raises:
-        ValueError: another suffix.
-    """
+    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; missing folders are made."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"cannot write a figure as {path.name!r}; the name must end in one of {', '.join(SUFFIXES)}")

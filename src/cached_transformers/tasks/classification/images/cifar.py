@@ -32,7 +32,6 @@ from .dataset import StoredImages
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PIXEL_BYTES = 3 * 32 * 32
-RECORD_BYTES = 1 + PIXEL_BYTES
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -77,7 +76,11 @@ class _CIFAR(StoredImages):
 
     @classmethod
     def records(cls, content: bytes, name: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Images and labels of the content of a binary file; see `read_batch`."""
+        """Images uint8 (size, 3, 32, 32) and labels (size,) of the content of a binary file, plain or xz-compressed.
+
+        Raises:
+            ValueError: it is damaged, is no whole number of records, or holds a label that there is not.
+        """
         try:
             content = lzma.decompress(content) if name.suffix == ".xz" else content
         except lzma.LZMAError as error:
@@ -166,17 +169,6 @@ class CIFAR100(_CIFAR):
     name, title, count, label_bytes, pickled = "cifar100", "CIFAR-100", 100, 2, "train"
     files: ClassVar = {side: (rf"{side}\.bin(\.xz)?", f"{side}.bin") for side in ("train", "test")}
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)  # of its 50,000 training images
-
-
-def read_batch(file: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 (size, 3, 32, 32) and labels (size,) of one binary batch of CIFAR-10, plain or xz-compressed.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, is no whole number of records, or holds a label above 9.
-    """
-    file = Path(file)
-    return CIFAR10.records(file.read_bytes(), file)
 
 
 def _identity(files: LabelledFiles) -> dict[str, object]:

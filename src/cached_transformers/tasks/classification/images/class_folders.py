@@ -84,11 +84,7 @@ def labelled(listing: Listing, classes: Sequence[str], empty: BadFiles | None) -
 
 
 def class_names(listing: Listing) -> list[str]:
-    """Names of the class folders of a listing, sorted.
-
-    Raises:
-        ValueError: there are fewer than two.
-    """
+    """Names of the class folders of a listing, sorted (ValueError: there are fewer than two)."""
     names = listing.subfolders()
     if len(names) < 2:
         found = ", ".join(names) or "no folder"

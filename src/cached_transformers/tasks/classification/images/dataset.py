@@ -220,11 +220,7 @@ class EncodedImages(ImageDataset):
         raise NotImplementedError("abstract: a data set of files reads its own")
 
     def picture(self, index: int) -> Any:
-        """One item as a PIL image, upright, in its own size.
-
-        Raises:
-            BadFile: the file (named) cannot be decoded.
-        """
+        """One item as a PIL image, upright, in its own size (BadFile: the file (named) cannot be decoded)."""
         try:
             content, name = self.encoded(index)
         except BadFile:

@@ -181,11 +181,7 @@ def shards_of_splits(path: ShardPath) -> dict[str, list[Path]]:
 
 
 def find_shards(path: str | Path) -> list[Path]:
-    """The tars below a folder, or those of a pattern with {first..last}.
-
-    Raises:
-        FileNotFoundError: see `shards_of_splits`.
-    """
+    """The tars below a folder, or those of a pattern with {first..last} (FileNotFoundError: see `shards_of_splits`)."""
     text = str(Path(path).expanduser())
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", text)
     if braces:

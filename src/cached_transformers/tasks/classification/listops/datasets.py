@@ -9,6 +9,7 @@ Shape legend: B batch, N tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -82,6 +83,7 @@ class ExpressionDataset(LabelledDataset):
 
 
 @DATASETS.register("listops", paper=_PAPER)
+@dataclass(eq=False, repr=False)
 class ListOps(ExpressionDataset):
     """Long ListOps, generated: classify the value (0..9) of a nested expression; defaults of the Long Range Arena.
 
@@ -101,31 +103,31 @@ class ListOps(ExpressionDataset):
         ValueError: see `generate_trees`; also a size below 1.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        max_depth: int = 10,
-        max_args: int = 10,
-        min_length: int = 500,
-        max_length: int = 2000,
-        train_size: int = 96_000,
-        validation_size: int = 2_000,
-        test_size: int = 2_000,
-        seed: int = 0,
-        pad_to: str = "batch",
-    ) -> None:
-        shape = {"max_depth": max_depth, "max_args": max_args, "min_length": min_length, "max_length": max_length}
+    split: str
+    _: KW_ONLY
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2000
+    train_size: int = 96_000
+    validation_size: int = 2_000
+    test_size: int = 2_000
+    seed: int = 0
+    pad_to: str = "batch"
+
+    def __post_init__(self) -> None:
+        shape = {name: getattr(self, name) for name in ("max_depth", "max_args", "min_length", "max_length")}
         # In the order in which they are generated: each leaves out what those before it hold.
-        sizes = {"test": test_size, "validation": validation_size, "train": train_size}
+        sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}_size={size} must be at least 1")
-        arrays = _generated(check_split(split), shape, sizes, seed)
-        super().__init__("listops", split, arrays, max_length=max_length, pad_to=pad_to)
+        arrays = _generated(check_split(self.split), shape, sizes, self.seed)
+        super().__init__("listops", self.split, arrays, max_length=self.max_length, pad_to=self.pad_to)
 
 
 @DATASETS.register("listops_tsv", paper=_PAPER)
+@dataclass(eq=False, repr=False)
 class ListOpsTSV(ExpressionDataset):
     """Long ListOps from files in the tab-separated form of the Long Range Arena, plain or xz-compressed.
 
@@ -142,27 +144,27 @@ class ListOpsTSV(ExpressionDataset):
         ValueError: a malformed line (named), or an expression that is too long.
     """
 
-    def __init__(
-        self,
-        split: str,
-        *,
-        path: str | Path | Mapping[str, str | Path],
-        max_length: int = 2000,
-        too_long: str = "error",
-        pad_to: str = "batch",
-    ) -> None:
-        if too_long not in ("error", "truncate"):
-            raise ValueError(f"too_long={too_long!r} must be 'error' or 'truncate'")
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length} must be at least 1 token")
-        file = find_tsv(path, check_split(split))
+    split: str
+    _: KW_ONLY
+    path: str | Path | Mapping[str, str | Path]
+    max_length: int = 2000
+    too_long: str = "error"
+    pad_to: str = "batch"
+
+    def __post_init__(self) -> None:
+        most = self.max_length
+        if self.too_long not in ("error", "truncate"):
+            raise ValueError(f"too_long={self.too_long!r} must be 'error' or 'truncate'")
+        if most < 1:
+            raise ValueError(f"max_length={most} must be at least 1 token")
+        file = find_tsv(self.path, check_split(self.split))
         expressions = read_tsv(file)
         longest = max(len(expression.tokens) for expression in expressions)
-        if longest > max_length and too_long == "error":
-            message = f"{file} holds an expression of {longest} tokens, and max_length={max_length}"
+        if longest > most and self.too_long == "error":
+            message = f"{file} holds an expression of {longest} tokens, and max_length={most}"
             raise ValueError(f"{message}; raise max_length, or cut expressions with too_long='truncate'")
-        cut = (Expression(expression.tokens[:max_length], expression.label) for expression in expressions)
-        super().__init__("listops_tsv", split, _packed(cut), max_length=max_length, pad_to=pad_to)
+        cut = (Expression(expression.tokens[:most], expression.label) for expression in expressions)
+        super().__init__("listops_tsv", self.split, _packed(cut), max_length=most, pad_to=self.pad_to)
 
 
 def _generated(split: str, shape: dict[str, int], sizes: dict[str, int], seed: int) -> Arrays:

@@ -219,11 +219,7 @@ def to_tokens(identifiers: bytes) -> list[str]:
 
 
 def to_source(identifiers: bytes) -> str:
-    """Text form of the arena's files: left-nested, with parentheses.
-
-    Raises:
-        ValueError: not one complete expression.
-    """
+    """Text form of the arena's files: left-nested, with parentheses (ValueError: not one complete expression)."""
     evaluate(to_tokens(identifiers))
     opened: list[list[str]] = []
     pieces: list[str] = []

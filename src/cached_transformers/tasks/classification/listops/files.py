@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from cached_transformers.data.splits import SPLIT_WORDS
 from cached_transformers.data.store import write_atomically
 
 from .expressions import Expression, evaluate, to_source, tokenize
+
+T = TypeVar("T")
 
 
 def write_tsv(path: str | Path, expressions: Iterable[Expression]) -> int:
@@ -47,13 +50,7 @@ def read_tsv(path: str | Path) -> list[Expression]:
         FileNotFoundError: there is no such file.
         ValueError: the file, or one of its lines (named), is malformed.
     """
-    expressions = []
-    for line, source, label in _rows(Path(path)):
-        try:
-            expressions.append(Expression(tokenize(source), label))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {line}: {error}") from None
-    return expressions
+    return [Expression(tokens, label) for _, tokens, label in _rows(Path(path), tokenize)]
 
 
 def verify_tsv(path: str | Path) -> int:
@@ -67,11 +64,7 @@ def verify_tsv(path: str | Path) -> int:
         ValueError: a line (named) is malformed, is not one complete expression, or has another value than its label.
     """
     checked = 0
-    for line, source, label in _rows(Path(path)):
-        try:
-            value = evaluate(source)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {line}: {error}") from None
+    for line, value, label in _rows(Path(path), evaluate):
         if value != label:
             raise ValueError(f"{path}, line {line}: the label is {label}, but the expression evaluates to {value}")
         checked += 1
@@ -114,8 +107,8 @@ def find_tsv(path: str | Path | Mapping[str, str | Path], split: str) -> Path:
     return found[0]
 
 
-def _rows(path: Path) -> Iterator[tuple[int, str, int]]:
-    """Line number, source and label of each row."""
+def _rows(path: Path, read: Callable[[str], T]) -> Iterator[tuple[int, T, int]]:
+    """Line number, what `read` makes of the source, and label of each row."""
     lines = _text(path).splitlines()
     if not lines or lines[0].split("\t") != ["Source", "Target"]:
         first = lines[0][:60] if lines else ""
@@ -129,7 +122,11 @@ def _rows(path: Path) -> Iterator[tuple[int, str, int]]:
         source, label = columns
         if label not in {*"0123456789"}:
             raise ValueError(f"{path}, line {number}: the label must be a digit 0..9, found {label!r}")
-        yield number, source, int(label)
+        try:
+            found = read(source)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        yield number, found, int(label)
 
 
 def _text(path: Path) -> str:

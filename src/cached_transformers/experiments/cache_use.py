@@ -17,17 +17,27 @@ the batch mean.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from cached_transformers.memories import memory_specs
 from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
+from cached_transformers.registry import MEMORIES
 from cached_transformers.tasks.classification.scores import evaluate
-from cached_transformers.training.distributed import World
+from cached_transformers.training.config import config_hash
+from cached_transformers.training.distributed import World, in_world
+from cached_transformers.training.run_files import json_text, write_whole
+
+from .build import build_dataset
+from .load import load_run
+from .variants import Variant
 
 FILE_NAME = "cache_use.json"
 BATCHES = (4, 256)
@@ -68,11 +78,7 @@ def take_caches(model: nn.Module, other: nn.Module) -> None:
 
 
 class Mixed:
-    """A data set in an order drawn at random: rows of a class do not follow each other, whatever the files' order.
-
-    Args:
-        dataset: what is reordered. seed: of the order.
-    """
+    """A data set in an order drawn at random: rows of a class do not follow each other, whatever the files' order."""
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
         self.dataset, self.collate, self.classes = dataset, dataset.collate, dataset.classes
@@ -137,6 +143,55 @@ def score_cache_use(
     return rows
 
 
-def scores_path(run: Path) -> Path:
-    """Where the scores of a run are kept."""
-    return run / FILE_NAME
+def has_shared_cache(variant: Variant) -> bool:
+    """Whether a memory of the variant is a cache that all rows share."""
+    names = [name for name, _ in memory_specs(variant.config.model.get("memory"))]
+    return any(getattr(MEMORIES.entry(name).factory, "shared", False) is True for name in names)
+
+
+def score_run(folder: Path, variant: Variant, seed: int, other: tuple[Path, int] | None, split: str) -> bool:
+    """Write the scores of one finished run into its folder, unless they are there; returns whether they were not.
+
+    Args:
+        other: folder and seed of the run whose caches are tried in this one.
+    """
+    config = variant.seeded(seed)
+    checkpoint = "last" if config.training.test == "last" else "best"
+    settings = {"config": config_hash(config), "checkpoint": checkpoint, "split": split}
+    settings |= {"other": "none" if other is None else f"seed {other[1]}"}
+    path = folder / FILE_NAME
+    if path.is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if all(stored.get(key) == value for key, value in settings.items()):
+            return False
+
+    def load(run: Path = folder) -> nn.Module:
+        return load_run(run, checkpoint)[1]
+
+    def scores(world: World) -> list[dict[str, Any]]:
+        theirs = None if other is None else load(other[0])
+        size = config.training.evaluation_batch_size or config.training.batch_size
+        modes = modes_of(load(), config.training.batch_size, other is not None)
+        return score_cache_use(
+            load, build_dataset(config, split), modes, world, size, seed, theirs, config.training.workers
+        )
+
+    content = {**settings, "scores": in_world(config.training.device, scores)}
+    write_whole(path, json_text(content))
+    return True
+
+
+def score_variant(
+    variant: Variant, seeds: Sequence[int], folder_of: Callable[[int], Path], split: str, console: Console
+) -> dict[str, list[dict[str, Any]]]:
+    """Scores by mode, in order of the seeds, of all runs of a variant; what is missing is measured."""
+    by_mode: dict[str, list[dict[str, Any]]] = {}
+    for index, seed in enumerate(seeds):
+        following = seeds[(index + 1) % len(seeds)]
+        other = None if following == seed else (folder_of(following), following)
+        if score_run(folder_of(seed), variant, seed, other, split):
+            console.print(f"{variant.name}, seed {seed}: scored by use of the cache", markup=False)
+        content = json.loads((folder_of(seed) / FILE_NAME).read_text(encoding="utf-8"))
+        for row in content["scores"]:
+            by_mode.setdefault(row["mode"], []).append(row)
+    return by_mode

@@ -1,1 +1,0 @@
-"""What runs make of their shared caches."""
