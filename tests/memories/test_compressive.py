@@ -375,7 +375,7 @@ def test_the_loss_counts_neither_order_nor_padding_nor_rows_that_compressed_noth
     torch.testing.assert_close(both, alone)
     # Attention without positions does not see the order of what it reads.
     query = layer(x_BND, torch.arange(9)[None, :, None], state=fresh)
-    trace = Trace(x_BND, query.k_BHNE, query.v_BHNE, query.y_BND, query.query, query.reading)
+    trace = Trace(x_BND, query.y_BND, query.query, query.reading)
     hidden, slots = torch.randn(1, 4, D, dtype=torch.float64), torch.randn(1, 2, D, dtype=torch.float64)
     gone = Gone(fresh.recent, hidden, torch.zeros(1, 4, 1).long(), torch.ones(1, 4, dtype=torch.bool))
     real = torch.ones(1, 2, dtype=torch.bool)

@@ -52,7 +52,7 @@ def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor | None
         real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
         positions = (clock + real.cumsum(1) - 1).clamp(min=0)[..., None]
         attended = layer(x, positions, state=state, padding_BN=padding)
-        trace = Trace(x, attended.k_BHNE, attended.v_BHNE, attended.y_BND, attended.query, attended.reading)
+        trace = Trace(x, attended.y_BND, attended.query, attended.reading)
         state, loss = layer.memory.write(state, trace)
         total = total if loss is None else total + loss
         outs.append(attended.y_BND)

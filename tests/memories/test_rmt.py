@@ -26,7 +26,7 @@ from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
-from cached_transformers.seam.memory import Entry
+from cached_transformers.seam.memory import Entry, Tokens
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
 from cached_transformers.training.curriculum import Curriculum
@@ -255,7 +255,7 @@ class CachedMemory(RMT):
     """The released code's cache, which takes the memory's tokens too."""
 
     def enter(self, *arguments: Any) -> Entry:
-        return super().enter(*arguments)._replace(own=None)
+        return super().enter(*arguments)._replace(segment=None)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +320,13 @@ def test_memory_rows_stand_beside_the_segment_and_its_tokens_keep_their_places()
     x, positions = torch.zeros(2, 4, WIDTH), torch.tensor([[4, 4, 5, 6], [4, 5, 5, 5]])[..., None]
     padding = torch.tensor([[True, False, False, False], [False, False, True, True]])
     memory = torch.ones(2, M, WIDTH)
-    _, places, padded = surround(x, positions, padding, memory, memory)
+    _, places, padded, *_ = surround(Tokens(x, positions, padding), memory, memory)
+    assert padded is not None
     assert places[..., 0].tolist() == [[1, 2, 3, 4, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 5, 5, 6, 7, 8]]
     assert padded is not None and not padded[:, :M].any() and not padded[:, -M:].any()
     assert torch.equal(padded[:, M:-M], padding)
     given = torch.arange(4)[None, :, None].expand(2, -1, -1)  # positions that count padding too
-    assert surround(x, given, padding, memory, memory)[1][:, -M, 0].tolist() == [4, 2]
+    assert surround(Tokens(x, given, padding), memory, memory).positions_BNP[:, -M, 0].tolist() == [4, 2]
 
 
 def test_before_anything_is_written_the_state_is_not_looked_at() -> None:
@@ -433,7 +434,7 @@ def test_a_core_that_takes_no_mask_is_refused_where_one_is_needed() -> None:
             model_memory=memory,
         )
 
-    with pytest.raises(ValueError, match=r"RMT chooses which tokens see .* NoBias .*it lacks bias"):
+    with pytest.raises(ValueError, match=r"RMT needs bias .*, which attention NoBias does not give"):
         stack(RMT(WIDTH, HEADS))
     stack(RMT(WIDTH, HEADS, mask="causal"))(torch.randn(ROWS, SEGMENT, WIDTH))
 
