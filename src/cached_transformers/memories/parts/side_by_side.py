@@ -47,7 +47,8 @@ class SideBySide(LayerMemory):
         return one_scheme(self.members)
 
     def window(self) -> int | None:
-        return min((w for member in self.members if (w := member.window()) is not None), default=None)
+        windows = [w for member in self.members if (w := member.window()) is not None]
+        return min(windows) if windows else None  # Dynamo knows no default of min
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         return tuple(member.init_state(batch_size, like) for member in self.members)
