@@ -47,8 +47,9 @@ class SideBySide(LayerMemory):
         return one_scheme(self.members)
 
     def window(self) -> int | None:
-        windows = [w for member in self.members if (w := member.window()) is not None]
-        return min(windows) if windows else None  # Dynamo knows no default of min
+        windows = [member.window() for member in self.members]
+        limits = [window for window in windows if window is not None]
+        return min(limits) if limits else None  # Dynamo knows no default of min
 
     def init_state(self, batch_size: int, like: Tensor) -> State:
         return tuple(member.init_state(batch_size, like) for member in self.members)
