@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers lint bench docs pictures clean
+.PHONY: help demo test test-slow test-peers lint bench docs facts pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -43,6 +43,10 @@ bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
 
 docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
+
+facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
+	$(BIN)/python -m cached_transformers.experiments.facts
+	$(BIN)/python tools/docs_facts.py
 
 pictures: $(VENV)/.installed-dev  ## draw the attentions of docs/attentions.md again, with the commands that stand there
 	set -f; grep -h '^cached explain .* --plot' docs/attentions.md | while read -r command; do $(BIN)/$$command > /dev/null || exit 1; done

@@ -1,31 +1,54 @@
-"""cached-transformers: a memory for transformers, one that you have or one of ours."""
+"""cached-transformers: a memory for transformers, one that you have or one of ours.
+
+Names are imported when they are asked for, so that the command line does not wait for what it does not use.
+"""
 
 from __future__ import annotations
 
-from .data import create_dataset
-from .integrations.adapters import add_memory, register_adapter, remove_memory
-from .integrations.exchange import replace_attention, restore_attention
-from .integrations.load import load_pretrained
-from .layers.grc_attention import GRCAttention
-from .memories import LayerMemory, ModelMemory, create_memory
-from .memories.cached_attention import fold, unfold
-from .memories.gated_recurrent_cache import GatedRecurrentCache
-from .memories.shared_cache import (
-    commit_caches,
-    hold_caches,
-    reset_caches,
-    resize_caches,
-    shuffle_caches,
-)
-from .models import create_model
-from .models.generation import generate
-from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
-from .training.curriculum import Curriculum
-from .training.replay import ReplayLoop
-from .training.segments import SegmentLoop
-from .training.streaming import read_stream
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .integrations.adapters import add_memory, register_adapter, remove_memory
+    from .integrations.exchange import replace_attention, restore_attention
+    from .integrations.transformers.load import load_pretrained
+    from .layers.grc_attention import GRCAttention
+    from .memories import LayerMemory, ModelMemory, create_memory
+    from .memories.grc import GatedRecurrentCache
+    from .memories.parts.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
+    from .memories.parts.shared_cache_memory import fold, unfold
+    from .models.generation import generate
+    from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
+    from .tasks import create_dataset, create_model
+    from .tasks.language.streaming import read_stream
+    from .training.curriculum import Curriculum
+    from .training.replay import ReplayLoop
+    from .training.segments import SegmentLoop
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "integrations.adapters": ("add_memory", "register_adapter", "remove_memory"),
+    "integrations.exchange": ("replace_attention", "restore_attention"),
+    "integrations.transformers.load": ("load_pretrained",),
+    "layers.grc_attention": ("GRCAttention",),
+    "memories": ("LayerMemory", "ModelMemory", "create_memory"),
+    "memories.grc": ("GatedRecurrentCache",),
+    "memories.parts.shared_cache_memory": ("fold", "unfold"),
+    "memories.parts.shared_cache": (
+        *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
+    ),
+    "models.generation": ("generate",),
+    "tasks": ("create_dataset", "create_model"),
+    "tasks.language.streaming": ("read_stream",),
+    "training.curriculum": ("Curriculum",),
+    "training.replay": ("ReplayLoop",),
+    "training.segments": ("SegmentLoop",),
+}
+_REGISTRIES = {"ATTENTIONS": "attentions", "DATASETS": "tasks", "MEMORIES": "memories", "MODELS": "tasks"}
+"""Registries, and what fills each."""
+_PLACES = {name: module for module, names in _NAMES.items() for name in names}
+
 __all__ = [
     "ATTENTIONS",
     "DATASETS",
@@ -58,3 +81,19 @@ __all__ = [
     "shuffle_caches",
     "unfold",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REGISTRIES:
+        importlib.import_module(f"{__name__}.{_REGISTRIES[name]}")
+        value = getattr(importlib.import_module(f"{__name__}.registry"), name)
+    elif name in _PLACES:
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

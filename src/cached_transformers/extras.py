@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from .integrations.torchvision_guard import ensure_torchvision
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 # Importing any of these imports torchvision, sooner or later.
 _NEEDS_TORCHVISION = frozenset({"torchvision", "timm", "transformers"})

@@ -2,29 +2,42 @@
 
 A part is registered where it is defined (one file, one decorator), and the contract tests run over everything that is
 registered. A registry imports nothing by itself: importing `cached_transformers.memories` fills `MEMORIES`, and so on.
+What is said of a part beside its docstring (`info`) is said here once: the command line, the README and the pages of
+the documentation read it.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+STATED_BY_CLASS = ("needs", "can")
+"""Facts that a part's class states, for all that use it, and not its registration for readers alone."""
+
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered part: its factory and what `cached list` and `cached explain` say about it."""
+    """One registered part.
+
+    Attributes:
+        info: facts in words, which `cached list`, `cached explain` and the documentation show.
+        probe: how the part is probed, where its file says so (`seam.probing.Probing` of a memory); nobody shows it.
+    """
 
     name: str
     factory: Callable[..., T]
     paper: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    probe: Any = None
 
     @property
     def summary(self) -> str:
@@ -42,6 +55,28 @@ class Entry(Generic[T]):
         """Whether the factory passes unknown keywords on (`**kwargs`) instead of refusing them."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.factory).parameters.values())
 
+    def facts(self) -> dict[str, Any]:
+        """All that `cached list` and `cached explain` say, of values that JSON has.
+
+        Returns:
+            "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
+            are), "options" as lines `name: annotation = default`, and "open_ended".
+        """
+        stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "paper": self.paper,
+            "info": dict(self.info),
+            "stated": {
+                key: sorted(value) if isinstance(value, (set, frozenset)) else value
+                for key, value in stated.items()
+                if value is not None
+            },
+            "options": [_option_line(option) for option in self.options.values()],
+            "open_ended": self.open_ended,
+        }
+
 
 class Registry(Generic[T]):
     """Maps names to factories of one kind of part.
@@ -54,8 +89,8 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, *, paper: str | None = None, **info: Any) -> Callable[[F], F]:
-        """Decorator that registers a class or function under `name`.
+    def register(self, name: str, *, paper: str | None = None, probe: Any = None, **info: Any) -> Callable[[F], F]:
+        """Decorator that registers a class or function under `name`, with what an `Entry` says about it.
 
         Raises:
             ValueError: the name is taken.
@@ -64,7 +99,7 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info)
+            self._entries[name] = Entry(name, factory, paper, info, probe)
             return factory
 
         return add
@@ -91,6 +126,13 @@ class Registry(Generic[T]):
         self.check(name, kwargs)
         return self.entry(name).factory(*args, **kwargs)
 
+    def import_files(self, package: str, path: Iterable[str]) -> dict[str, Callable[..., T]]:
+        """Import every file and folder of a package, and give what they registered, by the names of the classes."""
+        for file in pkgutil.iter_modules(path):
+            importlib.import_module(f"{package}.{file.name}")
+        defined = [e.factory for e in self if e.factory.__module__.startswith(f"{package}.")]
+        return {factory.__name__: factory for factory in defined}
+
     def names(self, pattern: str = "*") -> list[str]:
         """Sorted names that match a wildcard pattern."""
         return sorted(n for n in self._entries if fnmatch.fnmatchcase(n, pattern))
@@ -103,6 +145,16 @@ class Registry(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _option_line(option: inspect.Parameter) -> str:
+    """Name, annotation and default of one option."""
+    annotation = option.annotation
+    if not isinstance(annotation, str):
+        annotation = getattr(annotation, "__name__", str(annotation))
+    kind = "" if option.annotation is option.empty else f": {annotation}"
+    default = "   (required, or given by the model)" if option.default is option.empty else f" = {option.default!r}"
+    return f"{option.name}{kind}{default}"
 
 
 def unknown_name(kind: str, name: object, known: list[str]) -> str:
@@ -118,3 +170,12 @@ MODELS: Registry[Any] = Registry("model")
 DATASETS: Registry[Any] = Registry("dataset")
 PROBES: Registry[Any] = Registry("probe task")
 OBJECTIVES: Registry[Any] = Registry("objective")
+
+LISTED: dict[str, Registry[Any]] = {
+    "memories": MEMORIES,
+    "attentions": ATTENTIONS,
+    "models": MODELS,
+    "datasets": DATASETS,
+    "objectives": OBJECTIVES,
+}
+"""What `cached list` lists and `cached explain` explains, by the word of the command line."""

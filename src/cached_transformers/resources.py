@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 _PROJECT = _PACKAGE.parents[1]
@@ -19,3 +21,24 @@ def recipes_folder() -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"no recipes at {folder}; reinstall cached-transformers, or give the path of a recipe")
     return folder
+
+
+def facts_file() -> Path:
+    """Where the facts of the registered parts lie, which `make facts` writes."""
+    return _PACKAGE / "facts.json"
+
+
+def read_facts() -> dict[str, list[dict[str, Any]]]:
+    """Facts of the package's own parts by kind, sorted by name, without importing torch.
+
+    Returns:
+        for each kind of `registry.LISTED` what `Entry.facts` gives; "reproductions" with "name" and "summary".
+
+    Raises:
+        FileNotFoundError: the file is not there.
+    """
+    path = facts_file()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; reinstall cached-transformers, or run `make facts` in its source")
+    facts: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
+    return facts

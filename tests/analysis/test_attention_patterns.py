@@ -7,10 +7,14 @@ import torch
 from attentions.cases import CASES
 from torch import Tensor
 
-from cached_transformers.analysis import attention_patterns as patterns
-from cached_transformers.analysis.attention_patterns import attention_weights, describe, pattern_figure
 from cached_transformers.attentions import Attention, AttentionOutput, Call
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.reports.figures import attention_patterns as patterns
+from cached_transformers.experiments.reports.figures.attention_patterns import (
+    attention_weights,
+    describe,
+    pattern_figure,
+)
 from cached_transformers.registry import ATTENTIONS
 
 N = 12
@@ -100,7 +104,7 @@ def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
         attention_weights("softmax", 0)
     with pytest.raises(ValueError, match="draws=0 must be at least 1"):
         attention_weights("softmax", 4, draws=0)
-    with pytest.raises(ValueError, match="supports_causal=False"):
+    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention \w+ does not give"):
         attention_weights(signed, 4, causal=True)
     with pytest.raises(ValueError, match="unknown option of attention 'star' 'radios'"):
         attention_weights({"name": "star", "radios": 2}, 4)
@@ -142,7 +146,7 @@ def test_every_mechanism_draws_itself(name: str) -> None:
         assert weights_NN.shape == (N, N) and weights_NN.isfinite().all() and (weights_NN != 0).any()
         assert title == "all keys" or (weights_NN.triu(1).abs() < patterns.NEVER).all()
     core = ATTENTIONS.entry(name).factory
-    assert titles == ["all keys"] * (not core.only_causal) + ["causal"] * core.supports_causal
+    assert titles == ["all keys"] * ("bidirectional" in core.can) + ["causal"] * ("causal" in core.can)
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

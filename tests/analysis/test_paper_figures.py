@@ -11,16 +11,17 @@ import pytest
 import torch
 from analysis.folders import make_comparison, make_run
 from PIL import Image
+from torch import nn
 
-from cached_transformers.analysis import paper_figures
-from cached_transformers.analysis.feature_maps import LayerMaps, collect_layer_maps
-from cached_transformers.analysis.paper_figures import FormPoint, HeadShares
-from cached_transformers.analysis.statistics import mean_interval
-from cached_transformers.cli import paper_figures as command
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.paper_figures import initial_share
+from cached_transformers.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
+from cached_transformers.experiments.reports.figures import paper
+from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
+from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.models import create_model
 from cached_transformers.models.pvt import PyramidVisionTransformer
+from cached_transformers.tasks import create_model
 
 pytest.importorskip("matplotlib")
 
@@ -36,7 +37,7 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
         FormPoint("vit", "released", 2e6, [0.6, 0.62]),
         FormPoint("pvt", "plain", 3e6, [0.7]),
     ]
-    figure = paper_figures.accuracy_against_flops(points, "accuracy", "one forward pass")
+    figure = paper.accuracy_against_flops(points, "accuracy", "one forward pass")
     (ax,) = figure.axes
     marks = {
         (line.get_xdata()[0], round(line.get_ydata()[0], 6)): line
@@ -54,9 +55,9 @@ def test_figure_1_joins_the_forms_of_a_backbone() -> None:
     expected = [100 * (f.high - f.low) for f in mean.values() if f.low is not None]
     assert spans == pytest.approx(sorted(expected))
     with pytest.raises(ValueError, match="positive number of operations"):
-        paper_figures.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
+        paper.accuracy_against_flops([points[0]._replace(operations=0)], "accuracy", "")
     with pytest.raises(ValueError, match="10 markers, not 11"):
-        paper_figures.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
+        paper.accuracy_against_flops([FormPoint("a", str(i), 1, [0.5]) for i in range(11)], "accuracy", "")
 
 
 def test_figure_1_of_a_comparison_and_of_runs(tmp_path: Path) -> None:
@@ -99,15 +100,15 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
             for j, x in enumerate(heads, 1)
         ]
     assert rows == expected
-    from cached_transformers.analysis.run_folder import read_run
+    from cached_transformers.experiments.reports.run_folder import read_run
 
-    assert command.initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
-    assert command.initial_share(read_run(folder / "plain" / "seed_0")) is None
+    assert initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
+    assert initial_share(read_run(folder / "plain" / "seed_0")) is None
 
 
 def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     runs = [[[0.2, 0.4], [0.5, 0.9]], [[0.1, 0.3], [0.6, 0.8]]]
-    figure = paper_figures.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
+    figure = paper.head_shares([HeadShares("grc", runs, 0.25), HeadShares("one", runs[:1])])
     first, second = figure.axes
     dots = [sorted(line.get_ydata()) for line in first.lines if line.get_marker() == "o"]
     assert dots == [[0.2, 0.4], [0.5, 0.9], [0.1, 0.3], [0.6, 0.8]]
@@ -117,7 +118,7 @@ def test_figure_5_shows_heads_means_and_where_training_began() -> None:
     assert first.get_ylim() == second.get_ylim() and first.get_ylim()[0] < 0.1 and first.get_ylim()[1] > 0.9
     assert first.get_title(loc="left") == "grc, 2 runs" and second.get_title(loc="left") == "one, 1 run"
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        paper_figures.head_shares([HeadShares("grc", [[[1.5]]])])
+        paper.head_shares([HeadShares("grc", [[[1.5]]])])
 
 
 def pyramid() -> PyramidVisionTransformer:
@@ -131,8 +132,8 @@ def test_maps_of_a_pyramid_have_the_size_of_their_stage_on_any_image() -> None:
         images = torch.randn(2, 3, height, width)
         found = collect_layer_maps(model, images)
         assert [layer.number for layer in found] == [1, 2]
-        assert [layer.own.shape for layer in found] == [layer.memory.shape for layer in found]
-        assert [layer.own.shape[1:] for layer in found] == expected
+        assert [layer.self_attention.shape for layer in found] == [layer.memory.shape for layer in found]
+        assert [layer.self_attention.shape[1:] for layer in found] == expected
     assert model.training
 
 
@@ -155,6 +156,38 @@ def test_a_map_is_the_norm_of_what_the_branch_gives_a_token() -> None:
         (layer,) = collect_layer_maps(model, images)
     expected = kept[0][:, :, 1:].pow(2).sum((1, 3)).sqrt().view(3, 4, 4)
     assert np.allclose(layer.memory, expected.detach().numpy(), atol=1e-6)
+
+
+class Halved(nn.Module):
+    """Not one of ours: half of its input stands for self-attention, half for a memory."""
+
+    prefix = 1
+    note = None
+
+    def mixing_ratio(self) -> torch.Tensor:
+        return torch.tensor([0.25, 0.5])
+
+    def record(self, note) -> None:
+        self.note = note
+
+    def forward(self, images_NCHW: torch.Tensor) -> torch.Tensor:
+        tokens_NHTE = nn.functional.pad(images_NCHW.flatten(2).transpose(1, 2)[:, None], (0, 0, self.prefix, 0))
+        if self.note is not None:
+            self.note(tokens_NHTE, 2 * tokens_NHTE)
+        return images_NCHW
+
+
+def test_a_module_of_a_users_is_drawn_if_it_has_the_methods() -> None:
+    model = nn.Sequential(nn.Identity(), Halved(), nn.Sequential(Halved()))
+    assert collect_gates(model) == [[0.25, 0.5]] * 2
+    images = torch.randn(2, 3, 4, 6)
+    first, second = collect_layer_maps(model, images)
+    assert (first.number, first.name, second.number, second.name) == (1, "1", 2, "2.0")
+    assert np.allclose(first.self_attention, images.norm(dim=1)) and np.allclose(first.memory, 2 * images.norm(dim=1))
+    assert model[1].note is None
+    model[1].mixing_ratio = lambda: torch.tensor(0.5)
+    with pytest.raises(ValueError, match=r"mixing_ratio\(\) of '1' \(Halved\) gave shape \(\); .* shape \(H,\)"):
+        collect_gates(model)
 
 
 @pytest.fixture(scope="module")
@@ -207,11 +240,11 @@ def test_photographs_stand_beside_their_maps() -> None:
     generator = np.random.default_rng(0)
     images = generator.random((2, 8, 8, 3))
     layers = [LayerMaps(3, "x", generator.random((2, 4, 4)), generator.random((2, 4, 4)))]
-    figure = paper_figures.photograph_maps(images, layers)
+    figure = paper.photograph_maps(images, layers)
     shown = [ax.images[0].get_array() for ax in figure.axes]
     assert np.array_equal(shown[0], images[0]) and np.array_equal(shown[3], images[1])
-    assert np.array_equal(shown[4], layers[0].own[1]) and np.array_equal(shown[5], layers[0].memory[1])
+    assert np.array_equal(shown[4], layers[0].self_attention[1]) and np.array_equal(shown[5], layers[0].memory[1])
     assert [ax.get_title() for ax in figure.axes[:3]] == ["photograph", "self, layer 3", "cache, layer 3"]
     assert figure.axes[5].get_xlabel() == f"{layers[0].memory[1].min():.3g} to {layers[0].memory[1].max():.3g}"
     with pytest.raises(ValueError, match="a map of each of the 1"):
-        paper_figures.photograph_maps(images[:1], layers)
+        paper.photograph_maps(images[:1], layers)

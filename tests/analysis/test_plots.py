@@ -9,8 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_transformers.analysis import plots
-from cached_transformers.analysis.style import COLOURS, REFERENCE, SERIES, inline_svg, looks, png_data_uri, save
+from cached_transformers.experiments.reports.figures import curves, gates_and_maps, scores
+from cached_transformers.experiments.reports.figures.style import (
+    COLOURS,
+    REFERENCE,
+    SERIES,
+    inline_svg,
+    looks,
+    save,
+    spread,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -31,7 +39,7 @@ def test_looks_are_stable_and_distinct() -> None:
 
 def test_learning_curves_show_mean_and_range_at_common_steps() -> None:
     seeds = [records("validation", {10: 0.2, 20: 0.4, 30: 0.9}), records("validation", {10: 0.4, 20: 0.8})]
-    figure = plots.learning_curves({"plain": seeds, "grc": seeds[:1]}, reference="plain")
+    figure = curves.learning_curves({"plain": seeds, "grc": seeds[:1]}, reference="plain")
     (ax,) = figure.axes  # no train loss: no panel for it
     assert ax.get_title(loc="left") == "validation accuracy"
     plain, grc = ax.lines
@@ -44,33 +52,33 @@ def test_learning_curves_show_mean_and_range_at_common_steps() -> None:
 
 def test_one_variant_shows_both_splits() -> None:
     lines = [r | {"loss": 1.0} for split in ("train", "validation") for r in records(split, {1: 0.1, 2: 0.2})]
-    figure = plots.learning_curves({"grc": [lines]})
+    figure = curves.learning_curves({"grc": [lines]})
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["loss", "accuracy"]
     assert [text.get_text() for text in figure.axes[1].texts] == ["train", "validation"]
 
 
 def test_long_curves_are_averaged_in_bins_and_gaps_skipped() -> None:
     values = {step: float(step) for step in range(1, 1201)} | {1201: float("nan")}
-    figure = plots.learning_curves({"grc": [records("train", values, "loss")]}, metric="loss")
+    figure = curves.learning_curves({"grc": [records("train", values, "loss")]}, metric="loss")
     (line,) = figure.axes[0].lines
-    assert len(line.get_xdata()) == plots.MAX_POINTS
+    assert len(line.get_xdata()) == curves.MAX_POINTS
     assert line.get_xdata()[0] == pytest.approx(5.5) and line.get_ydata().tolist() == pytest.approx(line.get_xdata())
 
 
 def test_no_curve() -> None:
     with pytest.raises(ValueError, match="no curve to draw"):
-        plots.learning_curves({"grc": [[{"step": 1, "split": "test", "accuracy": 1.0}]]})
+        curves.learning_curves({"grc": [[{"step": 1, "split": "test", "accuracy": 1.0}]]})
 
 
 def test_labels_keep_apart_in_order() -> None:
-    placed = plots._spread([0.5, 0.5, 0.49, 0.9], 0.1)
+    placed = spread([0.5, 0.5, 0.49, 0.9], 0.1)
     assert sorted(placed, reverse=True)[0] == pytest.approx(placed[3])
     assert min(np.diff(sorted(placed))) >= 0.1 - 1e-6 and placed[2] == min(placed)
-    assert plots._spread([0.1, 0.9], 0.1) == [0.1, 0.9]
+    assert spread([0.1, 0.9], 0.1) == [0.1, 0.9]
 
 
 def test_gates_with_uneven_heads() -> None:
-    figure = plots.gates({"grc": [[[0.2, 0.4], [0.5, 0.6, 1.0, 0.0]], [[0.1, 0.1], [0.2, 0.2, 0.2, 0.2]]]})
+    figure = gates_and_maps.gates({"grc": [[[0.2, 0.4], [0.5, 0.6, 1.0, 0.0]], [[0.1, 0.1], [0.2, 0.2, 0.2, 0.2]]]})
     heat, line = figure.axes
     assert sorted(t.get_text() for t in heat.texts) == ["0.00", "0.20", "0.40", "0.50", "0.60", "1.00"]
     assert heat.images[0].get_array().mask.sum() == 2
@@ -82,13 +90,13 @@ def test_gates_with_uneven_heads() -> None:
 @pytest.mark.parametrize("layers", [{}, {"grc": [[]]}, {"grc": [[[1.2]]]}, {"grc": [[[float("nan")]]]}])
 def test_gates_refuse(layers: dict) -> None:
     with pytest.raises(ValueError, match=r"share in 0\.\.1"):
-        plots.gates(layers)
+        gates_and_maps.gates(layers)
 
 
 def test_feature_maps_place_every_map() -> None:
     generator = np.random.default_rng(0)
     image, own, memory = generator.random((5, 8, 8, 1)), generator.random((7, 5, 4, 4)), generator.random((7, 5, 4, 4))
-    figure = plots.feature_maps(image, own, memory, images=2, layers=3)
+    figure = gates_and_maps.feature_maps(image, own, memory, images=2, layers=3)
     axes = np.array(figure.axes).reshape(2, 7)
     assert [ax.get_title() for ax in axes[0]][:3] == ["input", "self, layer 1", "memory, layer 1"]
     assert axes[0, 6].get_title() == "memory, layer 7"
@@ -106,26 +114,26 @@ def test_feature_maps_refuse() -> None:
         (image, maps[0], maps[0]),
     ):
         with pytest.raises(ValueError, match="feature maps need"):
-            plots.feature_maps(*bad)
+            gates_and_maps.feature_maps(*bad)
 
 
 def test_metric_against_flops() -> None:
     points = [
-        plots.Point("plain", 1e9, 0.9, 0.89, 0.91),
-        plots.Point("grc", 1.1e9, 0.93),
-        plots.Point("big", 5e10, 0.94),
+        scores.Point("plain", 1e9, 0.9, 0.89, 0.91),
+        scores.Point("grc", 1.1e9, 0.93),
+        scores.Point("big", 5e10, 0.94),
     ]
-    (ax,) = plots.metric_against_flops(points, reference="plain").axes
+    (ax,) = scores.metric_against_flops(points, reference="plain").axes
     assert ax.get_xscale() == "log" and {t.get_text() for t in ax.texts} == {"plain", "grc", "big"}
     dots = [(*line.get_xdata(), *line.get_ydata()) for line in ax.lines if line.get_marker() == "o"]
     assert sorted(dots) == [(1e9, pytest.approx(90)), (1.1e9, pytest.approx(93)), (5e10, pytest.approx(94))]
     with pytest.raises(ValueError, match="positive number"):
-        plots.metric_against_flops([plots.Point("x", 0, 0.5)])
+        scores.metric_against_flops([scores.Point("x", 0, 0.5)])
 
 
 def test_many_variants_get_a_legend_best_first() -> None:
-    points = [plots.Point(f"v{i}", 1e9 + i, 0.9 + 0.01 * (i % 4)) for i in range(8)]
-    (ax,) = plots.metric_against_flops(points).axes
+    points = [scores.Point(f"v{i}", 1e9 + i, 0.9 + 0.01 * (i % 4)) for i in range(8)]
+    (ax,) = scores.metric_against_flops(points).axes
     assert not ax.texts
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["v3", "v7", "v2", "v6", "v1", "v5", "v0", "v4"]
     markers = {line.get_label(): line.get_marker() for line in ax.lines}
@@ -133,22 +141,22 @@ def test_many_variants_get_a_legend_best_first() -> None:
 
 
 def test_differences() -> None:
-    (ax,) = plots.differences(
-        [plots.Difference("grc", 0.01, -0.005, 0.025), plots.Difference("one", -0.02)], "plain"
+    (ax,) = scores.differences(
+        [scores.Difference("grc", 0.01, -0.005, 0.025), scores.Difference("one", -0.02)], "plain"
     ).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["grc", "one"]
     assert [t.get_text() for t in ax.texts] == ["+1.00", "\N{MINUS SIGN}2.00"]
     assert ax.lines[1].get_xdata() == pytest.approx([-0.5, 2.5])
-    assert "better to the left" in plots.differences([plots.Difference("a", 1.0)], "b", "loss").axes[0].get_xlabel()
+    assert "better to the left" in scores.differences([scores.Difference("a", 1.0)], "b", "loss").axes[0].get_xlabel()
     with pytest.raises(ValueError, match="at least one"):
-        plots.differences([], "plain")
+        scores.differences([], "plain")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_save_is_reproducible(tmp_path: Path, suffix: str) -> None:
     contents = []
     for name in ("a", "b"):
-        figure = plots.differences([plots.Difference("grc", 0.01, 0.0, 0.02)], "plain")
+        figure = scores.differences([scores.Difference("grc", 0.01, 0.0, 0.02)], "plain")
         contents.append(save(figure, tmp_path / "new" / f"{name}.{suffix}").read_bytes())
     assert contents[0] == contents[1] and contents[0][:4] in (b"\x89PNG", b"<?xm", b"%PDF")
     with pytest.raises(ValueError, match=r"\.png, \.svg, \.pdf"):
@@ -157,7 +165,7 @@ def test_save_is_reproducible(tmp_path: Path, suffix: str) -> None:
 
 def test_inline_svg_is_themed_unique_and_escaped() -> None:
     name = 'a<b & "$x_1$" </svg>'
-    figure = plots.differences([plots.Difference(name, 0.01, 0.0, 0.02)], "plain")
+    figure = scores.differences([scores.Difference(name, 0.01, 0.0, 0.02)], "plain")
     first, second = (inline_svg(figure, identifier, f"about {name}") for identifier in ("one", "two"))
     root = ET.fromstring(first)  # well-formed, so nothing of the name got out
     assert root.get("aria-label") == f"about {name}"
@@ -170,17 +178,12 @@ def test_inline_svg_is_themed_unique_and_escaped() -> None:
     assert {a or b for a, b in used} <= ids[0]
 
 
-def test_png_data_uri() -> None:
-    uri = png_data_uri(plots.differences([plots.Difference("grc", 0.01)], "plain"))
-    assert uri.startswith("data:image/png;base64,iVBOR")
-
-
 def test_loss_by_place_has_a_line_for_each_way_of_treating_the_memory():
     lines = {"carry": [(0, 0, 3.0), (1, 2, 2.5), (3, 6, 2.0)], "reset": [(0, 0, 3.0), (1, 2, 2.8), (3, 6, 2.8)]}
-    (axes,) = plots.loss_by_place(lines).axes
+    (axes,) = curves.loss_by_place(lines).axes
     drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines]
     assert [y for _, y in drawn] == [[3.0, 2.5, 2.0], [3.0, 2.8, 2.8]]
     assert drawn[0][0] == pytest.approx([1, 6**0.5, 28**0.5]) and axes.get_xscale() == "log"
     assert {text.get_text() for text in axes.texts} == {"carry", "reset"}
     with pytest.raises(ValueError, match="at least one place"):
-        plots.loss_by_place({"carry": []})
+        curves.loss_by_place({"carry": []})

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
-from cached_transformers.analysis.markdown import comparison_markdown, write_markdown
-from cached_transformers.analysis.page import Cell, table
-from cached_transformers.analysis.report import write_compare_report, write_run_report
-from cached_transformers.analysis.run_folder import read_comparison, read_run
-from cached_transformers.analysis.statistics import summarise, summarise_pairs
-from cached_transformers.analysis.wording import Metric, comparison_summary, short_count, short_p, short_seconds
 from cached_transformers.cli import plot
+from cached_transformers.experiments.reports.comparison_page import write_compare_report
+from cached_transformers.experiments.reports.markdown import comparison_markdown, write_markdown
+from cached_transformers.experiments.reports.page import Cell, Facts, Folded, Header, Table, Text, render
+from cached_transformers.experiments.reports.probe_page import write_probe_report
+from cached_transformers.experiments.reports.run_folder import read_comparison, read_run
+from cached_transformers.experiments.reports.run_page import write_run_report
+from cached_transformers.experiments.reports.wording import (
+    Metric,
+    comparison_summary,
+    short_count,
+    short_p,
+    short_seconds,
+)
+from cached_transformers.experiments.statistics import summarise, summarise_pairs
 
 pytest.importorskip("matplotlib")
 ACCURACY = Metric("accuracy")
@@ -170,13 +178,38 @@ def test_user_strings_are_escaped(tmp_path: Path) -> None:
     assert "<script" not in report.read_text() and read(report).text.count(evil) >= 6
 
 
+def test_names_and_errors_in_a_run_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('$1$')</script>&"
+    run = make_run(tmp_path / "run", gated=True)
+    summary = json.loads((run / "summary.json").read_text())
+    summary |= {"name": evil, "variant": evil, "baselines": {evil: 0.1}, "environment": {"error": evil}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "config.yaml").write_text(f"# {evil}\nname: x\n")
+    report = write_run_report(run)
+    assert "<script" not in report.read_text()
+    page = read(report)
+    assert page.headings[0] == evil and page.text.count(evil) >= 7
+
+
+def test_names_in_a_probe_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>&"
+    training = {"task": evil, "seed": 0, "accuracy": 1.0, "steps": 9, "distances": {"1": 1.0}, "chance": 0.25}
+    arms = (("none", "no memory"), (evil, "within reach"))
+    results = [training | {"memory": memory, "arm": arm} for memory, arm in arms]
+    content = {"command": evil, "date": "", "environment": {"error": evil}, "distance": 3, "results": results}
+    content |= {"memories": [evil], "tasks": [evil], "notes": {evil: evil}}
+    (tmp_path / "probe.json").write_text(json.dumps(content))
+    report = write_probe_report(tmp_path)
+    assert "<script" not in report.read_text() and read(report).headings == ["What memories hold", evil]
+
+
 def test_old_report_survives_a_failed_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     before = write_run_report(run).read_bytes()
     (run / "feature_maps.npz").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"feature_maps\.npz holds no feature maps"):
         write_run_report(run)
-    assert (run / "report.html").read_bytes() == before and not list(run.glob("*.partial"))
+    assert (run / "report.html").read_bytes() == before and not list(run.glob(".*"))
 
 
 def test_statistics_are_made_from_the_values(tmp_path: Path) -> None:
@@ -230,9 +263,27 @@ def test_summary_claims_what_the_test_shows() -> None:
         "grc is 1.63 points better than plain, more than chance" in text
         and "could not give less than p = 0.0625" in text
     )
-    assert "Between convolution and plain no difference can be shown with 5 seeds (p = 0.08" in text
+    assert "Between convolution and plain no difference can be shown with 5 seeds (Holm's p = 0.08" in text
     worse = summary_of({"plain": VALUES["grc"], "grc": VALUES["plain"]})
     assert "grc is 1.63 points worse than plain, more than" in worse
+
+
+def test_markdown_says_of_each_p_whether_it_is_corrected(tmp_path: Path) -> None:
+    several = comparison_markdown(read_comparison(make_comparison(tmp_path / "several")))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in several.splitlines() if line.startswith("| ")]
+    header, by_name = rows[0], {row[0]: row for row in rows[1:]}
+    assert header[2:5] == ["difference to plain", "p (uncorrected)", "p (Holm)"] and {*map(len, rows)} == {len(header)}
+    tested = {row["name"]: row for row in summarise(VALUES, "plain")}
+    for name in ("grc", "convolution"):
+        assert by_name[name][3:5] == [short_p(tested[name][key]) for key in ("p_value", "p_adjusted")]
+    assert f"(Holm's p = {by_name['convolution'][4]}" in several and " (p = " not in several
+    one = comparison_markdown(
+        read_comparison(make_comparison(tmp_path / "one", {n: VALUES[n] for n in ("plain", "grc")}))
+    )
+    assert "| difference to plain | p | parameters |" in one and "Holm" not in one
+    pair = summarise_pairs(VALUES, [("grc", "plain"), ("convolution", "plain")])
+    content = read_comparison(make_comparison(tmp_path / "pairs", pairs=pair))
+    assert "| pair | difference | p (uncorrected) | p (Holm) |" in comparison_markdown(content)
 
 
 def test_summary_corrects_for_several_variants() -> None:
@@ -269,10 +320,25 @@ def test_numbers_as_text() -> None:
 
 
 def test_table_cells() -> None:
-    html = table(["a", "b"], [[Cell("x", link="p?a=1&b"), Cell("1", small="<2>")]], caption="c")
+    html = render("t", [Table(["a", "b"], [[Cell("x", link="p?a=1&b"), Cell("1", small="<2>")]], caption="c")])
     assert (
         '<a href="p?a=1&amp;b">x</a>' in html and "<small>&lt;2&gt;</small>" in html and '<td class="number">1' in html
     )
+
+
+def test_text_of_every_block_is_escaped_and_shown_as_it_is() -> None:
+    evil = "<script>'\"&\n  {{ 7 * 7 }}"
+    blocks = [
+        Header(1, evil, {evil: evil, "left out": None}),
+        Text(evil, evil),
+        Facts({evil: evil, "empty": ""}),
+        Table([evil], [[Cell(evil, evil, evil, evil)], [evil]], evil),
+        Folded(evil, evil),
+    ]
+    page = Page(html := render(evil, blocks))
+    assert "<script" not in html and "49" not in page.text and "left out" not in page.text and "empty" not in page.text
+    # title, header 3, paragraph, facts 2, table 5, folded 2; the link and classes are attributes
+    assert page.text.count(evil) == 14 and page.links == [evil]
 
 
 def command(*words: object) -> int:

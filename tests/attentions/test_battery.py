@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from attentions.agreement import tail
 from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
 from cached_transformers.attentions import Attention, SoftmaxAttention
-from cached_transformers.attentions.base import ABILITIES
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.grc_attention import GRCAttention
-from cached_transformers.memories.base import Context
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.fit import CORE_WORDS
+from cached_transformers.seam.memory import Context
 
 NAMES = ATTENTIONS.names()
 LOWEST = torch.finfo(torch.double).min
 
 
-def flagged(*flags: str, rule: str | None = None) -> pytest.MarkDecorator:
-    """Parametrise over the mechanisms that have the flags and are not exempt from the rule."""
+def able(*words: str, rule: str | None = None) -> pytest.MarkDecorator:
+    """Parametrise over the mechanisms that can do this and are not exempt from the rule."""
     held = [
         name
         for name in NAMES
-        if all(getattr(ATTENTIONS.entry(name).factory, flag) for flag in flags)
-        and rule not in CASES.get(name, Case()).exempt
+        if set(words) <= ATTENTIONS.entry(name).factory.can and rule not in CASES.get(name, Case()).exempt
     ]
     return pytest.mark.parametrize("name", held)
 
@@ -40,13 +41,13 @@ def inputs(tokens: int, *, seed: int = 1, rows: int = B) -> dict[str, Tensor]:
 
 
 def run(core: Attention, given: dict[str, Tensor], **call: Any) -> Any:
-    call.setdefault("causal", core.only_causal)
+    call.setdefault("causal", "bidirectional" not in core.can)
     return core(given["q"], given["k"], given["v"], x_BND=given["x"], **call)
 
 
 def causal_forms(name: str) -> list[bool]:
     kind = ATTENTIONS.entry(name).factory
-    return [causal for causal in (False, True) if (kind.supports_causal if causal else not kind.only_causal)]
+    return [causal for causal in (False, True) if ("causal" if causal else "bidirectional") in kind.can]
 
 
 def test_each_mechanism_has_a_case() -> None:
@@ -75,7 +76,7 @@ def test_any_length_gives_finite_results_and_gradients(name: str) -> None:
             core.zero_grad()
 
 
-@flagged("exact_padding", rule="padding")
+@able("exact_padding", rule="padding")
 def test_a_padded_row_is_the_trimmed_row_whatever_the_padding_holds(name: str) -> None:
     core = build(name)
     padding = torch.zeros(B, LONGEST, dtype=torch.bool)
@@ -94,7 +95,7 @@ def test_a_padded_row_is_the_trimmed_row_whatever_the_padding_holds(name: str) -
         torch.testing.assert_close(again[0, :, : LONGEST - 2], want[0], rtol=0, atol=1e-10)
 
 
-@flagged("exact_padding")
+@able("exact_padding")
 def test_a_row_of_padding_alone_gives_zeros_and_finite_gradients(name: str) -> None:
     core = build(name).train()
     padding = torch.zeros(B, 13, dtype=torch.bool)
@@ -108,7 +109,94 @@ def test_a_row_of_padding_alone_gives_zeros_and_finite_gradients(name: str) -> N
             assert gradient is None or gradient.isfinite().all()
 
 
-@flagged("supports_causal", rule="causal")
+@able("exact_padding")
+@pytest.mark.parametrize("held", [torch.nan, torch.inf])
+def test_nothing_that_padding_holds_reaches_another_token(name: str, held: float) -> None:
+    padding = tail(B, 13)
+    there = ~padding
+    for causal in causal_forms(name):
+        results = []
+        for value in (0.0, held):
+            core, given = build(name).train(), inputs(13)
+            for t in given.values():
+                hidden = padding[..., None] if t.dim() == 3 else padding[:, None, :, None]
+                t.masked_fill_(hidden, value).requires_grad_()
+            torch.manual_seed(3)  # of what training draws
+            out = run(core, given, causal=causal, key_padding_mask=padding)
+            real = out.out_BHNV.transpose(1, 2)[there]
+            loss = (real * torch.arange(real.numel()).view(real.shape).cos()).sum()
+            loss = loss if out.auxiliary_loss is None else loss + out.auxiliary_loss
+            sources = [*given.values(), *core.parameters()]
+            gradients = list(torch.autograd.grad(loss, sources, allow_unused=True))
+            for index in range(len(given)):  # those of the tokens that are there
+                of_token = gradients[index]
+                if of_token is not None:
+                    of_token = of_token if of_token.dim() == 3 else of_token.transpose(1, 2)
+                    gradients[index] = of_token[there]
+            results.append((real, loss, gradients))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@able("exact_padding", rule="ties")
+def test_a_padded_row_is_the_trimmed_row_where_tokens_are_equal(name: str) -> None:
+    core, padding = build(name), torch.zeros(B, LONGEST, dtype=torch.bool)
+    for kinds, kept in itertools.product((1, 2, 4), (5, 11, 17, 22)):
+        given, few = inputs(LONGEST), torch.randint(kinds, (LONGEST,), generator=torch.Generator().manual_seed(kept))
+        for key in ("q", "k", "x"):  # what chooses; the values stay as different as they were
+            given[key] = given[key][..., few, :]
+        padding[0] = torch.arange(LONGEST) >= kept
+        for causal in causal_forms(name):
+            got = run(core, given, causal=causal, key_padding_mask=padding).out_BHNV
+            want = run(core, {key: t[:1, ..., :kept, :] for key, t in given.items()}, causal=causal).out_BHNV
+            torch.testing.assert_close(got[:1, :, :kept], want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_stay_finite_where_logits_are_large(name: str) -> None:
+    for tokens, padded, size in itertools.product((LONGEST, LONGEST - 1), (0, 5), (4, 8, 12, 60)):
+        padding = torch.arange(tokens).expand(B, -1) >= tokens - padded
+        for causal in causal_forms(name):
+            core = build(name).float().train()
+            given = {key: (t * size).float().requires_grad_() for key, t in inputs(tokens).items()}
+            out = run(core, given, causal=causal, key_padding_mask=padding if padded else None).out_BHNV
+            assert out.isfinite().all()
+            sources = [*given.values(), *core.parameters()]
+            for gradient in torch.autograd.grad(out.square().mean(), sources, allow_unused=True):
+                assert gradient is None or gradient.isfinite().all(), (tokens, padded, size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_that_is_not_bool_or_of_another_shape_is_refused(name: str) -> None:
+    core, given = build(name), inputs(8)
+    wrong = [torch.zeros(B, 8, dtype=torch.long), torch.zeros(B, 8), torch.zeros(8).bool(), torch.zeros(B, 7).bool()]
+    for mask in wrong:
+        with pytest.raises(ValueError, match=r"mask of .*; it must be bool, True = padding, of \(rows, keys"):
+            run(core, given, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tokens_there_is_an_empty_result_and_without_keys_one_of_zeros(name: str) -> None:
+    core = build(name)
+    for causal in causal_forms(name):
+        want_lse = "lse" in core.can
+        for mask in (None, torch.zeros(B, 0, dtype=torch.bool)):
+            out = run(core, inputs(0), causal=causal, key_padding_mask=mask, want_lse=want_lse)
+            assert out.out_BHNV.shape == (B, H, 0, E) and out.out_BHNV.dtype == torch.double
+            assert not want_lse or out.lse_BHN.shape == (B, H, 0)
+    if {"cross", "bidirectional"} <= core.can:
+        given, slots = inputs(5), torch.randn(2, B, H, 5, E, dtype=torch.double)
+        nothing = {**given, "k": given["k"][:, :, :0], "v": given["v"][:, :, :0]}
+        out = run(core, nothing, causal=False)
+        assert out.out_BHNV.shape == (B, H, 5, E) and not out.out_BHNV.any()
+        for valid in (0.0, 1.0):
+            context = Context(*slots, torch.zeros(B, 5, 1), torch.full((B, 5), valid).bool())
+            out = run(core, nothing, causal=False, context=context, want_lse=want_lse)
+            assert out.out_BHNV.isfinite().all() and bool(out.out_BHNV.any()) == bool(valid)
+            assert not want_lse or bool((out.lse_BHN > LOWEST).all()) == bool(valid)
+
+
+@able("causal", rule="causal")
 @pytest.mark.parametrize("tokens", [13, 24])
 def test_no_output_depends_on_a_later_token(name: str, tokens: int) -> None:
     core = build(name)
@@ -125,42 +213,39 @@ def test_what_a_mechanism_cannot_do_is_refused(name: str) -> None:
     core, given = build(name), inputs(8)
     offered = Context(given["k"], given["v"], torch.zeros(B, 8, 1), torch.ones(B, 8, dtype=torch.bool))
     calls: dict[str, dict[str, Any]] = {
-        "supports_causal": {"causal": True},
-        "supports_bias": {"bias_BHNM": torch.zeros(1, 1, 8, 8, dtype=torch.double)},
-        "accepts_context": {"context": offered},
-        "gives_lse": {"want_lse": True},
+        "causal": {"causal": True},
+        "bias": {"bias_BHNM": torch.zeros(1, 1, 8, 8, dtype=torch.double)},
+        "context": {"context": offered},
+        "lse": {"want_lse": True},
     }
-    for flag, call in calls.items():
-        if not getattr(core, flag):
-            with pytest.raises(ValueError, match=f"has {flag}=False and cannot serve this call"):
+    calls["bidirectional"] = {"causal": False}
+    for word, call in calls.items():
+        if word not in core.can:
+            with pytest.raises(ValueError, match=rf"call needs {word} \(.*\), which attention \w+.* does not give"):
                 run(core, given, **call)
-    if not core.supports_cross:
-        with pytest.raises(ValueError, match="supports_cross=False"):
-            core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"][:, :5])
-    if core.only_causal:
-        assert core.supports_causal
-        with pytest.raises(ValueError, match="has no other than a causal form"):
-            run(core, given, causal=False)
-    assert {*calls, "supports_cross", "exact_padding"} == set(ABILITIES)
+    if "cross" not in core.can:
+        with pytest.raises(ValueError, match="this call needs cross"):
+            core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"][:, :5], causal="causal" in core.can)
+    assert {"causal", "bidirectional"} & core.can and core.can <= CORE_WORDS.keys()
+    assert {*calls, "cross", "exact_padding", "weights"} == CORE_WORDS.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CASES.get(name, Case()).exact is not None])
 def test_in_its_limit_it_is_softmax_attention(name: str) -> None:
     core, softmax = build(name, exact=True), SoftmaxAttention()
-    flags = type(core)
     padding = torch.zeros(B, 13, dtype=torch.bool)
     padding[0, 11:] = True
     context = Context(*torch.randn(2, B, H, 5, E).double(), torch.zeros(B, 5, 1), torch.rand(B, 5) < 0.6)
     calls: list[dict[str, Any]] = [{"causal": causal} for causal in causal_forms(name)]
     if "exact_causal" in CASES[name].exempt:
         calls = [{"causal": False}]
-    if flags.exact_padding:
+    if "exact_padding" in core.can:
         calls += [{**call, "key_padding_mask": padding} for call in calls]
-    if flags.accepts_context:
+    if "context" in core.can:
         calls += [{**call, "context": context} for call in calls]
     for call in calls:
         given = {key: t.requires_grad_() for key, t in inputs(13).items()}
-        want_lse = flags.gives_lse
+        want_lse = "lse" in core.can
         got, want = (run(c, given, **call, want_lse=want_lse) for c in (core, softmax))
         there = torch.ones(B, 13, dtype=torch.bool)
         if "key_padding_mask" in call:
@@ -176,14 +261,14 @@ def test_in_its_limit_it_is_softmax_attention(name: str) -> None:
             torch.testing.assert_close(got.lse_BHN[some], want.lse_BHN[some], rtol=0, atol=1e-10)
 
 
-@flagged("gives_lse", rule="lse")
+@able("lse", rule="lse")
 def test_weights_and_log_sum_exp_are_of_one_softmax(name: str) -> None:
     """Values of one-hot vectors show the weights: each that is not 0 is exp(logit - lse), and they add up to 1."""
     core, given = build(name), inputs(13)
     given["v"] = torch.eye(13, dtype=torch.double).expand(B, H, 13, 13)
     logits = given["q"] @ given["k"].mT / E**0.5
     for causal in causal_forms(name):
-        weights, lse, _ = run(core, given, causal=causal, want_lse=True)
+        weights, lse = run(core, given, causal=causal, want_lse=True)[:2]
         plain = run(core, given, causal=causal).out_BHNV
         torch.testing.assert_close(plain, weights, rtol=0, atol=1e-10)
         seen = weights > 1e-14
@@ -193,7 +278,34 @@ def test_weights_and_log_sum_exp_are_of_one_softmax(name: str) -> None:
         torch.testing.assert_close(sums, torch.where(lse > LOWEST, 1.0, 0.0).double(), rtol=0, atol=1e-10)
 
 
-@flagged("accepts_context")
+@able("lse")
+def test_the_log_sum_exp_of_half_precision_is_finite_beyond_its_range(name: str) -> None:
+    core = build(name).half()
+    given = {key: (t * 300).half() for key, t in inputs(13).items()}
+    for causal in causal_forms(name):
+        out, lse = run(core, given, causal=causal, want_lse=True)[:2]
+        assert out.isfinite().all() and lse.isfinite().all() and lse.dtype == torch.float32
+
+
+@able("lse", rule="lse")
+def test_logits_of_half_precision_are_as_exact_as_those_of_the_fused_kernels(name: str) -> None:
+    if "precision" in CASES[name].exempt:
+        pytest.skip(CASES[name].exempt["precision"])
+    core = build(name).bfloat16()
+    given = {key: (t * 3).bfloat16() for key, t in inputs(13).items()}
+    wide = {key: t.double() for key, t in given.items()}
+    for causal in causal_forms(name):
+        want = run(build(name), wide, causal=causal, want_lse=True)
+        fused = run(core, given, causal=causal).out_BHNV
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                got = run(core, given, causal=causal, want_lse=True)
+            torch.testing.assert_close(got.lse_BHN.double(), want.lse_BHN, rtol=0, atol=2e-5)
+            errors = [(out.double() - want.out_BHNV).abs().max() for out in (got.out_BHNV, fused)]
+            assert errors[0] <= 1.5 * errors[1] + 1e-2
+
+
+@able("context")
 def test_an_empty_context_is_none_and_a_full_one_is_read(name: str) -> None:
     core, given = build(name), inputs(13)
     slots = torch.randn(2, B, H, 5, E, dtype=torch.double)
@@ -243,8 +355,8 @@ def test_one_graph_is_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_under_a_closed_cache_it_is_itself(name: str) -> None:
-    if ATTENTIONS.entry(name).factory.only_causal:
-        with pytest.raises(ValueError, match="has no other than a causal form"):
+    if "bidirectional" not in ATTENTIONS.entry(name).factory.can:
+        with pytest.raises(ValueError, match="a layer with causal=False needs bidirectional"):
             GRCAttention(H * E, H, 13, core=build(name))
         return
     torch.manual_seed(0)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import bp_transformer as bp
-from cached_transformers.attentions.bp_layer import BPLayer, tree_levels
 from cached_transformers.attentions.bp_transformer import BPAttention
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.layers.bp_layer import BPLayer, tree_levels
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E
@@ -180,7 +180,7 @@ def test_blocks_and_their_neighbours_hold_all_that_is_seen(causal: bool) -> None
         padding = torch.zeros(B, tokens, dtype=torch.bool)
         padding[0, tokens - 9 :] = True
         for hidden in (None, padding):
-            got, lse, _ = core(q, keys, v, causal=causal, key_padding_mask=hidden, want_lse=True)
+            got, lse = core(q, keys, v, causal=causal, key_padding_mask=hidden, want_lse=True)[:2]
             there = torch.ones(B, tokens, dtype=torch.double) if hidden is None else (~hidden).double()
             for i in (0, tokens // 2, tokens - 10, tokens - 1):
                 spans = spans_of(i, tokens, k, 5, causal)
@@ -205,7 +205,7 @@ def test_bad_options() -> None:
             build(D, H, *more, k=0)
         with pytest.raises(ValueError, match="clip=-1 must be at least 0"):
             build(D, H, *more, clip=-1)
-        with pytest.raises(ValueError, match="width=10 must be a multiple of heads=3"):
+        with pytest.raises(ValueError, match="width=10 must be a positive multiple of heads=3"):
             build(10, 3, *more)
 
 

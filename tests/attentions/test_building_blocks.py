@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.attentions import building_blocks as blocks
+from cached_transformers.attentions.parts import building_blocks as blocks
 
 LOWEST = torch.finfo(torch.double).min
 
@@ -104,6 +104,15 @@ def test_tables_of_blocks_and_of_keys() -> None:
         for b in range(2):
             for h in range(3):
                 assert torch.equal(picked[b, h], keys[b, h][each[b, h]])
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 20, 30])
+@pytest.mark.parametrize("kinds", [1, 2, 5, 1000])
+def test_of_equal_numbers_the_first_are_the_largest(count: int, kinds: int) -> None:
+    t = torch.randint(kinds, (3, 2, 30), generator=torch.Generator().manual_seed(count)).double()
+    t[0, 0, ::2] = -torch.inf
+    want = t.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    assert torch.equal(blocks.largest(t, count), want)
 
 
 def test_whole_rows_are_picked() -> None:

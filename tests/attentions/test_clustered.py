@@ -10,11 +10,11 @@ import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
-from cached_transformers.attentions.clustered import ClusteredAttention
-from cached_transformers.attentions.hamming import lloyd
-from cached_transformers.memories.base import Context
+from cached_transformers.attentions.clustered import ClusteredAttention, ImprovedClusteredAttention
+from cached_transformers.attentions.parts.hamming import lloyd
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.seam.memory import Context
 
 NAMES = ("clustered", "improved_clustered")
 Code = tuple[int, ...]
@@ -227,3 +227,19 @@ def test_bad_options(options: dict[str, Any], why: str) -> None:
         make("improved_clustered", **options)
     with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
         create_attention("clustered", width=12, heads=5)
+
+
+@pytest.mark.parametrize("topk", [5, 16])
+def test_among_equal_keys_the_first_are_chosen_in_a_padded_row_too(topk: int) -> None:
+    """Equal keys have different values, and a cluster has room for a few of them."""
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randint(10, (96,), generator=generator)
+    q, k = torch.randn(2, 1, 2, 10, 4, dtype=torch.double, generator=generator)[..., few, :]
+    v = torch.randn(1, 2, 96, 4, dtype=torch.double, generator=generator)
+    torch.manual_seed(0)
+    core = ImprovedClusteredAttention(8, 2, clusters=3, topk=topk).double().eval()
+    for kept in (24, 48, 91):
+        padding = torch.arange(96)[None] >= kept
+        got = core(q, k, v, key_padding_mask=padding).out_BHNV[:, :, :kept]
+        want = core(q[:, :, :kept], k[:, :, :kept], v[:, :, :kept]).out_BHNV
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.etc import ETC, Labels
-from cached_transformers.attentions.etc_layer import ETCLayer
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.layers.etc_layer import ETCLayer
 
 B, H, E = 2, 2, 5
 

@@ -11,11 +11,11 @@ from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.informer import POWERS, STEPS, Distilling, InformerAttention
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
-from cached_transformers.memories.base import Context
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.seam.memory import Context
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_the_queries_chosen_are_those_far_from_uniform() -> None:
 
 def test_the_causal_form_leaks_and_is_refused_unless_asked_for() -> None:
     q, k, v = (t.detach() for t in inputs(24))
-    with pytest.raises(ValueError, match="supports_causal=False"):
+    with pytest.raises(ValueError, match="needs causal"):
         make()(q, k, v, causal=True)
     core = make(allow_leak=True)
     before = core(q, k, v, causal=True).out_BHNV

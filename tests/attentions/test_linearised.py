@@ -9,10 +9,10 @@ import torch
 from attentions.cases import B, E, H, build
 from attentions.linearised_twins import V, leaves
 
-from cached_transformers.attentions.linearised import LinearisedAttention
-from cached_transformers.memories.base import Context
+from cached_transformers.attentions.parts.linearised import LinearisedAttention
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.state import map_state, named_tensors, reorder
+from cached_transformers.seam.memory import Context
+from cached_transformers.state import map_state, named_tensors, reorder, reset, signature
 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]
 FORMS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
@@ -91,5 +91,72 @@ def test_states_and_sums_are_of_float32(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_causal_call_needs_one_key_a_query(name: str) -> None:
     core, given = build(name), leaves(8)
-    with pytest.raises(ValueError, match=r"supports_cross=False|a causal call of \w+ needs one key a query"):
+    with pytest.raises(ValueError, match=r"needs cross|a causal call of \w+ needs one key a query"):
         core(given["q"][:, :, :5], given["k"], given["v"], x_BND=given["x"], causal=True)
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_segments_with_a_carried_state_are_the_whole_sequence(name: str, options: dict[str, Any], padded: bool) -> None:
+    core, plain, given = build(name, carry=True, **options), build(name, **options), leaves(13)
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    padding = torch.rand(B, 13, generator=torch.Generator().manual_seed(1)) < 0.4 if padded else None
+    want = plain(q, k, v, x_BND=x, causal=True, key_padding_mask=padding).out_BHNV
+    for first in ((), core.init_state(B, H, E, V, like=q)):
+        state, outs, start = first, [], 0
+        for size in (0, 5, 0, 1, 7):
+            part = slice(start, start + size)
+            mask = None if padding is None else padding[:, part]
+            segment = [t[:, :, part] for t in (q, k, v)]
+            result = core(*segment, x_BND=x[:, part], causal=True, key_padding_mask=mask, state=state)
+            outs.append(result.out_BHNV)
+            state, start = result.state, start + size
+        torch.testing.assert_close(torch.cat(outs, 2), want, rtol=0, atol=1e-10)
+        assert signature(state) == signature(core.init_state(B, H, E, V, like=q))
+        weight = torch.randn_like(want)
+        for model, out in ((core, torch.cat(outs, 2)), (plain, want)):
+            sources = [q, k, v, x, *model.parameters()]
+            found = torch.autograd.grad((out * weight).sum(), sources, allow_unused=True, retain_graph=True)
+            if model is core:
+                gradients = found
+        for a, b in zip(gradients, found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_a_row_whose_carried_state_is_reset_has_seen_nothing(name: str, options: dict[str, Any]) -> None:
+    core, given = build(name, carry=True, **options), {key: t.detach() for key, t in leaves(8).items()}
+
+    def run(part: slice, state: Any) -> Any:
+        segment = [given[key][:, :, part] for key in "qkv"]
+        return core(*segment, x_BND=given["x"][:, part], causal=True, state=state)
+
+    state = run(slice(0, 4), ()).state
+    kept, anew = run(slice(4, 8), state).out_BHNV, run(slice(4, 8), ()).out_BHNV
+    assert (kept - anew).abs().max() > 1e-3
+    fresh = core.init_state(B, H, E, V, like=given["q"])
+    got = run(slice(4, 8), reset(state, fresh, torch.tensor([False, True]))).out_BHNV
+    torch.testing.assert_close(got[0], kept[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(got[1], anew[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_carried_state_excludes_is_refused(name: str) -> None:
+    core, given = build(name, carry=True), leaves(4)
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    assert core.can == {"causal", "exact_padding"}
+    with pytest.raises(ValueError, match=r"this call needs bidirectional .* \(its options take away"):
+        core(q, k, v, x_BND=x)
+    with pytest.raises(ValueError, match="this call needs context"):
+        core(q, k, v, x_BND=x, causal=True, context=some_context())
+    state = core.init_state(B, H, E, V, like=q)
+    for other in (build(name), build("softmax")):
+        assert other.init_state(B, H, E, V, like=q) == ()
+        with pytest.raises(ValueError, match="carries no state from segment to segment"):
+            other(q, k, v, x_BND=x, causal=True, state=state)
+    changing: dict[str, dict[str, Any]] = {"performer": {"redraw": True}, "rfa": {"pool": 3}}
+    if name in changing:
+        with pytest.raises(ValueError, match="carry=True reads sums of earlier features"):
+            build(name, carry=True, **changing[name])

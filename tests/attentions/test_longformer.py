@@ -9,9 +9,9 @@ import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
 from torch import Tensor
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions.longformer import LongformerAttention
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 LENGTHS = (1, 2, 3, 7, 8, 13, 24)
 

@@ -11,9 +11,9 @@ from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
+from cached_transformers.experiments.costs.flops import count_flops
 
 
 def make(**options: Any) -> MemoryCompressedAttention:
@@ -126,8 +126,8 @@ def test_early_queries_see_no_slot_and_a_local_branch_serves_them() -> None:
     assert (out[:, :, :2] == 0).all() and (out[:, :, 2:] != 0).all()
     local = make(local=3)(q, k, v, causal=True).out_BHNV
     agree(local[:, :, :2], SoftmaxAttention()(q, k, v, causal=True).out_BHNV[:, :, :2], [q, k, v])
-    assert make().supports_cross and not make(local=3).supports_cross
-    with pytest.raises(ValueError, match="supports_cross=False"):
+    assert "cross" in make().can and "cross" not in make(local=3).can
+    with pytest.raises(ValueError, match="needs cross"):
         make(local=3)(q[:, :, :5], k, v)
 
 

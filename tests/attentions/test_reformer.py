@@ -11,9 +11,9 @@ from attentions.cases import B, E, H, build
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions.reformer import ReformerAttention, usual_buckets
-from cached_transformers.memories.base import Context
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.seam.memory import Context
 
 WIDTH = H * E
 
@@ -269,7 +269,7 @@ def test_how_many_buckets_there_are() -> None:
 def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         reformer(**options)
-    with pytest.raises(ValueError, match="width=13 must be a multiple of heads=2"):
+    with pytest.raises(ValueError, match="width=13 must be a positive multiple of heads=2"):
         ReformerAttention(13, 2, buckets=4)
 
 

@@ -12,10 +12,10 @@ from attentions.linearised_twins import V, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.rfa import RandomFeatureAttention
-from cached_transformers.memories.base import Context
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.seam.memory import Context
 
 
 def core_of(seed: int = 0, **options: Any) -> RandomFeatureAttention:
@@ -213,7 +213,7 @@ def test_calls_that_it_cannot_serve_are_refused() -> None:
     given = leaves(3)
     q, k, v = (given[name] for name in "qkv")
     gated = core_of(gate=True)
-    with pytest.raises(ValueError, match=r"no other than a causal form \(only_causal=True\)"):
+    with pytest.raises(ValueError, match="this call needs bidirectional"):
         gated(q, k, v, x_BND=given["x"])
     with pytest.raises(ValueError, match="the gate of rfa is made of the layer's input; give it as x_BND"):
         gated(q, k, v, causal=True)

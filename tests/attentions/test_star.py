@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.analysis.flops import count_flops
 from cached_transformers.attentions.star import StarAttention, StarLayer, prefix_attend
+from cached_transformers.experiments.costs.flops import count_flops
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E
@@ -155,7 +155,7 @@ def test_bad_options() -> None:
     for build in (StarAttention, StarLayer):
         with pytest.raises(ValueError, match="radius=-1 must be at least 0"):
             build(D, H, radius=-1)
-        with pytest.raises(ValueError, match="width=10 must be a multiple of heads=3"):
+        with pytest.raises(ValueError, match="width=10 must be a positive multiple of heads=3"):
             build(10, 3)
 
 

@@ -83,6 +83,27 @@ def test_dry_run_prints_a_configuration_that_trains_the_same(capsys, recipe, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["standin.yaml"]
 
 
+def test_dry_run_refuses_what_cannot_be_built(capsys):
+    words = ("train", "digits_vit_plain", "--dry-run")
+    status, out, _ = call(capsys, *words, "model.memory=grc")
+    assert (
+        status == 0
+        and out.splitlines()[-1] == "# filled in from the data: model.image_size, model.channels, model.classes"
+    )
+    status, out, err = call(capsys, *words, "model.memory={name: grc, ratio: 0.3}")
+    assert (status, out) == (2, "") and err.startswith("error: ratio=0.3 gives a cache of 19 channels")
+    # 8 pixels, which the data say, cannot be cut into patches of 3.
+    status, out, err = call(capsys, *words, "model.patch_size=3")
+    assert (status, out) == (2, "") and "patch_size" in err
+
+
+def test_dry_run_without_the_data_says_what_it_could_not_check(capsys, tmp_path):
+    status, out, _ = call(capsys, "train", "table1_small", f"data.path={tmp_path / 'absent'}", "--dry-run")
+    last = out.splitlines()[-1]
+    assert status == 0 and last.startswith("# whether the model can be built is not known: ") and "absent" in last
+    assert yaml.safe_load(out)["model"]["name"] == "vision_transformer"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 import standin
 import yaml
+from rich.console import Console
 
-from cached_transformers.analysis.statistics import summarise
-from cached_transformers.cli import compare
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
-from cached_transformers.cli.variants import nearest_width, parse_variant, prepare
-from cached_transformers.config import load_config
+from cached_transformers.experiments import compare
+from cached_transformers.experiments.build import build_dataset
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.reports.terminal import open_console, print_statistics
+from cached_transformers.experiments.statistics import summarise, summarise_pairs
+from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import build_dataset, load_run
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = [
@@ -178,3 +181,32 @@ def test_bad_input_is_refused_before_anything_is_trained(recipe, tmp_path, capsy
     assert main(["compare", recipe, "--out", str(tmp_path / "out"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_later_variant_that_cannot_be_built_is_refused_before_the_first_is_trained(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["compare", *TINY, "--with", "plain,grc:ratio=0.2", "--seeds", "1", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: variant grc:ratio=0.2: ratio=0.2 gives a cache of ")
+    assert not out.exists()
+
+
+def test_tables_in_a_pipe_hold_whole_names(capsys):
+    names = [f"a_memory_with_a_long_name:option={n}:another_option={n}" for n in range(3)]
+    values = {name: [0.5 + n / 100, 0.51 + n / 50] for n, name in enumerate(["plain", *names])}
+    pairs = summarise_pairs(values, [(name, "plain") for name in names])
+    print_statistics(summarise(values, "plain"), "accuracy", "test", "plain", open_console(), pairs=pairs)
+    printed = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    for name in names:
+        lines = [line.split() for line in printed.splitlines() if name in line]
+        assert [line[0] for line in lines] == [name, name]
+
+
+def test_a_narrow_terminal_breaks_names_and_cuts_none():
+    written = StringIO()
+    console = Console(file=written, width=60, force_terminal=True, color_system=None, highlight=False)
+    name = "a_memory_with_a_long_name:option=1:another_option=2"
+    print_statistics(summarise({"plain": [0.5, 0.6], name: [0.6, 0.7]}, "plain"), "accuracy", "test", "plain", console)
+    first_column = "".join(line.split()[0] for line in written.getvalue().splitlines() if line[1:2].strip())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in written.getvalue() and name in first_column

@@ -11,18 +11,25 @@ import torch
 from cli.made_images import make_cifar10
 from PIL import Image
 
-from cached_transformers.analysis.cache_table import cache_use_statistics
-from cached_transformers.analysis.flops import count_flops, count_parameters
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms, own_recipes
-from cached_transformers.cli.variants import Variant, equal_operations, feed_forward_option, training_flops, widened
-from cached_transformers.config import RunConfig, check_sections, config_hash, config_to_dict, load_config
-from cached_transformers.memories.memory_branch import PositionalConvolution
-from cached_transformers.models import create_model
-from cached_transformers.reproductions import REPRODUCTIONS, table10
-from cached_transformers.reproductions.base import pairs
-from cached_transformers.reproductions.images import PAPER, SMALL
-from cached_transformers.training.run import build_dataset, build_model
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_transformers.experiments.reports.cache_use_table import cache_use_statistics
+from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
+from cached_transformers.experiments.reproductions.arms import arms, row_recipes
+from cached_transformers.experiments.reproductions.base import pairs
+from cached_transformers.experiments.reproductions.images import PAPER, SMALL
+from cached_transformers.experiments.variants import (
+    Variant,
+    equal_operations,
+    feed_forward_option,
+    training_flops,
+    widened,
+)
+from cached_transformers.memories.parts.memory_branch import PositionalConvolution
+from cached_transformers.tasks import create_model
+from cached_transformers.tasks.recipes import check_sections, load_config
+from cached_transformers.training.config import RunConfig, config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
@@ -54,7 +61,7 @@ def variants_of(
     recipe = load_config(entry.recipes["small"], [f"data.path={images}", *overrides])
     train = build_dataset(recipe, "train")
     rows = entry.rows("small", chosen)
-    recipes = own_recipes(rows, recipe, overrides)
+    recipes = row_recipes(rows, recipe, overrides)
     return arms(entry, "small", rows, recipe, train, recipes), recipe, train
 
 
@@ -96,7 +103,7 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_o
     _, (plain, released, _, _, wider), _, train = rows_of_one
     batch = train.collate([train[index] for index in range(8)])
     counted = {v.name: count_flops(build_model(v.config), batch.inputs, mode="train") for v in (plain, released, wider)}
-    assert counted == {v.name: training_flops(v.config, train) for v in (plain, released, wider)}
+    assert counted == {v.name: training_flops(v.config, batch) for v in (plain, released, wider)}
     assert counted[wider.name] == pytest.approx(counted[released.name], rel=0.005)
     assert counted[plain.name] < 0.95 * counted[wider.name]
     assert wider.facts["matched"] == released.name
@@ -106,7 +113,9 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_o
 
 
 def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cached_transformers.cli.variants.count_flops", lambda *_, **__: 1000)  # facts beside the runs
+    monkeypatch.setattr(
+        "cached_transformers.experiments.variants.count_flops", lambda *_, **__: 1000
+    )  # facts beside the runs
     found: dict[str, set[str]] = {}
     for table in TABLES:
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
@@ -291,7 +300,7 @@ def test_rows_of_the_papers_scale_have_the_recipes_of_their_backbones(table: str
     entry = REPRODUCTIONS[table]
     rows = entry.rows("paper", "all")
     main_recipe = load_config(entry.recipes["paper"])
-    recipes = own_recipes(rows, main_recipe, [])
+    recipes = row_recipes(rows, main_recipe, [])
     for row in rows:
         assert row.recipe is not None and row.backbone is not None
         own = load_config(row.recipe)
@@ -322,7 +331,7 @@ def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: 
 def test_recipes_that_are_scored_differently_are_refused() -> None:
     rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
     with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
-        own_recipes(rows, load_config("table1_small"), [])
+        row_recipes(rows, load_config("table1_small"), [])
 
 
 def test_table_8_has_a_swin_of_equal_cost(tmp_path: Path) -> None:

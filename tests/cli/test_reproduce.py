@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms
-from cached_transformers.cli.variants import Variant, equal_parameters
-from cached_transformers.config import RunConfig, config_to_dict, load_config
-from cached_transformers.probes.settings import stream_memories
-from cached_transformers.reproductions import REPRODUCTIONS
-from cached_transformers.training.run import build_model, with_memory
+from cached_transformers.experiments.build import build_model, with_memory
+from cached_transformers.experiments.probes.settings import stream_memories
+from cached_transformers.experiments.reproductions import REPRODUCTIONS
+from cached_transformers.experiments.reproductions.arms import arms
+from cached_transformers.experiments.variants import Variant, equal_parameters
+from cached_transformers.tasks.recipes import load_config
+from cached_transformers.training.config import RunConfig, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
-from cached_transformers.data import text_pieces
 from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
 from cached_transformers.state import named_tensors
+from cached_transformers.tasks.language import text_pieces
 
 TEXT = "It was the best of times, it was the worst of times.\nIt was spring.\n\n  And winter, naïve — too.\n" * 60
 
@@ -143,7 +143,7 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
 
 
 def test_the_state_is_one_row_of_the_model(run: Path, tmp_path: Path) -> None:
-    from cached_transformers.training.run import load_run
+    from cached_transformers.experiments.load import load_run
 
     book, state = tmp_path / "book.txt", tmp_path / "state.safetensors"
     book.write_text(TEXT)

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.analysis.flops import count_flops
-from cached_transformers.analysis.statistics import summarise, summarise_pairs, wilson_interval
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms
-from cached_transformers.cli.variants import Variant, equal_operations, training_flops
-from cached_transformers.config import config_hash, config_to_dict, fill_from_data, load_config
-from cached_transformers.data.listops import root_operator_baselines
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.experiments.reproductions import REPRODUCTIONS, table6
+from cached_transformers.experiments.reproductions.arms import arms
+from cached_transformers.experiments.reproductions.base import pairs
+from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
+from cached_transformers.experiments.variants import Variant, equal_operations, training_flops
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.reproductions import REPRODUCTIONS, table6
-from cached_transformers.reproductions.base import pairs
-from cached_transformers.training.run import build_dataset, build_model
+from cached_transformers.tasks.classification.listops.expressions import root_operator_baselines
+from cached_transformers.tasks.recipes import fill_from_data, load_config
+from cached_transformers.training.config import config_hash, config_to_dict
 from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
@@ -58,7 +59,7 @@ def test_the_control_costs_in_training_what_grc_costs(backbone: str) -> None:
     for variant in (plain, grc, control):  # on values here, where `training_flops` has shapes alone
         model = build_model(variant.config)
         counted[variant.name] = count_flops(model, batch.inputs, mode="train", padding=batch.padding)
-        assert counted[variant.name] == training_flops(variant.config, train)
+        assert counted[variant.name] == training_flops(variant.config, batch)
         assert variant.facts["training_flops"] == round(counted[variant.name] / 32)
     assert counted[control.name] == pytest.approx(counted[grc.name], rel=0.005)
     assert counted[plain.name] < counted[control.name]

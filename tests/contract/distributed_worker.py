@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 
-from cached_transformers.memories.grc import caches, commit_caches
+from cached_transformers.memories.grc.grc import caches, commit_caches
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.segments import SegmentLoop
 

@@ -1,4 +1,4 @@
-"""Three small memories, one for each insertion point that GRC does not use; read them before you write your own.
+"""Three small memories, one for each place to stand that GRC does not use; read them before you write your own.
 
 They are registered when this file is imported, that is, only in the tests.
 
@@ -14,8 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.base import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.memories.parts.slot_attention import SlotAttention
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    ProjectKV,
+    Query,
+    Reading,
+    Tokens,
+    Trace,
+)
 
 
 class WindowState(NamedTuple):
@@ -28,12 +39,12 @@ class WindowState(NamedTuple):
 
 @MEMORIES.register("example_window", paper="arXiv:1901.02860", exact_when="length >= tokens seen")
 class ExampleWindow(LayerMemory):
-    """Each layer attends the last M inputs that it saw in earlier segments (kv insertion).
+    """Each layer attends the last M inputs that it saw in earlier segments ("context").
 
     State: M (4 D + 8) + 8 bytes per row and layer.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(self, width: int, heads: int, length: int = 8) -> None:
         super().__init__()
@@ -77,30 +88,24 @@ class TokensState(NamedTuple):
 
 @MEMORIES.register("example_tokens", paper="arXiv:2207.06881")
 class ExampleTokens(ModelMemory):
-    """Memory tokens in front of the segment are read, as many behind it are written and carried (input insertion).
+    """Memory tokens in front of the segment are read, as many behind it are written and carried ("tokens_round").
 
     State: 4 M D + 8 bytes per row.
     """
 
-    insertion = "input"
+    needs = frozenset({"state", "tokens_round"})
 
     def __init__(self, width: int, heads: int, length: int = 3) -> None:
         super().__init__()
-        self.length = length
+        self.length, self.extra_tokens = length, 2 * length
         self.write_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def init_state(self, batch_size: int, like: Tensor) -> TokensState:
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return TokensState(like.new_zeros(batch_size, *self.write_MD.shape), segments_B)
 
-    def enter(
-        self,
-        state: TokensState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def enter(self, state: TokensState, tokens: Tokens) -> Entry:
+        x_BND, positions_BNP, padding_BN = tokens[:3]
         empty_B1 = state.segments_B[:, None] == 0
         read_BMD = torch.where(empty_B1[..., None], 0, state.tokens_BMD)
         write_BMD = self.write_MD.expand_as(read_BMD)
@@ -109,9 +114,11 @@ class ExampleTokens(ModelMemory):
         sides = (empty_B1.expand(-1, self.length), torch.zeros_like(empty_B1).expand(-1, self.length))
         first, last = (p.expand(-1, self.length, -1) for p in (positions_BNP[:, :1], positions_BNP[:, -1:]))
         return Entry(
-            torch.cat([read_BMD, x_BND, write_BMD], 1),
-            torch.cat([first, positions_BNP, last], 1),
-            torch.cat([sides[0], padding_BN, sides[1]], 1),
+            Tokens(
+                torch.cat([read_BMD, x_BND, write_BMD], 1),
+                torch.cat([first, positions_BNP, last], 1),
+                torch.cat([sides[0], padding_BN, sides[1]], 1),
+            )
         )
 
     def exit(self, state: TokensState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, TokensState, None]:
@@ -132,15 +139,16 @@ class SlotsState(NamedTuple):
 
 @MEMORIES.register("example_slots", paper="arXiv:2010.06891")
 class ExampleSlots(ModelMemory):
-    """Slots that every block attends in a sublayer, and that in turn attend each segment's outputs (sublayer).
+    """Slots that every block attends in a sublayer, and that in turn attend each segment's outputs ("slots").
 
     State: 4 M D + 8 bytes per row.
     """
 
-    insertion = "sublayer"
+    needs = frozenset({"state", "slots"})
 
     def __init__(self, width: int, heads: int, length: int = 3) -> None:
         super().__init__()
+        self.width, self.heads = width, heads
         self.start_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
 
@@ -148,16 +156,12 @@ class ExampleSlots(ModelMemory):
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return SlotsState(like.new_zeros(batch_size, *self.start_MD.shape), segments_B)
 
-    def enter(
-        self,
-        state: SlotsState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def slot_attention(self, index: int) -> SlotAttention:
+        return SlotAttention(self.width, self.heads)
+
+    def enter(self, state: SlotsState, tokens: Tokens) -> Entry:
         valid_BM = (state.segments_B > 0)[:, None].expand(state.slots_BMD.shape[:2])
-        return Entry(x_BND, positions_BNP, padding_BN, slots_BMD=state.slots_BMD, slots_valid_BM=valid_BM)
+        return Entry(tokens, slots=(state.slots_BMD, valid_BM))
 
     def exit(self, state: SlotsState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SlotsState, None]:
         padding_BN = traces[0].query.padding_BN

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, attention_spec
+from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, Contract, attention_spec
 from contract.test_pairs import REASONS
 
 from cached_transformers import state as states
-from cached_transformers.memories.grc import commit_caches
+from cached_transformers.memories.grc.grc import commit_caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
-from cached_transformers.models.translation import translate
 from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.tasks.translation.translate import translate
 
 ROWS = 3
 PADDING = torch.arange(SEGMENT) >= torch.tensor([SEGMENT, 2, SEGMENT - 1])[:, None]
@@ -66,10 +66,8 @@ def learns(model: EncoderDecoder) -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_memories(label: str) -> None:
-    contract = CONTRACTS.get(label)
     name = label.partition("/")[0]
-    spec = None if name == "none" else {"name": name, **(contract.options if contract else {})}
-    model = build(spec)
+    model = build(None if name == "none" else CONTRACTS.get(label, Contract()).spec(name))
     learns(model)
     commit_caches(model)
     source, target = sentences(2)

@@ -23,7 +23,7 @@ from contract.contract_cases import (
 from torch import Tensor
 
 from cached_transformers import state as states
-from cached_transformers.memories.grc import StreamGRCState, caches, commit_caches
+from cached_transformers.memories.grc.grc import StreamGRCState, caches, commit_caches
 from cached_transformers.registry import MEMORIES
 
 

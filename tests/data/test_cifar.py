@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import CIFAR10, create_dataset
-from cached_transformers.data.cifar import CLASSES, RECORD_BYTES, read_batch
+from cached_transformers.tasks import CIFAR10, create_dataset
+from cached_transformers.tasks.classification.images.cifar import CLASSES
+
+RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 def records(count: int, seed: int = 0) -> np.ndarray:
@@ -34,8 +36,7 @@ def test_a_record_is_a_label_and_three_planes(tmp_path):
     made[1, 1 + 0] = 11  # red, row 0, column 0
     made[1, 1 + 1024 + 32 + 5] = 22  # green, row 1, column 5
     made[1, 1 + 2048 + 1023] = 33  # blue, last
-    made.tofile(tmp_path / "data_batch_1.bin")
-    images, labels = read_batch(tmp_path / "data_batch_1.bin")
+    images, labels = CIFAR10.records(made.tobytes(), tmp_path / "data_batch_1.bin")
     assert labels.tolist() == [0, 7]
     assert (images[1, 0, 0, 0], images[1, 1, 1, 5], images[1, 2, 31, 31]) == (11, 22, 33)
     assert images.sum() == 66

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_transformers.data.denoising import (
+from cached_transformers.tasks.pretraining.denoising import (
     corrupt_spans,
     corrupted_lengths,
     delete_tokens,
@@ -240,7 +240,7 @@ def test_spans_are_restored_and_counted_exactly(size: int, rate: int, mean: floa
     inputs, targets = corrupt_spans(tokens, SENTINELS, END, generator(seed), rate=rate / 100, mean=mean)
     assert restore_spans(inputs, targets, SENTINELS, END).tolist() == tokens.tolist()
     noise, spans = noise_counts(size, rate / 100, mean)
-    assert noise == min(max(round(size * rate / 100), 1), size - 1)
+    assert noise == min(max(round(size * (rate / 100)), 1), size - 1)  # of 0.35, which is less than 35 / 100
     assert (len(inputs), len(targets)) == corrupted_lengths(size, rate / 100, mean)
     used = [token for token in inputs.tolist() if token in SENTINELS]
     assert used == list(SENTINELS[:spans]) == [token for token in targets.tolist() if token in SENTINELS]

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import create_dataset
-from cached_transformers.data.denoising import restore_spans
-from cached_transformers.data.denoising_datasets import Denoising, blocks
-from cached_transformers.data.objectives import OBJECTIVES, create_objective
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.data.special_tokens import SpecialTokens
-from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
+from cached_transformers.data.tokenizers import (
+    BytePairTokenizer,
+    ByteTokenizer,
+    SpecialTokens,
+    WordTokenizer,
+    load_tokenizer,
+)
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.pretraining.datasets import Denoising, blocks
+from cached_transformers.tasks.pretraining.denoising import restore_spans
+from cached_transformers.tasks.pretraining.objectives import OBJECTIVES, create_objective
 from cached_transformers.training.loader import SeededRows
 
 TEXT = "".join(

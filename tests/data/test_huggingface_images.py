@@ -9,9 +9,10 @@ import pytest
 import torch
 from data.pictures import encoded
 
-from cached_transformers.data import BadFile, HuggingFaceImages, create_dataset
-from cached_transformers.data.augmentation import central_square
-from cached_transformers.data.decoding import open_picture
+from cached_transformers.data import BadFile
+from cached_transformers.data.image_files import open_picture
+from cached_transformers.tasks import HuggingFaceImages, create_dataset
+from cached_transformers.tasks.classification.images.augmentation import central_square
 
 datasets = pytest.importorskip("datasets")
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import lzma
+import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
-from cached_transformers.data import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
-from cached_transformers.data.cifar import CLASSES
-from cached_transformers.data.imagenet import read_labels
+import cached_transformers
+from cached_transformers.tasks import CIFAR10, CIFAR100, ImageNet, TinyImageNet, create_dataset
+from cached_transformers.tasks.classification.images import cifar
+from cached_transformers.tasks.classification.images.cifar import CLASSES
+from cached_transformers.tasks.classification.images.imagenet import read_labels
+
+PIXEL = encoded(size=(1, 1))
 
 
 def hundred(count: int, seed: int) -> np.ndarray:
@@ -87,6 +93,52 @@ class TestCIFAR:
         for row in range(0, 5000, 500):
             distance = np.abs(thumbs[1] - thumbs[0][row]).mean(1)
             assert distance.min() < 3 and lossy.labels[distance.argmin()] == exact.labels[row]
+
+
+class TestReadingOnce:
+    @staticmethod
+    def files(copies: int) -> dict[str, bytes]:
+        sides = {"train": copies, "test": 1}
+        return {f"top/{s}/{name}/{i}.png": PIXEL for s, n in sides.items() for name in CLASSES for i in range(n)}
+
+    @pytest.mark.parametrize("pack", [write_tar, write_zip])
+    def test_the_work_on_names_grows_as_their_number(self, tmp_path, pack):
+        """Counted in calls of the library's functions, so that neither the machine nor the decoder matters."""
+        package, calls = str(Path(cached_transformers.__file__).parent), {}
+        for copies in (4, 40):
+            path = pack(tmp_path / f"{copies}.{'tar' if pack is write_tar else 'zip'}", self.files(copies))
+            counted = 0
+
+            def count(frame, event, argument):
+                nonlocal counted
+                counted += event == "call" and frame.f_code.co_filename.startswith(package)
+
+            sys.setprofile(count)
+            try:
+                CIFAR10("train", path=path, validation_fraction=0)
+            finally:
+                sys.setprofile(None)
+            calls[copies] = counted
+        assert calls[40] < 12 * calls[4]
+
+    @pytest.mark.parametrize("pack", [write_files, write_zip])
+    def test_image_files_are_decoded_once_for_all_splits_and_runs(self, tmp_path, pack, monkeypatch):
+        path = pack(tmp_path / ("folder" if pack is write_files else "a.zip"), self.files(4))
+        path = path / "top" if pack is write_files else path
+        decode, names = cifar.open_picture, []
+        monkeypatch.setattr(cifar, "open_picture", lambda content, name: names.append(name) or decode(content, name))
+        made = [CIFAR10(split, path=path, validation_fraction=0.25) for split in ("train", "validation", "train")]
+        assert len(names) == 40 and len(set(names)) == 40
+        assert torch.equal(made[0].pixels(7), made[2].pixels(7)) and made[0].labels.tolist() == made[2].labels.tolist()
+
+    def test_and_again_when_one_of_them_changes(self, tmp_path):
+        path = write_files(tmp_path, self.files(4)) / "top"
+        options = {"path": path, "validation_fraction": 0}
+        before = CIFAR10("train", **options).pixels(5)
+        (path / "train/automobile/1.png").write_bytes(encoded(3, size=(32, 32)))
+        assert not torch.equal(CIFAR10("train", **options).pixels(5), before)
+        (path / "train/automobile/9.png").write_bytes(PIXEL)
+        assert len(CIFAR10("train", **options)) == 41
 
 
 def tiny(boxes: bool = True) -> dict[str, bytes]:

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import Digits, ImageFolder, create_dataset, stratified_split
-from cached_transformers.data.base import LabelledDataset
-from cached_transformers.data.images import random_shift
+from cached_transformers.data import stratified_split
+from cached_transformers.data.dataset import LabelledDataset
+from cached_transformers.tasks import Digits, ImageFolder, create_dataset
+from cached_transformers.tasks.classification.images.dataset import random_shift
+from cached_transformers.tasks.recipes import config_from_dict
 
+MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2}
 Image = pytest.importorskip("PIL.Image")
 
 
@@ -50,6 +53,42 @@ class TestStratifiedSplit:
     def test_nothing_left(self):
         with pytest.raises(ValueError, match="must add up to less than 1"):
             stratified_split(np.zeros(4, dtype=int), {"validation": 0.5, "test": 0.5}, 0)
+
+
+class TestOptions:
+    READERS = ("cifar10", "cifar100", "digits", "image_folder", "image_shards", "imagenet", "tiny_imagenet")
+
+    @pytest.mark.parametrize("name", READERS)
+    @pytest.mark.parametrize(
+        ("option", "value", "message"),
+        [
+            ("seed", "zero", "data.seed='zero' must be a whole number, not str"),
+            ("augment", "yes", "data.augment='yes' must be true or false, not str"),
+            ("augmentation", 3, r"data.augmentation=3 must be .*not int"),
+            ("validation_fraction", "half", "data.validation_fraction='half' must be a number"),
+        ],
+    )
+    def test_those_of_all_readers_are_checked_by_type_before_any_file_is_read(self, name, option, value, message):
+        path = {} if name == "digits" else {"path": "nowhere"}
+        with pytest.raises(ValueError, match=message):
+            config_from_dict({"name": "x", "data": {"name": name, **path, option: value}, "model": MODEL})
+
+    @pytest.mark.parametrize("name", READERS[3:])
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("crop_ratio", "wide"), ("image_size", 8.5), ("bad_files", "ignore"), ("interpolation", 2)],
+    )
+    def test_and_those_of_all_readers_of_files(self, name, option, value):
+        with pytest.raises(ValueError, match=rf"data\.{option}={value!r} must be "):
+            config_from_dict({"name": "x", "data": {"name": name, "path": "x", option: value}, "model": MODEL})
+
+    def test_unknown_ones_are_refused_with_a_suggestion(self):
+        with pytest.raises(
+            ValueError, match=r"unknown option of dataset 'imagenet' 'crop_ration'; did you mean 'crop_ratio'"
+        ):
+            create_dataset("imagenet", "train", path="x", crop_ration=0.5)
+        with pytest.raises(ValueError, match="unknown option of dataset 'tiny_imagenet' 'mean'"):
+            create_dataset("tiny_imagenet", "train", path="x", mean=[0.5])
 
 
 class TestShift:

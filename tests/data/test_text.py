@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_transformers.data import create_dataset
 from cached_transformers.data.text_files import find_texts, split_of
 from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
+from cached_transformers.tasks import create_dataset
 
 SPLITS = ("train", "validation", "test")
 TRAIN = " \n = One = \n \n a b c . \n a <unk> d ? \n \n = Two = \n \n = = Part = = \n \n a b \n"

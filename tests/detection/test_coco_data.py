@@ -15,9 +15,10 @@ from made import folder, tree, write
 from PIL import Image
 from pycocotools.coco import COCO
 
-from cached_transformers.data import BadFile, create_dataset
-from cached_transformers.data.coco_files import decode_rgb
-from cached_transformers.training.loader import GroupedOrder, training_batches
+from cached_transformers.data import BadFile
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.detection.coco_files import decode_rgb
+from cached_transformers.training.loader import GroupedOrder, Share, training_batches
 
 
 def load(root, split="train", **options):
@@ -369,7 +370,7 @@ def test_processes_and_pieces_share_a_grouped_batch():
     whole = GroupedOrder(groups, 4, seed=3).rows(2)
     pieces = []
     for rank in range(2):
-        stream = iter(GroupedOrder(groups, 4, 3, 2, rank, 2, 2))
+        stream = iter(GroupedOrder(groups, 4, 3, 2, Share(rank, 2, 2)))
         pieces += [next(stream) for _ in range(2)]
     assert [key for piece in pieces for key in piece] == whole and all(len(piece) == 1 for piece in pieces)
 

@@ -17,15 +17,16 @@ from PIL import Image
 from pycocotools import mask as codes
 
 from cached_transformers.cli.main import main
-from cached_transformers.config import config_from_dict, load_config
-from cached_transformers.data import create_dataset
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.detection.scores import PARTS
+from cached_transformers.tasks.detection.task import evaluate_detector
+from cached_transformers.tasks.recipes import config_from_dict, load_config
 from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.coco_scores import PARTS
-from cached_transformers.training.detection import evaluate_detector
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
-from cached_transformers.training.run import load_run, run_training
 
 FEW = {"rpn_pre_nms_top_n_train": 60, "rpn_post_nms_top_n_train": 30, "box_batch_size_per_image": 16}
 FEW |= {

@@ -12,7 +12,7 @@ from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.reduction import SpatialReduction
-from cached_transformers.memories.grc import GRC
+from cached_transformers.memories.grc.grc import GRC
 
 
 class MiniPVT(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cached_transformers import GRCAttention, create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.grc import caches
+from cached_transformers.memories.grc.grc import caches
 
 # Every kind of shared cache: all are held to the same rules.
 KINDS: dict[str, dict[str, Any]] = {

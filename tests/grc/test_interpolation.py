@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import GatedRecurrentCache
-from cached_transformers.memories import gate_update
-from cached_transformers.memories.interpolation import Interpolation, interpolate, nearest_map
-from cached_transformers.memories.shared_cache import SharedCache
+from cached_transformers.memories.grc import fused_gates
+from cached_transformers.memories.parts.interpolation import Interpolation, interpolate, nearest_map
+from cached_transformers.memories.parts.shared_cache import SharedCache
 
 MODES: tuple[Interpolation, ...] = ("nearest", "linear", "area")
 modes = pytest.mark.parametrize("mode", MODES)
@@ -198,8 +198,8 @@ def test_fewer_tokens_than_slots_are_mapped_before_they_are_spread(
     padding: Tensor | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients are those of spreading first, at once and by blocks, whatever stands in the padding."""
-    monkeypatch.setattr(gate_update, "_BLOCK", block)
-    monkeypatch.setattr(gate_update, "_LARGE", 1 << 19 if block > 48 else 10)
+    monkeypatch.setattr(fused_gates, "_BLOCK", block)
+    monkeypatch.setattr(fused_gates, "_LARGE", 1 << 19 if block > 48 else 10)
     cache = GatedRecurrentCache(6, 16).double()
     x_BNC = torch.randn(4, 5, 6, dtype=torch.float64)
     dirty_BNC = x_BNC if padding is None else x_BNC.masked_fill(padding[..., None], torch.nan)

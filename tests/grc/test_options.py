@@ -9,7 +9,7 @@ import pytest
 from grc.small_vit import small_vit
 
 from cached_transformers import create_model
-from cached_transformers.memories.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC, caches
 
 
 @pytest.mark.parametrize(

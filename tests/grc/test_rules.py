@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers import hold_caches, reset_caches, shuffle_caches
-from cached_transformers.memories.gate_update import gate_update
+from cached_transformers.memories.grc.equations import gate_update
 
 variants = pytest.mark.parametrize("variant", ["paper", "released"])
 

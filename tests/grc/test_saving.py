@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from cached_transformers import GRCAttention, add_memory, reset_caches, resize_caches
 from cached_transformers.extras import require
-from cached_transformers.memories.interpolation import interpolate
+from cached_transformers.memories.parts.interpolation import interpolate
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:

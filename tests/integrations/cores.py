@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import Attention, AttentionOutput, Call, PatternAttention
-from cached_transformers.attentions.building_blocks import attend
+from cached_transformers.attentions.parts.building_blocks import attend
 
 
 class Window(PatternAttention):
     """Tokens see those at most `radius` away, by a dense mask."""
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(self, radius: int = 1, *, dropout: float = 0.0) -> None:
         super().__init__(dropout=dropout)
@@ -28,7 +28,7 @@ class Window(PatternAttention):
 class BiasedWindow(Window):
     """The same, and what is added to the logits is heard."""
 
-    supports_bias = True
+    can = Window.can | {"bias"}
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         mask = near(q_BHNE.shape[2], self.radius, call.causal)
@@ -41,8 +41,7 @@ class BiasedWindow(Window):
 class Tempered(Attention):
     """Exact attention whose heads scale their logits by a learned factor. Knows no dropout."""
 
-    supports_cross = True
-    supports_bias = True
+    can = frozenset({"bidirectional", "cross", "bias"})
 
     def __init__(self, heads: int, start: float = 2.0) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class Tempered(Attention):
 class Told(Attention):
     """Notes what it is told."""
 
-    supports_causal = True
+    can = frozenset({"causal", "bidirectional"})
 
     def __init__(
         self,

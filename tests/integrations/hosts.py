@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
-from cached_transformers.memories.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC, caches
 from cached_transformers.models.pvt import PyramidVisionTransformer
+from cached_transformers.torchvision_guard import ensure_torchvision
 
 ROWS, TOKENS = 3, 6
 

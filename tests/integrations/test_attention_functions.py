@@ -10,7 +10,7 @@ import torch
 from integrations.cores import near
 from integrations.hosts import library
 
-from cached_transformers.integrations.attention_functions import (
+from cached_transformers.integrations.transformers.attention_functions import (
     register_attention_function,
     register_attention_functions,
 )
@@ -145,7 +145,7 @@ def test_a_decoder_that_is_told_to_look_ahead() -> None:
 
 def test_a_core_without_a_causal_form_serves_no_decoder() -> None:
     name = register_attention_function("test_constant")
-    with pytest.raises(ValueError, match=r"Constant has supports_causal=False"):
+    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention Constant does not give"):
         llama(name)(**given(False))
 
 
@@ -232,5 +232,5 @@ def test_a_core_that_padding_would_change_says_so() -> None:
     name = register_attention_function("test_told", index=0, depth=1)
     model = bert(name)
     model(**given(False))
-    with pytest.raises(ValueError, match=r"exact_padding=False"):
+    with pytest.raises(ValueError, match=r"the padding of this call needs exact_padding \("):
         model(**given(True))

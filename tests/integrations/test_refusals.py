@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import add_memory, register_adapter, remove_memory
-from cached_transformers.integrations import adapters
-from cached_transformers.integrations.adapters import Host as Description
-from cached_transformers.memories.base import Query
+from cached_transformers.integrations import hosts as descriptions
+from cached_transformers.integrations.hosts import Host as Description
+from cached_transformers.integrations.masks import padding_of
+from cached_transformers.seam.memory import Query
 
 
 class PlainAttention(nn.Module):
@@ -52,16 +53,16 @@ NAME = f"{PlainAttention.__module__}.{PlainAttention.__qualname__}"
 @pytest.fixture
 def registered() -> Iterator[None]:
     """The example of register_adapter's docstring."""
-    before = dict(adapters._ADAPTERS)
+    before = dict(descriptions._ADAPTERS)
 
     @register_adapter(NAME)
-    def my_attention(site: adapters.Site) -> Description:
+    def my_attention(site: descriptions.Site) -> Description:
         layer: Any = site.layer
-        return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), known={"length": site.length()})
+        return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), facts={"length": site.length()})
 
     yield
-    adapters._ADAPTERS.clear()
-    adapters._ADAPTERS.update(before)
+    descriptions._ADAPTERS.clear()
+    descriptions._ADAPTERS.update(before)
 
 
 def fingerprint(model: nn.Module) -> Any:
@@ -126,11 +127,11 @@ def test_one_unknown_attention_refuses_the_whole_model() -> None:
 
 def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
     @register_adapter(NAME)
-    def every_second(site: adapters.Site) -> Description | None:
+    def every_second(site: descriptions.Site) -> Description | None:
         layer: Any = site.layer
         if site.name == "second":
             return None
-        return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), known={"length": 4})
+        return Description(layer.dim, layer.heads, layer.out, lambda x: Query(x), facts={"length": 4})
 
     model = add_memory(PlainModel())
     assert [name for name, m in model.named_modules() if m in memories(model)] == ["first.memory"]
@@ -154,8 +155,11 @@ def test_adding_twice_is_refused(host: Any) -> None:
 
 
 def test_a_memory_of_streams_is_refused() -> None:
+    works = r"memories that work here: 'attention_cache', 'convolution', 'grc'"
     refuse(
-        VIT.build(), "'grc_stream' carries a state .*, which VisionTransformer does not take or return", "grc_stream"
+        VIT.build(),
+        rf"memory 'grc_stream' needs state \(a state that is carried .*\), which VisionTransformer does not .*{works}",
+        "grc_stream",
     )
 
 
@@ -266,7 +270,7 @@ def test_a_mask_that_differs_between_queries_is_refused(implementation: str, run
 
 def test_a_mask_of_a_shape_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot read padding from .* of shape \(2, 3, 6, 6\) over 6 tokens"):
-        adapters.padding_of(torch.ones(2, 3, 6, 6), 6)
+        padding_of(torch.ones(2, 3, 6, 6), 6)
 
 
 def test_the_forms_of_a_padding_mask_say_the_same() -> None:
@@ -274,5 +278,5 @@ def test_the_forms_of_a_padding_mask_say_the_same() -> None:
     bools = keep.bool()[:, None, None]
     added = torch.zeros(2, 1, 1, 4).masked_fill(~bools, -torch.inf)
     for form in (keep, keep.bool(), keep.float(), bools, bools.expand(2, 1, 4, 4), added, added.expand(2, 1, 4, 4)):
-        padding = adapters.padding_of(form, 4)
+        padding = padding_of(form, 4)
         assert padding is not None and padding.tolist() == [[False, False, False, True], [False] * 4]

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import register_adapter, replace_attention, restore_attention
-from cached_transformers.integrations import adapters
-from cached_transformers.memories.base import Query
+from cached_transformers.integrations import hosts
+from cached_transformers.seam.memory import Query
 
 pytestmark = pytest.mark.usefixtures("cores")
 
@@ -55,14 +55,14 @@ def refuse(model: nn.Module, message: str, *args: Any, **options: Any) -> None:
         (
             SWIN,
             "test_window",
-            r"attn adds a bias to the logits, which attention Window cannot do \(supports_bias=False",
+            r"attn needs bias \(a bias on the logits.*\), which attention Window does not give; `cached list",
         ),
-        (PVT, "test_window", r"stages.0.blocks.0.attn has fewer keys than queries.*\(supports_cross=False"),
+        (PVT, "test_window", r"stages.0.blocks.0.attn needs cross \(other keys than queries\), which attention Window"),
         (BERT_EAGER, "softmax", r"attn_implementation='eager' .*call model.set_attn_implementation\('sdpa'\) first"),
         (
             VIT,
             {"name": "rfa", "gate": True},
-            "is not causal, and attention RandomFeatureAttention is nothing else",
+            r"attn needs bidirectional .*, which attention RandomFeatureAttention \(its options take .*\) does",
         ),
         (BERT_DROPOUT, "test_tempered", r"drops 0.1 of the attention weights.* attention_probs_dropout_prob"),
         (VIT, "sofmax", "unknown attention 'sofmax'; did you mean 'softmax'"),
@@ -97,7 +97,7 @@ def causal_bert(attention: str) -> Any:
 
 def test_a_causal_bert_needs_a_causal_core() -> None:
     library("transformers")
-    with pytest.raises(ValueError, match=r"is causal, which attention Tempered cannot do \(supports_causal=False"):
+    with pytest.raises(ValueError, match=r"needs causal \(a causal form.*\), which attention Tempered does not give"):
         causal_bert("test_tempered")
     model, exact, words = causal_bert("test_window"), causal_bert("softmax"), torch.randint(20, (2, 6))
     plain = restore_attention(causal_bert("softmax"))
@@ -118,13 +118,15 @@ def test_a_causal_bert_needs_a_causal_core() -> None:
 def test_padding_needs_a_core_that_is_exact_over_it() -> None:
     model = replace_attention(BERT_SDPA.build(), "test_told")
     given = BERT_SDPA.given()
-    with pytest.raises(ValueError, match=r"Told lets padding change the other tokens \(exact_padding=False\)"):
+    with pytest.raises(
+        ValueError, match=r"the padding of this call needs exact_padding \(.*\), which attention Told does"
+    ):
         model(**given)
     model(input_ids=given["input_ids"])
     model(input_ids=given["input_ids"], attention_mask=torch.ones_like(given["attention_mask"]))
     encoder_ = replace_attention(ENCODER_PADDED.build(), "test_told")
     for training in (True, False):
-        with torch.no_grad(), pytest.raises(ValueError, match="exact_padding=False"):
+        with torch.no_grad(), pytest.raises(ValueError, match="needs exact_padding"):
             encoder_.train(training)(**ENCODER_PADDED.given())
 
 
@@ -136,13 +138,13 @@ def test_masks_of_torch_nn() -> None:
         got = model.train(training)(src, mask=causal, is_causal=True)
         wanted = plain.train(training)(src, mask=~near(TOKENS, 1, True))
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-        with pytest.raises(ValueError, match="Window takes no mask on the logits"):
+        with pytest.raises(ValueError, match=r"the mask of this call needs bias \(.*\), which attention Window does"):
             model(src, mask=~near(TOKENS, 3))
     exact = replace_attention(ENCODER.build(), "softmax")
     for mask in (causal, ~near(TOKENS, 2), torch.randn(3 * 2, TOKENS, TOKENS)):
         torch.testing.assert_close(exact(src, mask=mask), plain(src, mask=mask), rtol=0, atol=1e-6)
     tempered = replace_attention(nn.MultiheadAttention(16, 2, batch_first=True), "test_tempered")
-    with pytest.raises(ValueError, match=r"Tempered has supports_causal=False"):
+    with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention Tempered does not give"):
         tempered(src, src, src, need_weights=False, attn_mask=causal, is_causal=True)
     with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
         tempered(src, src, src, need_weights=False, is_causal=True)
@@ -193,12 +195,12 @@ class TwiceAttention(nn.Module):
 
 @pytest.fixture
 def adapted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_ADAPTERS", dict(adapters._ADAPTERS))
+    monkeypatch.setattr(hosts, "_ADAPTERS", dict(hosts._ADAPTERS))
 
     @register_adapter(f"{TwiceAttention.__module__}.{TwiceAttention.__qualname__}")
-    def twice(site: adapters.Site) -> adapters.Host:
+    def twice(site: hosts.Site) -> hosts.Host:
         layer: Any = site.layer
-        return adapters.Host(16, 2, layer.out, lambda x: Query(x), known={"length": site.length()})
+        return hosts.Host(16, 2, layer.out, lambda x: Query(x), facts={"length": site.length()})
 
 
 @pytest.mark.usefixtures("adapted")

@@ -25,7 +25,7 @@ from integrations.transformers_hosts import (
 )
 
 from cached_transformers import add_memory, create_model
-from cached_transformers.integrations.segment_cache import MemoryCache
+from cached_transformers.integrations.transformers.segment_cache import MemoryCache
 from cached_transformers.models.generation import generate
 from cached_transformers.state import map_state, named_tensors
 
@@ -74,7 +74,7 @@ def test_generate_rolls_over_segments_as_our_generator_does(memory: str, cached:
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "eos_token_id": None}
     ours = create_model("transformers", vocabulary=30, architecture="gpt2", memory=STREAMS[memory], **sizes).eval()
     theirs = copy.deepcopy(ours.model)
-    theirs.transformer.forward.segment_length = SEGMENT
+    theirs.transformer.segment_reader.segment_length = SEGMENT
     awaken(ours), awaken(theirs)
     ids = words(2, 7)
     with torch.no_grad():
@@ -201,7 +201,9 @@ def test_caches_of_others_are_refused() -> None:
         model(ids[:1, :1], past_key_values=out.past_key_values)
     with pytest.raises(ValueError, match=r"called without its state"):
         model.transformer.h[0].attn(torch.zeros(1, 3, 16))
-    with pytest.raises(ValueError, match=r"mask='full' hands attn_implementation='flex"):
+    with pytest.raises(
+        ValueError, match=r"'rmt' needs bias .*implementation='flex_attention' takes none; call .*'sdpa'"
+    ):
         other = LLAMA.build()
         other.config._attn_implementation = "flex_attention"
         add_memory(other, "rmt")

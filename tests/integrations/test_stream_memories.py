@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import SegmentLoop, add_memory, create_model
-from cached_transformers.memories.interpolation import interpolate
+from cached_transformers.memories.parts.interpolation import interpolate
 from cached_transformers.state import detach, map_state, reorder, reset
 
 # ---- slow twins

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from cached_transformers import create_model, reset_caches
 from cached_transformers.memories.attention_cache import AttentionCache
-from cached_transformers.memories.cached_attention import CachedAttention
-from cached_transformers.memories.grc import GRC, caches
+from cached_transformers.memories.grc.grc import GRC, caches
+from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 
 _PYRAMID: dict[str, Any] = {"embed_dims": (16, 16, 32, 32), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 2)}
 _VIT: dict[str, Any] = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -36,7 +36,7 @@ cache = pytest.mark.parametrize("cache", ["grc", "attention_cache"])
 @pytest.fixture(scope="module")
 def timm() -> Any:
     found = library("timm")
-    import cached_transformers.integrations.timm_models  # noqa: F401
+    import cached_transformers.integrations.timm.timm_models  # noqa: F401
 
     return found
 
@@ -76,7 +76,7 @@ def test_every_name_builds_with_a_memory_in_each_attention_layer(timm: Any) -> N
         with torch.device("meta"):
             model = timm.create_model(name, num_classes=3)
         kind = GRC if name.endswith("_grc") else AttentionCache
-        found = [m for m in model.modules() if isinstance(m, CachedAttention)]
+        found = [m for m in model.modules() if isinstance(m, SharedCacheMemory)]
         layers = [n for n, m in model.named_modules() if n.endswith(".attn")]
         if name in ("pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"):
             assert not found

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.integrations import torchvision_guard
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision, nms, roi_align
+from cached_transformers import torchvision_guard
+from cached_transformers.torchvision_guard import ensure_torchvision, nms, roi_align
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -208,7 +208,7 @@ def test_other_libraries_import_after_it() -> None:
 import contextlib, warnings
 with contextlib.suppress(RuntimeError):
     import torchvision
-from cached_transformers.integrations.torchvision_guard import ensure_torchvision
+from cached_transformers.torchvision_guard import ensure_torchvision
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     answers = {ensure_torchvision() for _ in range(3)}

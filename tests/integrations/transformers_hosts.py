@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import contract.outside_memory  # noqa: F401  (registers a user's memory)
 import pytest
 import torch
 from integrations.hosts import library
@@ -151,6 +152,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "memorizing": {"name": "memorizing", "length": 16, "k": 4},
     "rmt": {"name": "rmt", "length": 3},
     "rmt_causal": {"name": "rmt", "length": 3, "mask": "causal"},
+    "outside": {"name": "outside_infini"},
 }
 
 

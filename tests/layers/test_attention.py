@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.attentions.base import Attention, AttentionOutput
-from cached_transformers.layers.attention import SelfAttention, join
-from cached_transformers.layers.positions import ALiBiPositions, Positions, RotaryPositions
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.reduction import SpatialReduction
-from cached_transformers.memories.base import Context, LayerMemory, Query, Reading
+from cached_transformers.memories.compressive import mean_weight
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.contexts import join
+from cached_transformers.seam.memory import Context, LayerMemory, Query, Reading
+from cached_transformers.seam.positions import ALiBiPositions, Positions, RotaryPositions
 
 ROWS, TOKENS, SLOTS, HEADS, WIDTH = 2, 4, 3, 2, 8
 E = WIDTH // HEADS
@@ -25,7 +28,7 @@ E = WIDTH // HEADS
 class Offer(LayerMemory):
     """Offers a fixed context, some slots of which are empty."""
 
-    insertion = "kv"
+    needs = frozenset({"context", "kv_projection"})
 
     def __init__(self, seed: int = 0, slots: int = SLOTS) -> None:
         super().__init__()
@@ -38,9 +41,11 @@ class Offer(LayerMemory):
         return Reading(Context(*project_kv(self.hidden_BMD), self.positions_BMP, self.valid_BM))
 
 
-def make(positions: Positions | None = None, **options: Any) -> SelfAttention:
+def make(
+    positions: Positions | None = None, kind: type[SelfAttention] = SelfAttention, **options: Any
+) -> SelfAttention:
     torch.manual_seed(3)
-    layer = SelfAttention(WIDTH, HEADS, positions=positions, norm=nn.LayerNorm(WIDTH), **options).double()
+    layer = kind(WIDTH, HEADS, positions=positions, norm=nn.LayerNorm(WIDTH), **options).double()
     with torch.no_grad():
         for p in layer.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -171,7 +176,7 @@ def test_a_reduction_shortens_keys_and_values_only() -> None:
     layer = make(reduction=SpatialReduction(WIDTH, 2))
     x = torch.randn(ROWS, 16, WIDTH, dtype=torch.double)
     got = layer(x, size=(4, 4))
-    assert got.k_BHNE.shape == (ROWS, HEADS, 4, E) and got.y_BND.shape == x.shape
+    assert got.query.k_BHNE.shape == (ROWS, HEADS, 4, E) and got.y_BND.shape == x.shape
     h = layer.norm(x)
     short = layer.reduction(h, (4, 4))
     heads = lambda t: t.unflatten(-1, (HEADS, E)).transpose(1, 2)  # noqa: E731
@@ -189,7 +194,7 @@ class Bare(Attention):
 
 
 class Seer(LayerMemory):
-    causal = False
+    needs = frozenset({"whole_segment"})
 
 
 @pytest.mark.parametrize(
@@ -197,8 +202,11 @@ class Seer(LayerMemory):
     [
         ({"heads": 3}, r"width=8 must be a positive multiple of heads=3"),
         ({"heads": 0}, r"width=8 must be a positive multiple of heads=0"),
-        ({"core": Bare(), "memory": Offer()}, r"memory Offer offers keys and values, which attention Bare cannot take"),
-        ({"core": Bare(), "causal": True}, r"attention Bare has no causal form \(supports_causal=False\)"),
+        ({"core": Bare(), "memory": Offer()}, r"memory Offer needs context .*which attention Bare does not give"),
+        (
+            {"core": Bare(), "causal": True},
+            r"a layer with causal=True needs causal .*attention Bare does not",
+        ),
         ({"memory": Seer(), "causal": True}, r"memory Seer shows .* cannot serve a causal model.*memory='grc_stream'"),
     ],
 )
@@ -208,17 +216,19 @@ def test_pairs_that_exclude_each_other_are_refused(options: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    ("flag", "call"),
+    ("word", "call"),
     [
-        ("accepts_context", {"context": Context(*torch.zeros(2, 1, 1, 2, 4), torch.zeros(1, 2, 1), torch.ones(1, 2))}),
-        ("supports_causal", {"causal": True}),
-        ("supports_bias", {"bias_BHNM": torch.zeros(1, 1, 3, 3)}),
-        ("supports_cross", {"keys": 5}),
+        ("context", {"context": Context(*torch.zeros(2, 1, 1, 2, 4), torch.zeros(1, 2, 1), torch.ones(1, 2))}),
+        ("causal", {"causal": True}),
+        ("bias", {"bias_BHNM": torch.zeros(1, 1, 3, 3)}),
+        ("cross", {"keys": 5}),
     ],
 )
-def test_a_core_refuses_what_it_does_not_declare(flag: str, call: dict[str, Any]) -> None:
+def test_a_core_refuses_what_it_does_not_declare(word: str, call: dict[str, Any]) -> None:
     k = torch.randn(1, 1, call.pop("keys", 3), 4)
-    with pytest.raises(ValueError, match=f"attention Bare has {flag}=False .*cached list attentions"):
+    with pytest.raises(
+        ValueError, match=f"needs {word} .*which attention Bare does not give; `cached list attentions`"
+    ):
         Bare()(torch.randn(1, 1, 3, 4), k, k, **call)
 
 
@@ -239,7 +249,7 @@ def test_frozen_projections_pass_the_gradient_on_and_keep_none() -> None:
 
 
 class Weighing(Offer):
-    weighs = True
+    needs = Offer.needs | {"weights"}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -257,7 +267,9 @@ def test_the_weights_of_the_keys_are_means_over_what_sees_them(causal: bool, pad
     handle = layer.core.register_forward_hook(
         lambda m, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
     )
-    usage = layer(x, places, padding_BN=padding if padded else None).usage_BL
+    weights = layer(x, places, padding_BN=padding if padded else None).weights_BHNL
+    assert weights is not None and weights.shape == (ROWS, HEADS, TOKENS, SLOTS + TOKENS)
+    usage = mean_weight(weights)
     handle.remove()
     (q, k, v), masks = calls[0]
     context = masks["context"]
@@ -282,7 +294,7 @@ def test_the_weights_of_the_keys_are_means_over_what_sees_them(causal: bool, pad
 def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
     """As if the segment were padding for each other, except that a row whose context is empty reads 0."""
     schemes = {"none": Positions, "rotary": lambda: RotaryPositions(E), "alibi": lambda: ALiBiPositions(HEADS)}
-    layer, offer = make(schemes[scheme](), causal=True, memory=Offer(), own_keys=False), Offer()
+    layer, offer = make(schemes[scheme](), causal=True, memory=Offer(), kind=ContextAttention), Offer()
     offer.valid_BM[1] = False
     layer.memory.valid_BM[1] = False
     x = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.double, requires_grad=True)
@@ -292,8 +304,10 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
     want = other(x, places, padding_BN=torch.ones(ROWS, TOKENS, dtype=torch.bool)).y_BND
     torch.testing.assert_close(out.y_BND[0], want[0], rtol=0, atol=1e-10)
     assert torch.equal(out.y_BND[1], layer.output.bias.expand(TOKENS, -1))
-    assert out.k_BHNE.shape == out.v_BHNE.shape == (ROWS, HEADS, 0, E)
-    assert torch.equal(make(causal=True, own_keys=False)(x, places).y_BND[0], layer.output.bias.expand(TOKENS, -1))
+    assert out.query.k_BHNE.shape == out.query.v_BHNE.shape == (ROWS, HEADS, 0, E)
+    alone = make(causal=True, kind=ContextAttention)
+    assert torch.equal(alone(x, places).y_BND[0], alone.output.bias.expand(TOKENS, -1))
+    assert len(alone.qkv.weight) == WIDTH < len(layer.qkv.weight) == 3 * WIDTH  # keys only where the memory needs them
     out.y_BND.sin().sum().backward()
     assert x.grad is not None and all(p.grad.isfinite().all() for p in [x, *layer.parameters()] if p.grad is not None)
 
@@ -301,17 +315,14 @@ def test_without_own_keys_tokens_attend_the_context_alone(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keys": False}, r"keys=False leaves tokens nothing .*; take own_keys=False"),
-        (
-            {"own_keys": False, "core": Bare()},
-            r"own_keys=False needs an attention of context alone, which .* Bare is not",
-        ),
-        ({"own_keys": False, "memory": Weighing()}, r"memory Weighing weighs the keys of the segment"),
+        ({"shared_query_key": True}, r"makes the queries keys, which this layer has none of"),
+        ({"core": Bare()}, r"a layer of context alone needs context .*, which attention Bare does not give"),
+        ({"memory": Weighing()}, r"memory Weighing weighs the keys of the segment"),
     ],
 )
 def test_layers_without_keys_need_what_makes_sense_of_it(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SelfAttention(WIDTH, HEADS, **options)
+        ContextAttention(WIDTH, HEADS, **options)
 
 
 def test_dropout_must_be_a_probability() -> None:

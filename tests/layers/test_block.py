@@ -14,12 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions.base import Attention
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, SlotAttention, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import DropPath, FeedForward
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
-from cached_transformers.memories.base import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Trace
+from cached_transformers.layers.stack import Stack
+from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    Query,
+    Reading,
+    Through,
+    Tokens,
+    Trace,
+)
 
 D, H = 8, 2
 
@@ -47,19 +59,23 @@ class Counting(LayerMemory):
 class Spanning(ModelMemory):
     """Offers a context and slots to every layer, and sees all traces at the end."""
 
-    insertion = "sublayer"
+    needs = frozenset({"state", "context", "slots"})
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = layers
 
     def init_state(self, batch_size: int, like: Tensor) -> Count:
         return Count(torch.zeros(batch_size, dtype=torch.long))
 
-    def enter(self, state: Any, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Any, inputs: Any) -> Entry:
-        rows = x_BND.shape[0]
+    def enter(self, state: Any, tokens: Tokens) -> Entry:
+        rows = tokens.x_BND.shape[0]
         generator = torch.Generator().manual_seed(0)
         k, v = torch.randn(2, 1, H, 3, D // H, generator=generator)
         context = Context(k, v, torch.zeros(1, 3, 1, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
         slots_BMD = torch.randn(rows, 2, D, generator=generator)
-        self.inputs = inputs
-        return Entry(x_BND, positions_BNP, padding_BN, context, slots_BMD)
+        self.inputs = tokens.inputs_BN
+        return Entry(tokens, [context] * self.layers, (slots_BMD,))
 
     def exit(self, state: Count, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Count, Tensor]:
         self.traces = traces
@@ -90,7 +106,7 @@ def test_a_block_is_attention_slots_and_feed_forward_each_behind_a_norm_and_a_re
     y = x + a.output(attend(*a.qkv(a.norm(x)).chunk(3, -1)))
     y = y + s.output(attend(s.query(s.norm(y)), *s.key_value(slots).chunk(2, -1)))
     y = y + f.leave(F.gelu(f.enter(f.norm(y))))
-    got, state, trace, loss = block(x, slots_BMD=slots)
+    got, state, trace, loss = block(x, slots=(slots,))
     torch.testing.assert_close(got, y, rtol=0, atol=1e-5)
     assert state == () and loss is None
     assert torch.equal(trace.x_BND, x) and torch.equal(trace.y_BND, got)
@@ -110,7 +126,7 @@ def test_empty_slots_are_no_slots_whatever_they_hold() -> None:
 
 
 def test_a_stack_threads_states_traces_and_losses() -> None:
-    layers, spanning = [Counting(1.0), Counting(10.0)], Spanning()
+    layers, spanning = [Counting(1.0), Counting(10.0)], Spanning(2)
     stack = Stack(lambda i: make_block(layers[i], slots=True), 2, model_memory=spanning, width=D)
     x, raw = torch.randn(3, 5, D), torch.zeros(3, 5, dtype=torch.long)
     out = stack(x, inputs=raw)
@@ -155,50 +171,54 @@ def test_the_context_of_a_model_memory_reaches_every_layer() -> None:
 
 
 class Apart(Spanning):
-    """Another context for each layer, from a state that is opened once a segment and read in steps of two tokens."""
+    """Another context for each layer, in steps of two tokens, after a preview of the segment."""
 
-    insertion, step = "none", 2
+    needs = frozenset({"state", "context"})
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(2)
         self.calls: list[str] = []
 
-    def open(self, state: Count, layers: Sequence[SelfAttention]) -> Any:
-        self.calls.append(f"open {len(layers)}")
-        return {"state": state, "steps": 0}
+    def run(self, state: Count, tokens: Tokens, through: Through) -> tuple[list[Tensor], Count, None]:
+        through(Entry(tokens), write=False)
+        steps: list[Tensor] = []
+        for part in tokens.split(2):
+            step, state, _ = super().run(state, part, through)
+            steps += step
+        self.calls.append(f"{len(through.layers)} layers, {len(steps)} steps")
+        return steps, state, None
 
-    def close(self, opened: Any) -> Count:
-        self.calls.append(f"close {opened['steps']}")
-        return opened["state"]
-
-    def enter(self, state: Any, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Any, inputs: Any) -> Entry:
+    def enter(self, state: Any, tokens: Tokens) -> Entry:
         places, valid = torch.zeros(1, 3, 1, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
         full = torch.full((1, H, 3, D // H), 1.0)
-        return Entry(x_BND, positions_BNP, padding_BN, contexts=[Context(full, full, places, valid), None])
-
-    def exit(self, state: Any, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Any, None]:
-        self.traces = traces
-        return x_BND, {"state": Count(state["state"].segments_B + 1), "steps": state["steps"] + 1}, None
+        return Entry(tokens, [Context(full, full, places, valid), None])
 
 
-def test_a_memory_is_opened_once_a_segment_and_may_offer_each_layer_its_own_context() -> None:
-    memory, seen = Apart(), []
-    stack = Stack(lambda _: make_block(), 2, model_memory=memory)
+def test_a_memory_may_go_in_steps_and_offer_each_layer_its_own_context() -> None:
+    memory, seen, counting = Apart(), [], [Counting(1.0), Counting(3.0)]
+    stack = Stack(lambda i: make_block(counting[i]), 2, model_memory=memory)
     for block in stack.blocks:
         block.attention.core.register_forward_hook(
             lambda m, args, kwargs, out: seen.append(kwargs["context"] is not None), with_kwargs=True
         )
     out = stack(torch.randn(3, 5, D))
+    assert out.outputs.shape == (3, 5, D) and out.auxiliary_loss.item() == pytest.approx(4)  # the mean over the steps
     out = stack(torch.randn(3, 1, D), out.state)
-    assert memory.calls == ["open 2", "close 3", "open 2", "close 1"]
-    assert out.state.model.segments_B.tolist() == [4] * 3
-    assert seen == [True, False] * 4
+    assert memory.calls == ["2 layers, 3 steps", "2 layers, 1 steps"]
+    # Of the previews nothing is kept.
+    assert [s.segments_B.tolist() for s in (out.state.model, *out.state.layers)] == [[4] * 3] * 3
+    assert out.state.clock_B.tolist() == [6] * 3
+    assert seen == [False, False, *[True, False] * 3, False, False, True, False]
+    positions = [trace.query.positions_BNP[0, :, 0].tolist() for trace in counting[0].traces]  # type: ignore[index]
+    assert positions == [[0, 1, 2, 3, 4], [0, 1], [2, 3], [4], [5], [5]]
 
 
 def test_a_trace_of_some_tokens_keeps_the_weights_of_the_context_and_of_those_tokens() -> None:
-    x, usage = torch.randn(1, 4, D), torch.arange(7.0)[None]
-    trace = Trace(x, *torch.zeros(2, 1, H, 4, 4), x, Query(x), Reading(), usage)
-    assert trace.narrow(1, 2).usage_BL.tolist() == [[0, 1, 2, 4, 5]]
+    x, weights = torch.randn(1, 4, D), torch.arange(28.0).view(1, 1, 4, 7)
+    heads = torch.randn(1, H, 4, D // H)
+    trace = Trace(x, x, Query(x, heads, k_BHNE=heads), Reading(), weights).narrow(1, 2)
+    assert trace.weights_BHNL[0, 0].tolist() == [[7, 8, 9, 11, 12], [14, 15, 16, 18, 19]]
+    assert torch.equal(trace.x_BND, x[:, 1:3]) and torch.equal(trace.query.k_BHNE, heads[:, :, 1:3])
 
 
 def test_padding_does_not_move_the_clock() -> None:
@@ -223,7 +243,7 @@ def test_a_stack_needs_a_layer() -> None:
 
 
 class OffersContext(ModelMemory):
-    insertion = "kv"
+    needs = frozenset({"context"})
 
 
 class Mixer(Attention):
@@ -234,19 +254,19 @@ def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
         Stack(lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"memory OffersContext .* attention Mixer cannot take \(accepts_context=False\)"
-    ):
+    with pytest.raises(ValueError, match=r"memory OffersContext needs context .* which attention Mixer does not give"):
         Stack(mixing, 1, model_memory=OffersContext())
 
 
 def test_the_default_memories_change_nothing() -> None:
     x, query, memory = torch.randn(2, 3, D), Query(torch.randn(2, 3, D)), LayerMemory()
     assert memory.init_state(2, x) == () and memory.read((), query, None) == Reading()
-    assert memory.combine(x, query, Reading()) is x and memory.finish(x, query, Reading()) is x
+    heads = x.view(2, 3, H, -1).transpose(1, 2)
+    assert memory.combine(heads, query, Reading()) is heads
+    assert torch.equal(memory.project(heads, query, Reading(), lambda y: y, None), x)
     spanning = ModelMemory()
-    assert spanning.next_pass(["a", "b"]) == "b"
-    assert spanning.enter((), x, x, None, None) == Entry(x, x, None)
+    assert spanning.next_pass("z", ["a", "b"]) == "b" and not spanning.rereads
+    assert spanning.enter((), Tokens(x, x)) == Entry(Tokens(x, x))
 
 
 def test_drop_path_drops_whole_rows_and_keeps_the_mean() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.analysis.flops import saved_activation_bytes
-from cached_transformers.memories.grc import caches, commit_caches
-from cached_transformers.models import create_model
-from cached_transformers.models.parts import make_stack
+from cached_transformers.experiments.costs.flops import saved_activation_bytes
+from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.models.stack_model import make_stack
+from cached_transformers.models.stack_options import StackOptions
+from cached_transformers.tasks import create_model
 
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"attention": "softmax"},
@@ -27,8 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def stack_of(reversible: bool, depth: int = 3, **options: Any) -> nn.Module:
     torch.manual_seed(1)
-    given = {"memory": None, "length": 9, "prefix": 0, "reversible": reversible, **options}
-    return make_stack(16, depth, 2, 24, **given).double()
+    layers = {name: options.pop(name) for name in ("causal", "positions") if name in options}
+    made_of = StackOptions(16, depth, 2, 24, reversible=reversible, **options)
+    return make_stack(made_of, length=9, prefix=0, gives=("token_map",), **layers).double()  # 3 x 3
 
 
 def two_streams(stack: Any, x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,7 @@ def test_compiled_without_a_break() -> None:
     [
         ({"memory": {"name": "transformer_xl", "length": 4}}, "TransformerXL carries a state"),
         ({"memory": {"name": "grc_stream", "length": 4}}, "StreamGRC carries a state"),
-        ({"memory": {"name": "rmt", "length": 4}}, "RecurrentMemory spans the layers"),
+        ({"memory": {"name": "rmt", "length": 4}}, "RMT spans the layers"),
         ({"norm": "post"}, "take norm='pre'"),
     ],
 )

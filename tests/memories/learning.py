@@ -1,4 +1,4 @@
-"""What proofs that a memory learns share: a model of one layer, trained on a task of `cached_transformers.probes`.
+"""What proofs that a memory learns share: a model of one layer, trained on a task of `experiments.probes`.
 
 One layer passes nothing on from layer to layer, so that only a memory reaches an earlier segment.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.probes import ProbeTask
-from cached_transformers.probes.protocol import Sizes, build_model, measure, train
-from cached_transformers.probes.tasks import Latch
+from cached_transformers.experiments.probes import ProbeTask
+from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, train
+from cached_transformers.experiments.probes.tasks import Latch
 
 LATCH = Latch()
 """One of four symbols in the first segment of four tokens, asked for at the end of the last."""
@@ -22,7 +22,7 @@ ROWS = 1000
 
 
 def untrained(task: ProbeTask, memory: Any, **sizes: Any) -> nn.Module:
-    """The model before its training; `sizes` are those of `probes.protocol.Sizes`."""
+    """The model before its training; `sizes` are those of `experiments.probes.protocol.Sizes`."""
     torch.manual_seed(0)
     return build_model(task, memory, _sizes(**sizes))
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from cached_transformers import add_memory, create_model, remove_memory
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.attention_cache import AttendedCache, AttentionCache
-from cached_transformers.memories.interpolation import interpolate
+from cached_transformers.memories.parts.interpolation import interpolate
 
 ROWS, WIDTH, HEADS, LENGTH = 2, 8, 2, 3
 STORE: dict[str, Any] = {"update": "store"}

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import Trace
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone, lined_up
-from cached_transformers.models import create_model
+from cached_transformers.seam.memory import Trace
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 D, H, E = 8, 2, 4
@@ -44,7 +44,7 @@ def run(layer: SelfAttention, x_BND: Tensor, state: Any, clock_B: Tensor, paddin
     steps = torch.arange(n) if padding_BN is None else ((~padding_BN).cumsum(1) - 1).clamp(min=0)
     places = (clock_B[:, None] + steps)[..., None]
     out = layer(x_BND, places, state=state, padding_BN=padding_BN, consecutive=padding_BN is None)
-    trace = Trace(x_BND, out.k_BHNE, out.v_BHNE, out.y_BND, out.query, out.reading, out.usage_BL)
+    trace = Trace(x_BND, out.y_BND, out.query, out.reading, out.weights_BHNL)
     return out.y_BND, *layer.memory.write(state, trace)
 
 
@@ -109,7 +109,7 @@ class TwinRow:
             evicted += group
             if memory.function is not None:
                 made.append((self.function([x for x, _ in group]), group[(rate - 1) // 2][1]))
-        if memory.weighs:
+        if "weights" in memory.needs:
             order = sorted(range(len(evicted)), key=lambda i: -usage[i])[: len(evicted) // rate]
             made = [evicted[i] for i in sorted(order)]
         self.compressed = (self.compressed + [(x.detach(), p) for x, p in made])[-memory.compressed :]
@@ -375,7 +375,7 @@ def test_the_loss_counts_neither_order_nor_padding_nor_rows_that_compressed_noth
     torch.testing.assert_close(both, alone)
     # Attention without positions does not see the order of what it reads.
     query = layer(x_BND, torch.arange(9)[None, :, None], state=fresh)
-    trace = Trace(x_BND, query.k_BHNE, query.v_BHNE, query.y_BND, query.query, query.reading)
+    trace = Trace(x_BND, query.y_BND, query.query, query.reading)
     hidden, slots = torch.randn(1, 4, D, dtype=torch.float64), torch.randn(1, 2, D, dtype=torch.float64)
     gone = Gone(fresh.recent, hidden, torch.zeros(1, 4, 1).long(), torch.ones(1, 4, dtype=torch.bool))
     real = torch.ones(1, 2, dtype=torch.bool)

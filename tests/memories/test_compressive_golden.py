@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import Positions
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.compressive import Compressive
+from cached_transformers.seam.positions import Positions
 
 
 class TablePositions(Positions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from memories.crtn_twin import Row, Twin
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Recalled
-from cached_transformers.memories.crtn import CRTN
-from cached_transformers.memories.crtn_store import windows
-from cached_transformers.models import create_model
+from cached_transformers.memories.crtn.choice import choose
+from cached_transformers.memories.crtn.crtn import CRTN
+from cached_transformers.memories.crtn.store import windows
+from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 
 VOCABULARY, L = 7, 4
 
@@ -141,19 +143,24 @@ def test_a_weight_of_zero_mutes_values_and_leaves_keys() -> None:
     valid, weight = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0.0, 0.0, 1.0, 1.0]]).double()
     region = torch.tensor([[0, 0, 1, 1]])
 
+    def offer(**how: Any) -> Any:
+        return partial(recalled, **{"hidden_BMD": hidden, "positions_BMP": places, "valid_BM": valid, **how})
+
     def attend(**how: Any) -> Tensor:
-        given: dict[str, Any] = {"valid_BM": valid, **how}
-        return layer(x, positions, recalled=Recalled(hidden, places, **given)).y_BND
+        return layer(x, positions, context=offer(**how)).y_BND
+
+    def choosing(project_kv: Any) -> Any:
+        weight_BNR, every = torch.tensor([0.0, 1.0]).double().expand(1, 3, 2), torch.ones(1, 3, 2, dtype=torch.bool)
+        return choose(offer()(project_kv), region, every, weight_BNR)
 
     plain, muted, masked = attend(), attend(weight_BM=weight), attend(valid_BM=weight > 0)
-    by_token = attend(region_BM=region, weight_BNR=torch.tensor([0.0, 1.0]).double().expand(1, 3, 2))
+    by_token = layer(x, positions, context=choosing).y_BND
     torch.testing.assert_close(by_token, muted, rtol=0, atol=1e-12)
     for other in (plain, masked):
         assert (muted - other).abs().max() > 1e-3
     # What the muted values would have added, with the softmax that sees all keys.
     q, k, v = layer._project(x, None)
-    context = layer._recall(Recalled(hidden, places, valid))
-    assert context is not None
+    context = offer()(layer.project_kv)
     keys, values = torch.cat([context.k_BHME, k], 2), torch.cat([context.v_BHME, v], 2)
     every = torch.cat([places, positions], 1)
     logits = layer.positions.query(q, positions) @ keys.mT / 2 + layer.positions.bias(q, positions, every)
@@ -190,13 +197,14 @@ def test_the_oldest_region_leaves_first_and_what_is_kept_is_what_the_layers_saw(
 def test_no_empty_region_is_ever_recalled(options: dict[str, Any]) -> None:
     """With as many places as regions and a store half full, what is recalled counts the real tokens, no more."""
     model = build(topk=3, **options)
-    given: list[Recalled] = []
-    model.stack.blocks[0].register_forward_pre_hook(lambda _m, _a, kw: given.append(kw["recalled"]), with_kwargs=True)
+    given: list[Any] = []
+    model.stack.blocks[0].register_forward_pre_hook(lambda _m, _a, kw: given.append(kw["context"]), with_kwargs=True)
     outs = run(model, tokens(3))
-    for before, recalled in enumerate(given):
-        assert recalled.valid_BM.sum(1).tolist() == [before * L] * 2
-        if recalled.weight_BM is not None:
-            assert recalled.weight_BM[~recalled.valid_BM].abs().sum() == 0 or options.get("short_memory")
+    for before, offer in enumerate(given):
+        told = (offer.args[0] if offer.args else offer).keywords
+        assert told["valid_BM"].sum(1).tolist() == [before * L] * 2
+        if told["weight_BM"] is not None:
+            assert told["weight_BM"][~told["valid_BM"]].abs().sum() == 0 or options.get("short_memory")
     assert outs[-1].outputs.isfinite().all()
 
 
@@ -232,8 +240,8 @@ def test_the_scope_of_the_text_shows_the_future_and_the_others_do_not(query: str
 def test_a_causal_model_refuses_the_scope_that_leaks() -> None:
     with pytest.raises(ValueError, match=r"cannot serve a causal model; .*crtn: scope='previous' or 'token'"):
         build(scope="segment")
-    assert not CRTN(8, 2, depth=1, scope="segment").causal
-    assert CRTN(8, 2, depth=1, scope="segment", allow_leak=True).causal
+    assert "whole_segment" in CRTN(8, 2, depth=1, scope="segment").needs
+    assert "whole_segment" not in CRTN(8, 2, depth=1, scope="segment", allow_leak=True).needs
 
 
 def test_the_gradient_reaches_summary_and_keys_and_no_value() -> None:
@@ -260,17 +268,18 @@ def test_a_planted_region_is_found(scope: str, short: int) -> None:
         model.embedding.weight.copy_(torch.eye(VOCABULARY, 16))
         for linear in (model.stack.blocks[0].attention.output, model.stack.blocks[0].feed_forward.leave):
             linear.weight.zero_(), linear.bias.zero_()
-    given: list[Recalled] = []
-    model.stack.blocks[0].register_forward_pre_hook(lambda _m, _a, kw: given.append(kw["recalled"]), with_kwargs=True)
+    given: list[Any] = []
+    model.stack.blocks[0].register_forward_pre_hook(lambda _m, _a, kw: given.append(kw["context"]), with_kwargs=True)
     planted, noise = torch.tensor([[5, 6, 5, 6]]), [torch.tensor([[i % 4, i % 3, i % 4, 0]]) for i in range(4)]
     run(model, [noise[0], planted, *noise[1:3], planted, noise[3]])
     if scope == "token":
-        visible_BNR, weight_BNR = given[4].visible_BNR, given[4].weight_BNR  # while the planted one is read again
-        assert visible_BNR is not None and weight_BNR is not None
+        told = given[4].args[1].keywords  # while the planted one is read again
+        visible_BNR, weight_BNR = told["visible_BNR"], told["weight_BNR"]
         assert visible_BNR[0, -1].tolist() == [False, False, True, False, False] and weight_BNR[0, -1, 2] > 0.8
     else:
-        assert given[5].positions_BMP[0, :, 0].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
-        assert given[5].weight_BM is not None and given[5].weight_BM[0].min() > 0.8
+        told = given[5].keywords
+        assert told["positions_BMP"][0, :, 0].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
+        assert told["weight_BM"][0].min() > 0.8
 
 
 def test_windows_end_with_their_token_and_reach_one_segment_back() -> None:

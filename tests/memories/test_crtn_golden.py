@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Recalled
-from cached_transformers.memories.crtn import CRTN
-from cached_transformers.memories.crtn_store import CRTNState
-from cached_transformers.models import create_model
+from cached_transformers.memories.crtn.crtn import CRTN
+from cached_transformers.memories.crtn.store import CRTNState
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 
 
 def run(model: nn.Module, segments: list[Tensor], state: Any = None, paddings: Any = None) -> list[Any]:
@@ -53,8 +52,8 @@ def test_golden_values_of_the_equations(shared: Path, placed: str) -> None:
     alpha, chosen = memory._alpha(state, g["query"][None, None])
     assert sorted(chosen.flatten().tolist()) == g["idx"].tolist()
     torch.testing.assert_close(alpha[0, 0, g["idx"]], g["alpha"], rtol=0, atol=1e-12)
-    (recalled,) = memory._by_segment(state, where, g["query"][None])
-    got = layer(g["h"][None], where, recalled=recalled).y_BND[0]
+    (offer,) = memory._by_segment(state, where, g["query"][None])
+    got = layer(g["h"][None], where, context=offer).y_BND[0]
     torch.testing.assert_close(got, g[f"{placed}pos/attn_out"], rtol=0, atol=1e-6)
 
 
@@ -134,14 +133,13 @@ def test_golden_values_of_the_released_code_where_its_distances_are_right(shared
     x, counted = g[f"{tag}/x"].T, 0
     for segment in (4, 5, 6):
         state = after(model, g, tag, segment - 1)
-        given: list[Recalled] = []
+        given: list[Any] = []
         handle = model.stack.blocks[0].register_forward_pre_hook(
-            lambda _m, _a, kw, given=given: given.append(kw["recalled"]), with_kwargs=True
+            lambda _m, _a, kw, given=given: given.append(kw["context"]), with_kwargs=True
         )
         level = model(x[:, 4 * segment :][:, :4], state).state.model.hidden_BVSD[:, 1, -4:]
         handle.remove()
-        visible = given[-1].visible_BNR
-        assert visible is not None
+        visible = given[-1].args[1].keywords["visible_BNR"]
         right = (~visible[..., 0]) | (torch.arange(4) == 3)
         want = after(model, g, tag, segment).model.hidden_BVSD[:, 1, -4:]
         torch.testing.assert_close(level[right], want[right], rtol=0, atol=1e-5)

@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention, AttentionOutput
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import RelativePositions
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.ernie_doc import ErnieDoc, ErnieDocPositions
-from cached_transformers.models import create_model
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 
@@ -141,7 +142,7 @@ class Added(Attention):
     Before the rounding they have to be whole, with what the reference's biases of positions and tasks give each query.
     """
 
-    accepts_context = supports_bias = True
+    can = frozenset({"bidirectional", "context", "bias"})
 
     def __init__(self, recorded: Recorded, index: int, number_BHNK: Tensor) -> None:
         super().__init__()
@@ -297,13 +298,13 @@ def fed(stack: Stack, segments: list[Tensor], feeds: int) -> list[Tensor]:
     """The outputs of the last feed of a document; states carry on from one feed to the next."""
     state: Any = None
     for _ in range(feeds):
-        seen, outputs = [], []
+        before, seen, outputs = state, [], []
         for segment in segments:
             out = stack(segment, state)
             state = out.state
             seen.append(state)
             outputs.append(out.outputs)
-        state = stack.model_memory.next_pass(seen)
+        state = stack.model_memory.next_pass(before, seen)
     return outputs
 
 
@@ -373,8 +374,7 @@ def test_a_second_pass_of_a_causal_model_is_told_what_it_is_to_predict() -> None
     assert (second[0] - second[1])[:, 0].abs().max() > 1e-6
 
 
-def test_a_classifier_that_counts_anew_in_each_segment_finds_the_slots_before_it() -> None:
-    """Its positions begin with 0 in every segment; those of the slots end with -1."""
+def test_slots_stand_right_before_a_segment_whether_its_positions_go_on_or_begin_anew() -> None:
     model = create_model(
         "sequence_classifier",
         vocabulary=13,
@@ -393,7 +393,9 @@ def test_a_classifier_that_counts_anew_in_each_segment_finds_the_slots_before_it
     memory.read = lambda *args: offered.append(read(*args).context) or read(*args)
     state = model(text(2, 5)).state
     model(text(2, 5, seed=1), state)
-    assert offered[1].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
+    assert offered[1].positions_BMP[..., 0].tolist() == [[3, 4, 5]] * 2  # the class token was the sixth
+    model.stack(torch.randn(2, 6, WIDTH), state, positions_BNP=torch.arange(6)[None, :, None].expand(2, -1, -1))
+    assert offered[2].positions_BMP[..., 0].tolist() == [[-3, -2, -1]] * 2
 
 
 # --- messages, learning

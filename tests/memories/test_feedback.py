@@ -19,30 +19,25 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block, Stack
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.feed_forward import FeedForward
-from cached_transformers.layers.positions import RelativePositions
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.feedback import Feedback, LearnedDistances
-from cached_transformers.models import create_model
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
+from cached_transformers.models.stack_options import StackOptions
+from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.tasks import create_model
 
 D, H, E, DEPTH, LENGTH = 8, 2, 4, 2, 3
 
 
 def make(depth: int = DEPTH, norm: str = "pre", **options: Any) -> Stack:
     """A stack in float64 without a weight that is zero or one."""
-    stack = make_stack(
-        D,
-        depth,
-        H,
-        12,
-        memory={"name": "feedback", "length": LENGTH, **options},
-        attention="softmax",
-        norm=norm,
-        causal=True,
-        activation="relu",
-    ).double()
+    memory = {"name": "feedback", "length": LENGTH, **options}
+    made_of = StackOptions(D, depth, H, 12, memory=memory, norm=norm, activation="relu")
+    stack = make_stack(made_of, causal=True, gives=("pieces",)).double()
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -384,7 +379,7 @@ def test_only_layers_that_project_hold_projections() -> None:
         stack = make(depth=3, shared_kv=shared_kv)
         assert [len(block.attention.qkv.weight) for block in stack.blocks] == [D * n for n in rows]
         assert len({id(block.attention.positions.table_EM) for block in stack.blocks}) == 1
-    with pytest.raises(ValueError, match=r"a layer with keys=False projects no keys and values"):
+    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
         make(depth=2).blocks[1].attention.project_kv(torch.zeros(1, 1, D))
 
 
@@ -416,10 +411,10 @@ def test_layers_that_attend_their_segment_are_refused() -> None:
     def block(_: int) -> Block:
         return Block(SelfAttention(D, H, causal=True), FeedForward(D, D))
 
-    with pytest.raises(ValueError, match=r"memory Feedback has own_keys=False, a layer has own_keys=True; make every"):
+    with pytest.raises(ValueError, match=r"memory Feedback lets tokens attend the memory alone; make layer 0"):
         Stack(block, 1, model_memory=Feedback(D, H))
-    with pytest.raises(ValueError, match=r"keys=False leaves tokens nothing .*; take own_keys=False"):
-        SelfAttention(D, H, keys=False)
+    with pytest.raises(ValueError, match=r"this layer has no keys and values, which its memory does not need"):
+        ContextAttention(D, H).project_kv(torch.zeros(1, 1, D))
 
 
 SIZES: dict[str, Any] = {"heads": 2, "model": {"tied": False}}

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.memories import continuous_signal as signal
-from cached_transformers.memories.base import LayerMemory, Query, Reading, Trace
-from cached_transformers.memories.infinity_former import Attention, InfinityFormer
+from cached_transformers.memories.infinity_former import continuous_signal as signal
+from cached_transformers.memories.infinity_former.infinity_former import Attention, InfinityFormer
 from cached_transformers.memories.transformer_xl import TransformerXL
+from cached_transformers.seam.memory import LayerMemory, Query, Reading, Trace
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 SMALL: dict[str, Any] = {"basis": 6, "widths": (0.1, 0.3)}
@@ -52,7 +52,7 @@ def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor | None
         real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding
         positions = (clock + real.cumsum(1) - 1).clamp(min=0)[..., None]
         attended = layer(x, positions, state=state, padding_BN=padding)
-        trace = Trace(x, attended.k_BHNE, attended.v_BHNE, attended.y_BND, attended.query, attended.reading)
+        trace = Trace(x, attended.y_BND, attended.query, attended.reading)
         state, loss = layer.memory.write(state, trace)
         total = total if loss is None else total + loss
         outs.append(attended.y_BND)
@@ -216,7 +216,8 @@ def test_recorded_values(golden: Any, tag: str, basis: int, widths: tuple[float,
         close(coefficients_BCD, load(f"seg{segment}/B"))
         q_BHNE = q.unflatten(-1, (2, 3)).transpose(1, 2)
         z, mean, variance = memory.attend(coefficients_BCD, q_BHNE)
-        y = memory.finish(torch.zeros_like(q), Query(q, q_BHNE), Reading(output_BHNE=z))
+        read = (Query(q, q_BHNE), Reading(output_BHNE=z))
+        y = memory.project(torch.zeros_like(q_BHNE), *read, lambda y: y, None)
         close(y.transpose(0, 1), load(f"seg{segment}/context"))
         kl = signal.divergence(mean, variance, 0.05, prior_mean).flatten(1)
         close(kl, load(f"seg{segment}/kl"))

@@ -16,7 +16,8 @@ from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
 from cached_transformers.memories.memformer import Memformer, forget, write_slots
-from cached_transformers.models import create_model
+from cached_transformers.seam.memory import Tokens
+from cached_transformers.tasks import create_model
 
 WIDTH, HEADS, M, N, ROWS = 8, 2, 3, 5, 2
 
@@ -110,7 +111,7 @@ def test_golden_writes(shared: Path) -> None:
     weights = {f"{mine}.weight": given[theirs].T for mine, theirs in names.items()}
     module.load_state_dict({**weights, "bias_MD": given["v_bias"]})
     start = torch.zeros(1, N, WIDTH, dtype=torch.float64)
-    slots = module.enter(module.init_state(1, start), start, torch.zeros(1, N, 1), None, None).slots_BMD
+    slots = module.enter(module.init_state(1, start), Tokens(start, torch.zeros(1, N, 1))).slots[0]  # type: ignore[index]
     assert slots is not None
     torch.testing.assert_close(slots[0], given["M0"], rtol=0, atol=1e-12)
     for step in range(3):

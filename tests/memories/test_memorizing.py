@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RotaryPositions
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.base import LayerMemory, Query, Reading, Trace
 from cached_transformers.memories.memorizing import Found, Memorizing, NeighbourStore, attend, nearest, store, unit
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import LayerMemory, Query, Reading, Trace
+from cached_transformers.seam.positions import RotaryPositions
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 
@@ -45,7 +45,7 @@ def run(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor] | Non
     state, outs = layer.memory.init_state(len(inputs[0]), inputs[0]), []
     for x, padding in zip(inputs, paddings or [None] * len(inputs), strict=True):
         attended = layer(x, state=state, padding_BN=padding)
-        trace = Trace(x, attended.k_BHNE, attended.v_BHNE, attended.y_BND, attended.query, attended.reading)
+        trace = Trace(x, attended.y_BND, attended.query, attended.reading)
         state, _ = layer.memory.write(state, trace)
         outs.append(attended.y_BND)
     return outs
@@ -73,7 +73,7 @@ def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor]) -> 
                         best = sorted(entries, key=lambda e: -float(direction.detach() @ e[0]))[: memory.k]
                         logits = memory.scale_H[h].abs() * torch.stack([direction @ e[0] for e in best])
                         found = logits.softmax(0) @ torch.stack([e[1] for e in best])
-                        if not memory.wants_lse:
+                        if "lse" not in memory.needs:
                             gate = memory.gate_H[h].sigmoid()
                             y = gate * found + (1 - gate) * y
                         elif local is None:
@@ -154,7 +154,7 @@ def test_recorded_joint_attention(golden: Any) -> None:
         y = memory.combine(own.out_BHNV, Query(x, q), reading._replace(lse_BHN=own.lse_BHN))
         y = F.linear(y.transpose(1, 2).flatten(2), golden("joint/param/to_out.weight"))
         close(y, golden(f"joint/seg{segment}/out"))
-        state, _ = memory.write(state, Trace(x, k, v, y, Query(x, q), Reading()))
+        state, _ = memory.write(state, Trace(x, y, Query(x, q, k_BHNE=k, v_BHNE=v), Reading()))
 
 
 def test_all_neighbours_and_an_open_gate_are_attention_over_the_store() -> None:
@@ -244,7 +244,7 @@ def test_a_cleared_row_forgets_and_the_other_does_not() -> None:
     first, second = torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64)
     memory = layer.memory
     attended = layer(first, state=memory.init_state(ROWS, first))
-    trace = Trace(first, attended.k_BHNE, attended.v_BHNE, attended.y_BND, attended.query, attended.reading)
+    trace = Trace(first, attended.y_BND, attended.query, attended.reading)
     state, _ = memory.write(memory.init_state(ROWS, first), trace)
     cleared = states.reset(state, memory.init_state(ROWS, first), torch.tensor([True, False]))
     told, kept, fresh = (layer(second, state=s).y_BND for s in (cleared, state, memory.init_state(ROWS, first)))
@@ -263,7 +263,7 @@ def test_one_layer_has_the_store(depth: int, layer: int) -> None:
     made = [create_memory({"name": "memorizing"}, WIDTH, HEADS, depth=depth, index=i) for i in range(depth)]
     assert [m.here for m in made].index(True) + 1 == layer and sum(m.here for m in made) == 1  # type: ignore[union-attr]
     for memory in made:
-        assert memory.insertion == ("head" if memory.here else "none")  # type: ignore[union-attr]
+        assert memory.needs == ({"state", "head"} if memory.here else set())  # type: ignore[union-attr]
         assert memory.here or (memory.init_state(1, torch.zeros(())) == () and not list(memory.parameters()))  # type: ignore[union-attr]
 
 
@@ -291,12 +291,12 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_a_core_without_log_sum_exp_cannot_share_its_softmax() -> None:
     class Deaf(Attention):
-        supports_causal = True
+        can = frozenset({"causal", "bidirectional"})
 
-    with pytest.raises(ValueError, match=r"memory Memorizing shares one softmax .* attention Deaf .*gives_lse=False"):
+    with pytest.raises(ValueError, match=r"memory Memorizing needs lse .*, which attention Deaf does not give"):
         SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS, joint=True))
     SelfAttention(WIDTH, HEADS, core=Deaf(), memory=Memorizing(WIDTH, HEADS))
-    with pytest.raises(ValueError, match="attention Deaf has gives_lse=False"):
+    with pytest.raises(ValueError, match=r"needs lse \(.*\), which attention Deaf does not give"):
         Deaf()(*torch.ones(3, 1, 1, 1, 1), want_lse=True)
 
 
@@ -357,7 +357,7 @@ def test_log_sum_exp_of_rotated_keys_reaches_the_memory() -> None:
     layer = make(Memorizing(WIDTH, HEADS, length=8, joint=True), positions=RotaryPositions(HEAD))
     x, positions = torch.randn(ROWS, 5, WIDTH, dtype=torch.float64), torch.arange(5)[None, :, None].expand(ROWS, -1, -1)
     attended = layer(x, positions, state=layer.memory.init_state(ROWS, x))
-    q, k = (layer.positions.rotate(t, positions) for t in (attended.query.q_BHNE, attended.k_BHNE))  # type: ignore[arg-type]
+    q, k = (layer.positions.rotate(t, positions) for t in (attended.query.q_BHNE, attended.query.k_BHNE))  # type: ignore[arg-type]
     logits = (q @ k.mT / HEAD**0.5).masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(attended.reading.lse_BHN, logits.logsumexp(-1), rtol=0, atol=1e-10)
     assert isinstance(attended.reading.carry, Found)

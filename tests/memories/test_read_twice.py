@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.attentions.base import Attention
-from cached_transformers.memories.base import Query, Reading, Trace
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
-from cached_transformers.models import create_model
-from cached_transformers.models.parts import make_stack
+from cached_transformers.models.stack_model import make_stack
+from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import Query, Reading, Tokens, Trace
+from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3
@@ -175,7 +176,7 @@ def test_two_blocks_computed_by_hand() -> None:
     """One head of two channels, identity projections, no-op key (0, 1), summaries the means of two tokens."""
     memory = ReadTwice(2, 1, 4, summary="mean", scope="document").double()
     memory.norm = nn.Identity()  # type: ignore[assignment]
-    side = memory.slot_attention(0, 2, 1).double()  # type: ignore[union-attr]
+    side = memory.slot_attention(0).double()  # type: ignore[union-attr]
     side.norm = nn.Identity()  # type: ignore[assignment]
     eye = torch.eye(2, dtype=torch.float64)
     with torch.no_grad():
@@ -189,16 +190,19 @@ def test_two_blocks_computed_by_hand() -> None:
     for start, block in enumerate(blocks):
         x_BND = torch.tensor([block], dtype=torch.float64)
         positions = torch.tensor([[[2 * start], [2 * start + 1]]])
-        entry = memory.enter(state, x_BND, positions, None, None)
-        assert not entry.slots_valid_BM.any()  # the first read of every block sees nothing
+        entry = memory.enter(state, Tokens(x_BND, positions))
+        assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
         trace = trace_of(x_BND, positions)
         _, state, _ = memory.exit(state, x_BND, [trace])
     assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
     assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
-    entry = memory.enter(state, torch.tensor([[[1.0, 0.0]]]).double(), torch.tensor([[[0]]]), None, None)
-    assert entry.slots_valid_BM.tolist() == [[False, False, True, True]]
-    assert entry.slots_places_BM[0, 2:].tolist() == [0, 1]
-    got = side(torch.tensor([[[1.0, 0.0]]]).double(), entry.slots_BMD, entry.slots_valid_BM, entry.slots_places_BM)
+    x_BND = torch.tensor([[[1.0, 0.0]]]).double()
+    slots = memory.enter(state, Tokens(x_BND, torch.tensor([[[0]]]))).slots
+    assert slots is not None
+    _, valid_BM, places_BM = slots
+    assert valid_BM.tolist() == [[False, False, True, True]]
+    assert places_BM[0, 2:].tolist() == [0, 1]
+    got = side(x_BND, *slots)
     # logits 0 (nothing), 1, 2, divided by sqrt(2)
     e1, e2 = math.exp(1 / math.sqrt(2)), math.exp(2 / math.sqrt(2))
     total = 1 + e1 + e2
@@ -208,8 +212,7 @@ def test_two_blocks_computed_by_hand() -> None:
 
 
 def trace_of(x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Any:
-    none = x_BND[:, None, :, :0]
-    return Trace(x_BND, none, none, x_BND, Query(x_BND, None, positions_BNP, padding_BN), Reading())
+    return Trace(x_BND, x_BND, Query(x_BND, None, positions_BNP, padding_BN), Reading())
 
 
 # ---- what each read sees
@@ -320,8 +323,8 @@ def test_the_oldest_summaries_leave_a_full_table() -> None:
     memory = small.stack.model_memory
     for number, place in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [0, 1, 2]), (4, [-2, -1, 0]), (5, [-3, -2, -1])):
         positions = torch.full((ROWS, BLOCK, 1), number * BLOCK)
-        entry = memory.enter(state.model, torch.zeros(ROWS, BLOCK, WIDTH), positions, None, None)
-        assert entry.slots_places_BM[0].tolist() == place
+        slots = memory.enter(state.model, Tokens(torch.zeros(ROWS, BLOCK, WIDTH), positions)).slots
+        assert slots is not None and slots[2][0].tolist() == place
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -358,7 +361,7 @@ def test_the_joint_form_appends_the_summaries_to_the_keys_of_each_layer() -> Non
 
 def test_a_bidirectional_stack_sees_the_document_by_default() -> None:
     spec = {"name": "read_twice", "slots": 4, "after": "tanh"}
-    stack = make_stack(WIDTH, 2, HEADS, 12, memory=spec, attention="softmax", fallback="rotary").double().eval()
+    stack = make_stack(StackOptions(WIDTH, 2, HEADS, 12, memory=spec), fallback="rotary").double().eval()
     memory = stack.model_memory
     assert isinstance(memory, ReadTwice) and (memory.scope, memory.first_read) == ("document", "plain")
     x = torch.randn(ROWS, 2 * BLOCK, WIDTH).double()
@@ -445,12 +448,14 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
     class Closed(Attention):
-        supports_causal, accepts_context = True, False
+        can = frozenset({"causal", "bidirectional"})
 
     ATTENTIONS.register("closed_for_this_test")(Closed)
     try:
         build(DOCUMENT, attention="closed_for_this_test")
-        with pytest.raises(ValueError, match="memory ReadTwice offers keys and values, which attention Closed cannot"):
+        with pytest.raises(
+            ValueError, match=r"memory ReadTwice needs context .*, which attention Closed does not give"
+        ):
             build({"attention": "joint"}, attention="closed_for_this_test")
     finally:
         del ATTENTIONS._entries["closed_for_this_test"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from memories.learning import accuracy, trained, untrained
 
-from cached_transformers.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
 from cached_transformers.training.segments import SegmentLoop
 
 DOCUMENT: dict[str, Any] = {"scope": "document"}
@@ -57,7 +57,7 @@ def heard(memory: dict[str, Any] | None, passes: int) -> float:
     other_BN = torch.where(inputs_BN < VALUES, (inputs_BN + 1) % VALUES, inputs_BN)
     answers = []
     for tokens_BN in (inputs_BN, other_BN):
-        state, _ = SegmentLoop(model, TASK.segment, 3, passes).earlier_passes(tokens_BN, targets_BN)
+        state = SegmentLoop(model, TASK.segment, 3, passes).earlier_passes(tokens_BN, targets_BN)
         answers.append(model(tokens_BN[:, : TASK.segment], state).outputs[:, -1])
     return (answers[0] - answers[1]).abs().max().item()
 

@@ -27,8 +27,9 @@ from memories.xl_family import (
 from torch import Tensor
 
 from cached_transformers import state as states
-from cached_transformers.layers.block import Stack
+from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.segatron import SegatronPositions, paper_widths
+from cached_transformers.tasks import create_model
 
 SENTENCE_ENDS, PARAGRAPH_ENDS = (2, 5, 7), (3, 11)
 SPEC: dict[str, Any] = {"name": "segatron", "sentence_ends": SENTENCE_ENDS, "paragraph_ends": PARAGRAPH_ENDS}
@@ -171,9 +172,15 @@ def test_an_empty_memory_is_one_that_is_not_there_whatever_stands_in_it() -> Non
 # --- causality, and the released code's distances
 
 
+SHIFTS: dict[str, dict[str, Any]] = {
+    "exact": {"shift": "exact"},
+    "official": {"shift": "official", "allow_leak": True},
+}
+
+
 def outputs_around_a_sentence_end(shift: str) -> list[Tensor]:
     """Outputs of one segment whose token 3 ends a sentence or not, after another segment."""
-    model, tokens = language_model({**SPEC, "length": 6, "shift": shift}), text(1, 12)
+    model, tokens = language_model({**SPEC, "length": 6, **SHIFTS[shift]}), text(1, 12)
     told = []
     for token in (0, SENTENCE_ENDS[0]):
         changed = tokens.clone()
@@ -220,10 +227,33 @@ def test_both_distances_are_their_formulas(n: int, m: int, shift: str, clamp: in
             near(got[b, h, i, j], want)
 
 
+@pytest.mark.parametrize("clamp", [None, 2])
+def test_distances_to_later_keys_are_below_zero_in_a_bidirectional_model(clamp: int | None) -> None:
+    e, n, m = WIDTH // HEADS, 4, 3
+    scheme = SegatronPositions(HEADS, e, widths=WIDTHS, clamp=clamp, signed=True).double()
+    places, q = climbing(2, m + n), torch.randn(2, HEADS, n, e, dtype=torch.double)
+    got = scheme.bias(q, places[:, m:], places)
+    for b, h, i, j in itertools.product(range(2), range(HEADS), range(n), range(m + n)):
+        distance = places[b, m + i] - places[b, j]
+        distance = distance if clamp is None else distance.clamp(-clamp, clamp)
+        code = torch.cat([sines(d, w) for d, w in zip(distance.tolist(), WIDTHS, strict=True)])
+        r = (scheme.project.weight @ code)[h * e : (h + 1) * e]
+        near(got[b, h, i, j], (q[b, h, i] + scheme.position_bias[h]) @ r / math.sqrt(e))
+
+
+def test_a_bidirectional_model_gets_such_distances_and_not_the_released_ones() -> None:
+    sizes: dict[str, Any] = {"vocabulary": 12, "classes": 3, "max_length": 9, "width": WIDTH, "heads": HEADS}
+    model = create_model("sequence_classifier", memory=SPEC, **sizes)
+    assert all(block.attention.positions.signed for block in model.stack.blocks)
+    assert not any(block.attention.positions.signed for block in language_model(SPEC).stack.blocks)
+    with pytest.raises(ValueError, match="shift='official' holds the distances of a causal model"):
+        create_model("sequence_classifier", memory={**SPEC, "shift": "official"}, **sizes)
+
+
 def test_the_two_distances_agree_where_no_sentence_ends_and_only_there() -> None:
     tokens = text(2, 12)
     quiet = torch.where(torch.isin(tokens, torch.tensor([*SENTENCE_ENDS, *PARAGRAPH_ENDS])), 0, tokens)
-    models = [language_model({**SPEC, "length": 6, "shift": shift}) for shift in ("exact", "official")]
+    models = [language_model({**SPEC, "length": 6, **shift}) for shift in SHIFTS.values()]
     one, other = (joined(run(model, quiet, 4)) for model in models)
     near(one, other)
     one, other = (joined(run(model, tokens, 4)) for model in models)
@@ -251,6 +281,8 @@ def test_the_widths_of_the_paper(width: int, widths: tuple[int, ...]) -> None:
         ({"widths": (6, 6)}, "must be three even numbers"),
         ({"shift": "officiel"}, "shift='officiel' must be 'exact' or 'official'"),
         ({"clamp": 0}, "clamp=0 must be a distance of at least 1"),
+        ({"shift": "official"}, "where later sentences end, .* take shift='exact', or allow_leak=True"),
+        ({"allow_leak": True}, "allow_leak=True is for shift='official'; shift='exact' shows no token its future"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

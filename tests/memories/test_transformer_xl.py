@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.positions import RelativePositions
-from cached_transformers.memories.base import Trace
-from cached_transformers.memories.rows import Rows, push
+from cached_transformers.memories.parts.rows import Rows, push
 from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.models.decoder import LanguageModel
+from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.seam.memory import Trace
+from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.training.segments import token_losses
 
 

@@ -13,9 +13,10 @@ import torch
 from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
-from cached_transformers.layers.block import Block, ModelOutput
-from cached_transformers.models.decoder import LanguageModel
-from cached_transformers.probes.tasks import Copy
+from cached_transformers.experiments.probes.tasks import Copy
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.language_model import LanguageModel
 
 Place = tuple[int, ...]
 """Where a token stands: one number, or token, sentence and paragraph."""

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.layers.positions import BucketedPositions
 from cached_transformers.layers.token_loss import token_losses
-from cached_transformers.memories.grc import caches
-from cached_transformers.models import create_model
+from cached_transformers.memories.grc.grc import caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.positions import BucketedPositions
+from cached_transformers.tasks import create_model
 
 V, W, D, H, ROWS, N, T = 13, 11, 8, 2, 3, 6, 5
 LENGTHS = torch.tensor([6, 2, 4])
@@ -184,7 +184,7 @@ def test_padding_changes_nothing(kind: str) -> None:
         torch.testing.assert_close(got, torch.stack(want), atol=2e-5, rtol=1e-4)
 
 
-PADDED = [a.name for a in ATTENTIONS if getattr(a.factory, "exact_padding", False) and a.name != "softmax"]
+PADDED = [a.name for a in ATTENTIONS if "exact_padding" in a.factory.can and a.name != "softmax"]
 
 
 @pytest.mark.parametrize("attention", PADDED)
@@ -192,7 +192,7 @@ PADDED = [a.name for a in ATTENTIONS if getattr(a.factory, "exact_padding", Fals
 def test_attentions_with_exact_padding_keep_it(attention: str) -> None:
     options = {"name": attention, **(ATTENTION_CASES[attention].options if attention in ATTENTION_CASES else {})}
     core = create_attention(options, width=D, heads=H, length=32, prefix=0, depth=2, index=0, causal=False)
-    if core.only_causal:
+    if "bidirectional" not in core.can:
         pytest.skip("has no other than a causal form")
     model = build(target_vocabulary=W, attention=options)
     inputs, targets = sources(), said()

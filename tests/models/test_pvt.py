@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import add_memory
-from cached_transformers.analysis.flops import count_flops
+from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
-from cached_transformers.models.pvt_parts import SpatialReductionAttention, resize_positions
+from cached_transformers.models.pvt.layers import SpatialReductionAttention, resize_positions
 
 DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 3), "large": (3, 8, 27, 3)}
 PUBLISHED = {"tiny": (13.2e6, 1.9e9), "small": (24.5e6, 3.8e9), "medium": (44.2e6, 6.7e9), "large": (61.4e6, 9.8e9)}

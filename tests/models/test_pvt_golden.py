@@ -9,7 +9,7 @@ from grc.golden import Golden, Place, check_gradients, close, load, thirds
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
-from cached_transformers.memories.grc import GRC
+from cached_transformers.memories.grc.grc import GRC
 from cached_transformers.models.pvt import PyramidVisionTransformer
 
 pytestmark = pytest.mark.usefixtures("double")

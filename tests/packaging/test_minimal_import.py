@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # Runs in an interpreter of its own: there, whatever does not belong to a core dependency cannot be found.
 PROGRAM = """
-import importlib, json, pkgutil, re, sys
+import importlib, json, pkgutil, re, sys, sysconfig
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
 def normal(name):
@@ -33,8 +33,9 @@ def closure(names):
         todo += [re.match(r"[\\w.-]+", need).group() for need in needs if "extra ==" not in need]
     return found
 
-core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich"])
-allowed = set(sys.stdlib_module_names) | {"cached_transformers"}
+core = closure(["torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"])
+# A module of the standard library that is named after the machine, which the list of these leaves out.
+allowed = set(sys.stdlib_module_names) | {"cached_transformers", sysconfig._get_sysconfigdata_name()}
 allowed |= {top for top, owners in packages_distributions().items() if core & {normal(o) for o in owners}}
 
 class OnlyCore:

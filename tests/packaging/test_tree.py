@@ -7,12 +7,14 @@ import pkgutil
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import cached_transformers
-from cached_transformers import memories
-from cached_transformers.registry import MEMORIES
+from cached_transformers import attentions, memories
+from cached_transformers.registry import ATTENTIONS, MEMORIES, Registry
 
 PROJECT = Path(__file__).resolve().parents[2]
 # A path from the root of somebody's machine; a URL's path has a host in front of its slash.
@@ -71,14 +73,29 @@ def test_public_names_exist() -> None:
     assert repeated == []
 
 
-def test_every_memory_is_exported_and_says_what_it_is() -> None:
-    ours = [e for e in MEMORIES if e.factory.__module__.startswith("cached_transformers.")]
+ROOMS = [
+    (memories, MEMORIES, {"title", "carries", "purpose", "equations", "state", "cost", "reach", "gradient"}),
+    (attentions, ATTENTIONS, {"title", "purpose", "equation", "order", "cost"}),
+]
+
+
+@pytest.mark.parametrize(("room", "registry", "facts"), ROOMS)
+def test_what_is_registered_is_exported_and_says_what_it_is(
+    room: ModuleType, registry: Registry[Any], facts: set[str]
+) -> None:
+    ours = [e for e in registry if e.factory.__module__.startswith("cached_transformers.")]
     assert len(ours) > 1
-    hidden = [e.name for e in ours if getattr(memories, e.factory.__name__, None) is not e.factory]
+    hidden = [e.name for e in ours if getattr(room, e.factory.__name__, None) is not e.factory]
     assert hidden == []
-    assert [e.name for e in ours if e.factory.__name__ not in memories.__all__] == []
-    facts = {"equations", "state", "cost", "reach", "gradient"}
+    assert [e.name for e in ours if e.factory.__name__ not in room.__all__] == []
     assert {e.name: facts - set(e.info) for e in ours if e.paper is None or facts - set(e.info)} == {}
+
+
+def test_what_others_register_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
+    MEMORIES.register("of_a_user")(type("OfAUser", (), {}))
+    found = MEMORIES.import_files(memories.__name__, memories.__path__)
+    assert "OfAUser" not in found and found["TransformerXL"] is MEMORIES.entry("transformer_xl").factory
 
 
 def test_package_is_marked_as_typed() -> None:

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
-from cached_transformers.memories.base import LayerMemory
-from cached_transformers.probes.protocol import Sizes, build_model, measure, probe
-from cached_transformers.probes.settings import SETTINGS, setting, stream_memories
+from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe
+from cached_transformers.experiments.probes.settings import setting, stream_memories
+from cached_transformers.memories import TransformerXL
 from cached_transformers.registry import MEMORIES, PROBES
+from cached_transformers.seam.memory import LayerMemory
+from cached_transformers.seam.probing import Probing, fixed
 
+PROBED = {entry.name: setting(entry.name) for entry in MEMORIES if entry.probe is not None}
 QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)
 
 
@@ -23,9 +26,15 @@ def test_a_memory_within_reach_solves_what_one_out_of_reach_and_none_do_not() ->
     chosen = setting("transformer_xl")
     assert chosen.beyond is not None
     sizes = Sizes(steps=300)
-    near = probe(task, {"name": "transformer_xl", **chosen.within(task, 3, sizes)}, 3, sizes=sizes, distances=(1, 3))
+    near = probe(
+        task,
+        {"name": "transformer_xl", **chosen.within(task.segment, 3, sizes.depth)},
+        3,
+        sizes=sizes,
+        distances=(1, 3),
+    )
     as_long = dataclasses.replace(sizes, steps=near.steps)
-    far = probe(task, {"name": "transformer_xl", **chosen.beyond(task, 3, sizes)}, 3, sizes=as_long)
+    far = probe(task, {"name": "transformer_xl", **chosen.beyond(task.segment, 3, sizes.depth)}, 3, sizes=as_long)
     none = probe(task, None, 3, sizes=as_long)
     assert near.accuracy >= 0.95 and near.distances[3] == near.accuracy and near.steps < 300
     assert max(far.accuracy, none.accuracy) < 0.35
@@ -35,10 +44,10 @@ def test_the_bound_of_the_theory_is_the_bound_of_the_gradient() -> None:
     """With the options out of reach no output of the last segment depends on the first one."""
     task, sizes = PROBES.create("copy"), Sizes()
     inputs = task.draw(2, 3, torch.Generator().manual_seed(0)).inputs_BN
-    for name, chosen in SETTINGS.items():
+    for name, chosen in PROBED.items():
         if chosen.beyond is None:
             continue
-        spec = {"name": name, **chosen.beyond(task, 3, sizes)}
+        spec = {"name": name, **chosen.beyond(task.segment, 3, sizes.depth)}
         model = build_model(task, spec, sizes)
         other = inputs.clone()
         other[:, : task.segment] = (other[:, : task.segment] + 1) % task.vocabulary
@@ -59,12 +68,14 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert model.training and accuracy == measure(model, task, 2, 256) and accuracy < 0.45
 
 
-def test_settings_are_for_memories_that_exist_and_options_that_they_take() -> None:
+def test_a_memory_of_a_stream_says_how_it_is_probed_with_options_that_it_takes() -> None:
     task, sizes = PROBES.create("latch"), Sizes()
-    assert set(SETTINGS) <= set(MEMORIES.names())
-    for name, chosen in SETTINGS.items():
+    assert set(PROBED) == {
+        name for name in stream_memories() if MEMORIES.entry(name).factory.__module__.startswith("cached_transformers.")
+    }
+    for name, chosen in PROBED.items():
         for options in filter(None, (chosen.within, chosen.beyond)):
-            MEMORIES.check(name, options(task, 3, sizes))
+            MEMORIES.check(name, options(task.segment, 3, sizes.depth))
     for name in stream_memories():
         factory = MEMORIES.entry(name).factory
         assert not (issubclass(factory, LayerMemory) and factory.shared), name  # type: ignore[arg-type]
@@ -101,12 +112,23 @@ def test_a_changed_setting_makes_its_trainings_anew(
 ) -> None:
     words = [*COMMAND[:-1], "1"]
     assert main(words) == 0
-    longer = dataclasses.replace(SETTINGS["transformer_xl"], within=lambda task, distance, sizes: {"length": 20})
-    monkeypatch.setitem(SETTINGS, "transformer_xl", longer)
+    entry = MEMORIES.entry("transformer_xl")
+    longer = dataclasses.replace(entry.probe, within=fixed(length=20))
+    monkeypatch.setitem(MEMORIES._entries, "transformer_xl", dataclasses.replace(entry, probe=longer))
     assert main(words) == 0
     assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
     stored = json.loads((folder / "latch/transformer_xl/within_reach_0.json").read_text())
     assert stored["memory"] == {"name": "transformer_xl", "length": 20}
+
+
+def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
+    within = Probing(lambda segment, distance, depth: {"length": 100 * segment + 10 * distance + depth})
+    MEMORIES.register("of_a_user", probe=within)(type("OfAUser", (TransformerXL,), {}))
+    assert main(["probe", "of_a_user", "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
+    stored = json.loads((folder / "latch/of_a_user/within_reach_0.json").read_text())
+    assert stored["memory"] == {"name": "of_a_user", "length": 432}
+    assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cached_transformers.probes.facts import Facts
-from cached_transformers.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_transformers.experiments.probes.facts import Facts
+from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
 from cached_transformers.registry import PROBES
 
 SYNTHETIC = sorted(set(PROBES.names()) - {"facts"})

@@ -9,12 +9,11 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.analysis.flops import count_parameters
-from cached_transformers.config import load_config
-from cached_transformers.data import create_dataset
-from cached_transformers.models import create_model
+from cached_transformers.experiments.costs.flops import count_parameters
+from cached_transformers.experiments.run import run_training
+from cached_transformers.tasks import create_dataset, create_model
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import run_training
 
 BART = {
     "d_model": 768,

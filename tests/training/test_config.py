@@ -8,15 +8,8 @@ import pytest
 import standin
 import yaml
 
-from cached_transformers.config import (
-    config_from_dict,
-    config_hash,
-    config_to_dict,
-    config_to_yaml,
-    differing_keys,
-    fill_from_data,
-    load_config,
-)
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
+from cached_transformers.training.config import config_hash, config_to_dict, config_to_yaml, differing_keys
 from cached_transformers.yaml_tree import apply_override, parse_yaml
 
 
@@ -58,7 +51,7 @@ def test_a_bare_name_opens_up_for_an_option():
         ("training.clip_norm=no", ["training.clip_norm=False", "a number or null"]),
         ("training.precision=half", ["training.precision='half'", "'float32', 'bfloat16', 'float16'"]),
         ("training.accumulate=3", ["training.batch_size=8", "training.accumulate=3"]),
-        ("schedule.warmup_steps=12", ["schedule.warmup_steps=12", "training.steps=12"]),
+        ("schedule.warmup_steps=-1", ["schedule.warmup_steps=-1", "not be negative"]),
         ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "two numbers"]),
         ("optimizer.learning_rate=.inf", ["optimizer.learning_rate=inf", "finite"]),
         ("training=3", ["training=3 must be a mapping"]),

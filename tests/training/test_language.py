@@ -1,17 +1,14 @@
-"""Training on text: the state that crosses steps, exact resume, scores of a whole split, and what is refused."""
+"""Training on text: the state that crosses steps, exact resume, whole commands, and what is refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import launch
@@ -19,22 +16,16 @@ import pytest
 import torch
 import yaml
 from training.same_run import assert_same_run, final
+from training.small_language import STEPS, fitted, make, recipe, write_text
 
 from cached_transformers.cli.main import main
-from cached_transformers.config import config_from_dict, fill_from_data
+from cached_transformers.experiments.build import build_model
+from cached_transformers.experiments.run import run_training
 from cached_transformers.state import named_tensors
-from cached_transformers.training.distributed import World
-from cached_transformers.training.language import evaluate_language
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run import build_dataset, build_model, run_training
 from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.trainer import Trainer
-from cached_transformers.yaml_tree import apply_override
 
-CPU = World(torch.device("cpu"))
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-STEPS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -44,53 +35,7 @@ def cache(tmp_path, monkeypatch) -> None:
 
 @pytest.fixture
 def text(tmp_path) -> Path:
-    """A folder of three files of made-up words."""
-    generator, folder = random.Random(0), tmp_path / "text"
-    folder.mkdir()
-    words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 5))) for _ in range(30)]
-    for name, size in {"train": 700, "valid": 90, "test": 120}.items():
-        lines = [" ".join(generator.choices(words, k=6)) for _ in range(size // 6)]
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-def recipe(text: Path, *overrides: str) -> dict:
-    tree = {
-        "name": "language",
-        "data": {"name": "text", "path": str(text), "tokenizer": "byte"},
-        "model": {
-            "name": "language_model",
-            **{"width": 16, "depth": 2, "heads": 2, "feed_forward": 16, "dropout": 0.1},
-            "memory": {"name": "transformer_xl", "length": 6},
-        },
-        "training": {
-            **{"steps": STEPS, "batch_size": 4, "segment_length": 8, "segments": 2, "metric": "bits_per_byte"},
-            **{"evaluate_every": 4, "log_every": 3, "tensorboard": False, "device": "cpu"},
-        },
-        "optimizer": {"learning_rate": 0.01},
-        "schedule": {"name": "constant"},
-    }
-    for override in overrides:
-        apply_override(tree, override)
-    return tree
-
-
-def make(folder: Path, text: Path, *overrides: str) -> Trainer:
-    config = config_from_dict(recipe(text, *overrides))
-    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
-    config = fill_from_data(config, train.describe())
-    folder.mkdir(parents=True, exist_ok=True)
-    return Trainer(config, build_model(config), train, validation, folder, CPU, Reporter("test", 1, None))
-
-
-def fitted(folder: Path, text: Path, *overrides: str) -> Trainer:
-    trainer = make(folder, text, *overrides)
-    trainer.resume("auto")
-    trainer.fit()
-    return trainer
-
-
-# ----------------------------------------------------------------------------------------------------------- training
+    return write_text(tmp_path / "text")
 
 
 @pytest.mark.parametrize("memory", ["transformer_xl", "null"])
@@ -104,7 +49,7 @@ def test_it_learns(tmp_path, text, memory):
         "model.width=32",
         f"model.memory={memory}",
     )
-    unigram = trainer.validation_data.baselines(trainer.validation_data)["unigram"]["bits_per_byte"]
+    unigram = trainer.task.validation.baselines(trainer.task.validation)["unigram"]["bits_per_byte"]
     assert trainer.best["bits_per_byte"] < 0.8 * unigram
 
 
@@ -288,83 +233,6 @@ def test_two_processes_follow_the_curve_of_one(tmp_path, text):
         torch.testing.assert_close(carried[0][name], carried[1][name], rtol=1e-3, atol=1e-3, msg=name)
 
 
-# --------------------------------------------------------------------------------------------------------- evaluation
-
-
-def evaluation(trainer: Trainer, **options) -> tuple[dict, list]:
-    training = {k: v for k, v in options.items() if k in ("evaluation_batch_size", "segments", "passes")}
-    section = {k: v for k, v in options.items() if k not in training}
-    config = dataclasses.replace(
-        trainer.config,
-        training=dataclasses.replace(trainer.config.training, **training),
-        evaluation=dataclasses.replace(trainer.config.evaluation, **section),
-    )
-    return evaluate_language(trainer.model, trainer.validation_data, CPU, config)
-
-
-def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, text):
-    trainer = fitted(tmp_path / "run", text)
-    tokens = [10, *trainer.validation_data.tokens.tolist()]
-    before = torch.get_rng_state()
-    values, places = evaluation(trainer, evaluation_batch_size=1)
-    assert torch.equal(torch.get_rng_state(), before) and trainer.model.training
-    state, losses = None, []
-    model = trainer.model.eval()
-    with torch.no_grad():
-        for begin in range(0, len(tokens) - 1, 8):
-            end = min(begin + 8, len(tokens) - 1)
-            logits, state, _ = model(torch.tensor([tokens[begin:end]]), state)
-            targets = torch.tensor(tokens[begin + 1 : end + 1])
-            losses += torch.nn.functional.cross_entropy(logits[0], targets, reduction="none").tolist()
-    assert len(losses) == len(trainer.validation_data)
-    mean = sum(losses) / len(losses)
-    assert values["loss"] == pytest.approx(mean, rel=1e-5)
-    assert values["bits_per_byte"] == pytest.approx(mean / math.log(2), rel=1e-5)
-    assert values["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
-    for place in places:
-        part = losses[place["from"] : place["to"] + 1]
-        assert place["tokens"] == len(part) and place["loss"] == pytest.approx(sum(part) / len(part), rel=1e-4)
-
-
-def test_without_a_memory_rows_and_modes_change_nothing(tmp_path, text):
-    trainer = make(tmp_path / "run", text, "model.memory=null")
-    data = trainer.validation_data
-    data.tokens = data.tokens[: 8 * 4 * 9]  # rows end where segments end
-    losses = {
-        (rows, mode): evaluation(trainer, evaluation_batch_size=rows, memory=mode)[0]["loss"]
-        for rows, mode in ((1, "carry"), (2, "carry"), (4, "carry"), (4, "reset"), (4, "shuffle"))
-    }
-    assert list(losses.values()) == pytest.approx([losses[1, "carry"]] * 5, rel=1e-6)
-
-
-def test_memory_kept_emptied_and_exchanged(tmp_path, text):
-    trainer = fitted(tmp_path / "run", text, "training.steps=40", "training.evaluate_every=40")
-    carry, reset, shuffle = (evaluation(trainer, memory=mode)[0]["loss"] for mode in ("carry", "reset", "shuffle"))
-    assert len({carry, reset, shuffle}) == 3
-    # Emptied before each segment is the same as segments without a past.
-    tokens = [10, *trainer.validation_data.tokens.tolist()]
-    bounds = [row * (len(tokens) - 1) // 4 for row in range(5)]
-    total, model = 0.0, trainer.model.eval()
-    for begin, end in pairwise(bounds):
-        for at in range(begin, end, 8):
-            stop = min(at + 8, end)
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens[at:stop]])).outputs[0]
-            total += float(
-                torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum")
-            )
-    assert reset == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
-    with pytest.raises(ValueError, match=r"shuffle needs two rows or more; raise training\.evaluation_batch_size"):
-        evaluation(trainer, memory="shuffle", evaluation_batch_size=1)
-
-
-def test_a_longer_segment_gives_more_to_see(tmp_path, text):
-    trainer = fitted(tmp_path / "run", text)
-    losses = [evaluation(trainer, segment_length=n, memory="reset")[0]["loss"] for n in (1, 8)]
-    assert losses[0] != pytest.approx(losses[1], abs=1e-4)
-    assert evaluation(trainer, segments=3, passes=2)[0]["loss"] > 0
-
-
 # ------------------------------------------------------------------------------------------------------- whole commands
 
 
@@ -448,7 +316,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 
 
 def test_a_run_of_a_text_recipe(tmp_path, text):
-    from cached_transformers.config import load_config
+    from cached_transformers.tasks.recipes import load_config
 
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):

@@ -8,7 +8,7 @@ import pytest
 import standin
 import torch
 
-from cached_transformers.training.loader import SeededRows, TrainingOrder, evaluation_batches, training_batches
+from cached_transformers.training.loader import SeededRows, Share, TrainingOrder, evaluation_batches, training_batches
 
 
 def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:
@@ -33,7 +33,8 @@ def test_processes_and_pieces_together_take_the_rows_of_one_process():
     whole = take(TrainingOrder(20, 8, seed=1), 4)
     for world_size, accumulate in ((2, 1), (1, 4), (2, 2)):
         pieces = [
-            take(TrainingOrder(20, 8, 1, 0, rank, world_size, accumulate), 4 * accumulate) for rank in range(world_size)
+            take(TrainingOrder(20, 8, 1, 0, Share(rank, world_size, accumulate)), 4 * accumulate)
+            for rank in range(world_size)
         ]
         for step in range(4):
             parts = [p for mine in pieces for p in mine[step * accumulate : (step + 1) * accumulate]]
@@ -46,7 +47,7 @@ def test_seeds_differ():
 
 def test_a_batch_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"batch_size=8 must be a multiple of 3 processes"):
-        TrainingOrder(20, 8, 0, world_size=3)
+        TrainingOrder(20, 8, 0, share=Share(processes=3))
     with pytest.raises(ValueError, match=r"batch_size=8 exceeds the 7 training rows"):
         TrainingOrder(7, 8, 0)
 

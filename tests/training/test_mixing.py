@@ -8,11 +8,12 @@ import standin
 import torch
 from torch.nn import functional as F
 
-from cached_transformers.config import config_from_dict
-from cached_transformers.data.base import Batch
+from cached_transformers.data.dataset import Batch
+from cached_transformers.experiments.statistics import with_intervals
 from cached_transformers.extras import require
-from cached_transformers.training.metrics import averages, score_width, sums, with_intervals
-from cached_transformers.training.mixing import Mixing, make_mixing, paired
+from cached_transformers.tasks.classification.mixing import Mixing, make_mixing, paired
+from cached_transformers.tasks.classification.scores import averages, score_width, sums
+from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.settings import TrainingConfig
 
 CPU = torch.device("cpu")

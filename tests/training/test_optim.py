@@ -14,6 +14,8 @@ from cached_transformers.training.optim import (
     build_optimizer,
     learning_rate,
     parameter_groups,
+    warmup,
+    warmup_note,
 )
 
 
@@ -31,6 +33,20 @@ def test_cosine_rises_linearly_and_ends_at_its_floor():
     assert rates[59] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+
+
+@pytest.mark.parametrize(("steps", "growth"), [(20, 2), (50, 5), (3, 1), (1, 1)])
+def test_a_recipe_may_be_tried_for_fewer_steps_than_it_warms_up(steps, growth):
+    """The rate reaches its peak after a tenth of the steps and falls; one step more than the warm-up is as written."""
+    optimizer, schedule = OptimizerConfig(learning_rate=2.0), ScheduleConfig("cosine", 50)
+    rates = [learning_rate(optimizer, schedule, t, steps) for t in range(1, steps + 1)]
+    assert rates[:growth] == pytest.approx([2.0 * t / growth for t in range(1, growth + 1)])
+    assert rates[growth - 1 :] == sorted(rates[growth - 1 :], reverse=True) and (steps == 1 or rates[-1] == 0)
+    assert warmup_note(schedule, steps) == (
+        f"schedule.warmup_steps=50 would take all of training.steps={steps}; the learning rate grows for {growth}"
+    )
+    assert warmup(schedule, 51) == 50 and warmup_note(schedule, 51) is None
+    assert warmup(ScheduleConfig("constant", 50), steps) == 50
 
 
 def test_constant_without_warmup_is_constant():

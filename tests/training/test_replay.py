@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers import state as states
-from cached_transformers.analysis.flops import saved_activation_bytes
-from cached_transformers.analysis.live_bytes import LiveBytes
-from cached_transformers.models import create_model
+from cached_transformers.experiments.costs.flops import saved_activation_bytes
+from cached_transformers.experiments.costs.live_bytes import LiveBytes
+from cached_transformers.tasks import create_model
 from cached_transformers.training.distributed import in_group
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop, token_losses

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.models import create_model
 from cached_transformers.registry import MEMORIES
-from cached_transformers.training.streaming import Progress, read_stream
+from cached_transformers.tasks import create_model
+from cached_transformers.tasks.language.streaming import Progress, read_stream
 
 VOCABULARY, SEGMENT = 17, 8
 MEMORY = {"name": "grc_stream", "length": 4}

@@ -9,12 +9,12 @@ import launch
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.config import config_from_dict
+from cached_transformers.experiments.run import run_training
 from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics, tallies
-from cached_transformers.training.run import run_training
 
 
 class Counting(nn.Module):

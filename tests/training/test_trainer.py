@@ -6,6 +6,7 @@ import copy
 import io
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import standin
@@ -13,13 +14,19 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cached_transformers.config import config_from_dict, fill_from_data, load_config
+from cached_transformers.cli.main import main
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.load import load_run, read_run_config
+from cached_transformers.experiments.run import run_training
+from cached_transformers.tasks.classification.scores import evaluate
+from cached_transformers.tasks.kinds import make_task
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training import checkpoint as checkpoint_module
 from cached_transformers.training.checkpoint import read_checkpoint
 from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import MetricsFile, evaluate, read_metrics
+from cached_transformers.training.metrics import MetricsFile, read_metrics
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run import build_dataset, build_model, load_run, run_training
+from cached_transformers.training.scores import Score, goodness
 from cached_transformers.training.trainer import Trainer
 from cached_transformers.yaml_tree import apply_override
 
@@ -35,7 +42,8 @@ def make(folder: Path, *overrides: str, model: nn.Module | None = None) -> Train
     config = fill_from_data(config, train.describe())
     folder.mkdir(parents=True, exist_ok=True)
     reporter = Reporter("test", config.training.steps, None)
-    return Trainer(config, model or build_model(config), train, validation, folder, CPU, reporter)
+    task = make_task(config, model or build_model(config), train, validation, CPU)
+    return Trainer(config, task, folder, CPU, reporter)
 
 
 def fitted(folder: Path, *overrides: str) -> Trainer:
@@ -188,10 +196,11 @@ def test_what_the_machine_or_model_cannot_do_is_refused(tmp_path):
         in_world("gpu", lambda processes: None)
 
 
-def test_the_best_by_loss_ignores_a_loss_that_is_not_a_number(tmp_path):
-    trainer = make(tmp_path, "training.metric=loss")
-    nan, good = {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 3.0}
-    assert trainer._score(good) > trainer._score(nan)
+@pytest.mark.parametrize("score", get_args(Score))
+def test_the_best_ignores_a_score_that_is_not_a_number(score):
+    less = score in ("loss", "perplexity", "bits_per_byte", "word_perplexity")
+    worse, better = (5.0, 3.0) if less else (3.0, 5.0)
+    assert goodness(score, better) > goodness(score, worse) > goodness(score, float("nan"))
 
 
 def test_a_full_disk_stops_the_run_but_spares_what_is_saved(tmp_path, monkeypatch):
@@ -326,6 +335,29 @@ def test_a_whole_run_leaves_a_complete_folder(tmp_path):
     assert values["loss"] == pytest.approx(stored["test"]["loss"], rel=1e-9)
     validated = evaluate(model, standin.StandinRows("validation"), CPU, 8)
     assert validated["accuracy"] == stored["best"]["accuracy"]
+
+
+def test_a_run_folder_is_given_as_text_or_as_a_path(tmp_path):
+    fitted = run_training(config_from_dict(standin.recipe(steps=4)), tmp_path / "run")
+    config, model, step = load_run(str(tmp_path / "run"), "last")
+    _, same, _ = load_run(tmp_path / "run", "last")
+    assert step == fitted["steps"] == 4 and read_run_config(str(tmp_path / "run")) == config
+    assert_equal(model.state_dict(), same.state_dict())
+    with pytest.raises(ValueError, match="elsewhere is not a run folder"):
+        load_run("elsewhere")
+
+
+def test_a_recipe_is_tried_for_fewer_steps_than_it_warms_up(tmp_path, capsys):
+    """The first override that anyone tries: it trains, says what it does, and the configuration stays as given."""
+    file, folder = tmp_path / "standin.yaml", tmp_path / "run"
+    file.write_text(json.dumps(standin.recipe(log_every=1)), encoding="utf-8")
+    assert main(["train", str(file), "training.steps=3", "--out", str(folder)]) == 0
+    note = "schedule.warmup_steps=3 would take all of training.steps=3; the learning rate grows for 1"
+    assert note in capsys.readouterr().out
+    rates = [line["learning_rate"] for line in read_metrics(folder / "metrics.jsonl") if line["split"] == "train"]
+    assert rates == pytest.approx([0.01, 0.005, 0]) and read_run_config(folder).schedule.warmup_steps == 3
+    assert main(["train", str(file), "training.steps=4", "--out", str(tmp_path / "longer")]) == 0
+    assert "would take all" not in capsys.readouterr().out
 
 
 def test_tensorboard_receives_the_lines(tmp_path):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from cached_transformers.analysis.flops import count_flops
-from cached_transformers.analysis.statistics import summarise_pairs
 from cached_transformers.cli.main import main
-from cached_transformers.cli.reproduce import arms
-from cached_transformers.config import load_config
-from cached_transformers.memories.shared_cache import caches
-from cached_transformers.reproductions import REPRODUCTIONS
-from cached_transformers.reproductions.base import pairs
-from cached_transformers.training.run import build_dataset, build_model
-from cached_transformers.training.tasks import model_arguments
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.experiments.reproductions import REPRODUCTIONS
+from cached_transformers.experiments.reproductions.arms import arms
+from cached_transformers.experiments.reproductions.base import pairs
+from cached_transformers.experiments.statistics import summarise_pairs
+from cached_transformers.memories.parts.shared_cache import caches
+from cached_transformers.tasks.kinds import model_arguments
+from cached_transformers.tasks.recipes import load_config
 
 NAMES = ["transformer", "transformer-paper", "transformer-released", "transformer-wider"]
 TINY = [
@@ -98,7 +99,7 @@ def test_a_table_from_rows_to_report(corpus: Path, tmp_path: Path, capsys: pytes
     assert difference[0]["mean"] == pytest.approx(found[0]["difference"]["mean"])
     assert "interval by rows" in printed and "transformer-paper" in printed and "encoder_decoder + grc" in printed
     report = (out / "report.html").read_text(encoding="utf-8")
-    assert "bleu" in report and "the mean of the runs' bootstrap intervals" in report.replace("&#x27;", "'")
+    assert "bleu" in report and "the mean of the runs' bootstrap intervals" in html.unescape(report)
     run_report = (out / result["variants"][0]["runs"][0] / "report.html").read_text(encoding="utf-8")
     assert "tokenised_bleu" in run_report and "chrf" in run_report and "in drawing its 30 sentences" in run_report
     assert main(arguments) == 0

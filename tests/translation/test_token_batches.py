@@ -7,7 +7,8 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from cached_transformers.training.token_batches import TokenOrder
+from cached_transformers.tasks.translation.token_batches import TokenOrder
+from cached_transformers.training.loader import Share
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, (137, 2))
 
@@ -61,7 +62,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 3), (2, 1), (3, 2)])
 def test_pieces_divide_a_step(world: int, accumulate: int) -> None:
     whole = TokenOrder(LENGTHS, 60, seed=2)
-    orders = [TokenOrder(LENGTHS, 60, 2, 0, rank, world, accumulate) for rank in range(world)]
+    orders = [TokenOrder(LENGTHS, 60, 2, 0, Share(rank, world, accumulate)) for rank in range(world)]
     streams = [iter(order) for order in orders]
     alone = 0
     for step in range(2 * whole.batches):

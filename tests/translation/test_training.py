@@ -15,17 +15,20 @@ from torch.nn import functional as F
 from translation.made import recipe, write_corpus
 
 from cached_transformers.cli.main import main
-from cached_transformers.config import RunConfig, config_from_dict, fill_from_data
 from cached_transformers.data.pairs import IGNORED
-from cached_transformers.training import run as run_module
+from cached_transformers.experiments import run as run_module
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.run import run_training
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
+from cached_transformers.tasks.translation.scores import corpus_scores
+from cached_transformers.tasks.translation.task import Translation
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.checkpoint_average import average_checkpoints, newest_checkpoints
+from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
 from cached_transformers.training.loader import mixed_seed
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run import build_dataset, build_model, load_run, run_training
-from cached_transformers.training.translation import Translation
-from cached_transformers.training.translation_scores import corpus_scores
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +133,7 @@ def test_auxiliary_losses_weigh_by_tokens(corpus: Path) -> None:
             self.weight = torch.nn.Parameter(torch.tensor(2.0))
 
         def forward(self, inputs: Tensor, decoder_inputs: Tensor, **keywords: Any) -> Any:
-            from cached_transformers.layers.block import ModelOutput
+            from cached_transformers.layers.stack import ModelOutput
 
             nothing = (keywords["targets"] != IGNORED) * 0.0 * self.weight
             return ModelOutput(nothing, None, self.weight**2)

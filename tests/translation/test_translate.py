@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.cli import translate as command
 from cached_transformers.cli.main import main
-from cached_transformers.cli.translate import lines
+from cached_transformers.tasks.translation import lines
+from cached_transformers.tasks.translation.lines import read_lines
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_long_lines_are_truncated_and_named(said, monkeypatch: pytest.MonkeyPatc
     status, found, error = said("der hund\n" + "groß " * 500 + "\nder hund\n")
     assert status == 0 and found.splitlines()[0] == found.splitlines()[2] == plain.strip() and found.count("\n") == 3
     assert "warning: line 2 has " in error and "the first 63 are translated" in error
-    monkeypatch.setattr(command, "LONGEST", 11)
+    monkeypatch.setattr(lines, "LONGEST", 11)
     status, found, error = said("der hund\n" + "groß " * 500 + "\nder hund\n")
     assert status == 0 and found.count("\n") == 3 and found.splitlines()[2] == plain.strip()
     assert "standard input, line 2 has more than 11 bytes" in error
@@ -59,8 +59,8 @@ def test_long_lines_are_truncated_and_named(said, monkeypatch: pytest.MonkeyPatc
 
 def test_lines_are_read_as_they_come() -> None:
     text = "a\r\n\u2028b\n" + "x" * 30
-    assert [line.text for line in lines(io.BytesIO(text.encode()), "f")] == ["a", "\u2028b", "x" * 30]
-    assert [line.number for line in lines(io.BytesIO(b"a\n\nb\n"), "f", skip=1)] == [2, 3]
+    assert [line.text for line in read_lines(io.BytesIO(text.encode()), "f")] == ["a", "\u2028b", "x" * 30]
+    assert [line.number for line in read_lines(io.BytesIO(b"a\n\nb\n"), "f", skip=1)] == [2, 3]
 
 
 def test_what_was_translated_before_a_bad_line_is_there(said) -> None:  # type: ignore[no-untyped-def]
@@ -84,14 +84,14 @@ def test_an_output_goes_on_behind_its_whole_lines(said, corpus: Path, tmp_path: 
 
 def test_a_crash_leaves_the_batches_before_it(said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     good = said("der hund\ndie katze\n")[1]
-    real, count = command.translate, iter(range(9))
+    real, count = lines.translate, iter(range(9))
 
     def breaks(*args: object, **options: object) -> object:
         if next(count) == 2:
             raise KeyboardInterrupt
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "translate", breaks)
+    monkeypatch.setattr(lines, "translate", breaks)
     output = tmp_path / "out.txt"
     status = said("der hund\ndie katze\nvogel\nhund\n", "--batch", "1", "--output", str(output))[0]
     assert status == 130 and output.read_text(encoding="utf-8") == good

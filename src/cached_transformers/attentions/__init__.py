@@ -1,26 +1,34 @@
-"""Attention cores; importing this package imports every file in it, which registers what the file defines."""
+"""Attention cores; importing this package imports every file in it, which registers what the file defines.
+
+What is registered here is exported under the name of its class, without a list of them.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call, PatternAttention
-from .softmax import SoftmaxAttention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
-__all__ = ["Attention", "AttentionOutput", "Call", "PatternAttention", "SoftmaxAttention", "create_attention"]
+from .parts.pattern import PatternAttention
+
+__all__ = ["Attention", "AttentionOutput", "AttentionSpec", "Call", "PatternAttention", "create_attention"]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The registered classes, to type checkers, which find them typed in their own files."""
+
 
 AttentionSpec = str | Mapping[str, Any]
 """Name of an attention, or {"name": ..., option: value}."""
 
 
-def create_attention(attention: AttentionSpec, **known: Any) -> Attention:
+def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     """Build an attention core.
 
-    `known` holds what the model knows about itself (width, heads, length, prefix, size, causal, index, depth,
+    `facts` holds what the model knows about itself (width, heads, length, prefix, size, causal, index, depth,
     dropout); a core that has such an option gets it, unless the user set it.
 
     Raises:
@@ -32,16 +40,17 @@ def create_attention(attention: AttentionSpec, **known: Any) -> Attention:
     name = spec.pop("name")
     entry = ATTENTIONS.entry(name)
     ATTENTIONS.check(name, spec)
-    facts = {k: v for k, v in known.items() if k in entry.options and k not in spec}
-    missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in facts and n not in spec]
+    given = {k: v for k, v in facts.items() if k in entry.options and k not in spec}
+    missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in given and n not in spec]
     if missing:
         raise ValueError(
             f"attention {name!r} needs {', '.join(missing)}, which this model does not know; "
             f"give it as {{'name': {name!r}, {missing[0]!r}: ...}}"
         )
-    core: Attention = entry.factory(**facts, **spec)
+    core: Attention = entry.factory(**given, **spec)
     return core
 
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
+_registered = ATTENTIONS.import_files(__name__, __path__)
+globals().update(_registered)
+__all__ += _registered

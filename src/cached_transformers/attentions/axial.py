@@ -34,10 +34,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, merge, out_of_blocks, seen_places
-from .windows import beside_class_tokens
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, into_blocks, merge, paired_logits, seen_places
+from .parts.pattern import PatternAttention, in_sequence
+from .parts.windows import beside_class_tokens
 
 MODES = ("layers", "row", "col", "sum", "sequential")
 
@@ -45,6 +47,8 @@ MODES = ("layers", "row", "col", "sum", "sequential")
 @ATTENTIONS.register(
     "axial",
     paper="arXiv:1912.12180",
+    title="Axial attention",
+    purpose="a regular pattern",
     equation="softmax over one row, or one column, of (q k^T / sqrt(E)) v; by turns of layers, summed, or in sequence",
     order="N sqrt(N)",
     cost="row: N C (E + V) multiply-adds a head; col: N R (E + V); sum and sequential: both, and the row twice for "
@@ -68,7 +72,7 @@ class AxialAttention(PatternAttention):
         ValueError: an unknown mode; columns below 1, or nothing that tells them; columns that are not those of the map.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class AxialAttention(PatternAttention):
         self.columns, self.prefix = columns, prefix
         self.places = None if size is None else size[0] * size[1]
         if mode in ("sum", "sequential"):
-            self.accepts_context = self.gives_lse = False
+            self.can = self.can - {"context", "lse"}
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         if self.places is not None and q_BHNE.shape[2] - self.prefix > self.places:
@@ -130,14 +134,13 @@ class AxialAttention(PatternAttention):
         out = beside_class_tokens(body, self.prefix, q_BHNE, k_BHNE, whole_rows, call, dropout=self.drop)
         return out.out_BHNV
 
-    def _down(self, own_BHNV: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        """One softmax over the values above in the column, and `own_BHNV` at the query's own place."""
+    def _down(self, row_BHNV: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        """One softmax over the values above in the column, and `row_BHNV` at the query's own place."""
         wanted = call._replace(want_lse=True)
-        above, above_lse, _ = self._lines("col", True, q_BHNE, k_BHNE, v_BHNV, wanted, itself=False)
-        assert above_lse is not None
+        above = self._lines("col", True, q_BHNE, k_BHNE, v_BHNV, wanted, itself=False)
+        assert above.lse_BHN is not None
         # Only a query that is padding itself could see padding here, and its result is nobody's.
-        own_lse = (q_BHNE * k_BHNE).sum(-1).to(above_lse.dtype) / math.sqrt(q_BHNE.shape[-1])
-        return AttentionOutput(*merge(above, above_lse, own_BHNV, own_lse))
+        return AttentionOutput(*merge(above.out_BHNV, above.lse_BHN, row_BHNV, paired_logits(q_BHNE, k_BHNE)))
 
     def _lines(
         self,
@@ -170,8 +173,6 @@ class AxialAttention(PatternAttention):
             seen = seen_places(place_XY[:, None], tokens, call.key_padding_mask)
             mask = seen if mask is None else seen & mask
         out, lse = attend(q, k, v, mask, dropout=self.drop, want_lse=call.want_lse)
-
-        def sequence(t_BHXYV: Tensor) -> Tensor:
-            return out_of_blocks(t_BHXYV if axis == "row" else t_BHXYV.transpose(2, 3), tokens)
-
-        return AttentionOutput(sequence(out), None if lse is None else sequence(lse[..., None])[..., 0])
+        if axis == "col":
+            out, lse = out.transpose(2, 3), None if lse is None else lse.transpose(2, 3)
+        return in_sequence(out, lse, tokens)

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, gather_blocks, into_blocks, out_of_blocks
-from .softmax import visible
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, gather_blocks, into_blocks
+from .parts.keys import visible
+from .parts.pattern import PatternAttention, in_sequence
 
 Number = TypeVar("Number", int, Tensor)
 WORD = 2**32 - 1
@@ -49,6 +51,8 @@ def mixed(x: Number) -> Number:
 @ATTENTIONS.register(
     "bigbird",
     paper="arXiv:2007.14062",
+    title="BigBird",
+    purpose="near tokens and a few that all see",
     equation="softmax over the first, the last, w neighbouring and r random blocks; first and last block see all",
     order="N W",
     cost="about N W (w + r + 4) (E + V) multiply-adds a head",
@@ -70,7 +74,7 @@ class BigBird(PatternAttention):
         ValueError: a block below 1, an even window, fewer than 0 random blocks, a seed that is not below 2^32.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -169,8 +173,7 @@ class BigBird(PatternAttention):
             out = _joined(ends, out, last)
             if lse is not None and ends_lse is not None:
                 lse = _joined(ends_lse[..., None], lse[..., None], last)[..., 0]
-        lse = None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0]
-        return AttentionOutput(out_of_blocks(out, tokens), lse)
+        return in_sequence(out, lse, tokens)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ are covered already, its half that is not is taken in its place (of the level be
 
     leaf 5 of 16, K = 1:   5 | left 4, 2-3, 0-1 | right 6, 7, 8-11, 12-15
 
-`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer` (bp_layer.py)
-is the paper's layer, in which spans have states of their own.
+`BPAttention` is the core on plain q, k, v: key and value of a span are the means of its tokens. `BPLayer`
+(layers/bp_layer.py) is the paper's layer, in which spans have states of their own.
 
 Differences from the original implementation: its table names nodes that do not exist where N is no power of two, and
 misses tokens; here the tree is filled up to a power of two, and nodes without a token are not seen. Spans are of the
@@ -39,14 +39,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import into_blocks, one_softmax, out_of_blocks, with_neighbours, zero_unseen
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import (
+    into_blocks,
+    one_softmax,
+    out_of_blocks,
+    product,
+    wide,
+    with_neighbours,
+    zero_unseen,
+)
+from .parts.pattern import PatternAttention
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(
     "bp_transformer",
     paper="arXiv:1911.04070",
+    title="BP-Transformer",
+    purpose="a regular pattern",
     equation="softmax over k_i and K nodes of each level of a binary tree on each side, each the mean of its tokens",
     order="N K log(N / K)",
     cost="N (6 K J (E + V) + T E) multiply-adds a head (causal 4 K J), J <= 2 + log2(N / K) levels, T types",
@@ -65,7 +78,7 @@ class BPAttention(PatternAttention):
         ValueError: K below 1, a clip below 0, or heads that do not divide the width.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self, width: int, heads: int, *, k: int = 4, clip: int = 5, types: bool = True, dropout: float = 0.0
@@ -122,9 +135,7 @@ def check_tree(width: int, heads: int, k: int, clip: int) -> int:
         raise ValueError(f"k={k} must be at least 1 node of each level, or far tokens are not seen")
     if clip < 0:
         raise ValueError(f"clip={clip} must be at least 0, the level of the tokens")
-    if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}, which share it")
-    return width // heads
+    return head_width(width, heads)
 
 
 def new_types(k: int, clip: int, size: int) -> nn.Parameter:
@@ -180,8 +191,8 @@ def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device)
         next_half_NS = (rank_NS == k) & ((shifted_N1 >> at_S) % 2 == taken)
         full_NS = (rank_NS >= 0) & (rank_NS < k) & ~((rank_NS == 0) & half_NS)
         above_NS = at_S + next_half_NS.long()
-        own_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
-        type_NS = torch.where(full_NS | next_half_NS, own_NS, type_NS)
+        here_NS = (2 * k + 1) * above_NS.clamp(max=clip) + torch.where(next_half_NS, 0, 2 * rank_NS) + 1 + taken
+        type_NS = torch.where(full_NS | next_half_NS, here_NS, type_NS)
         seen_NS = seen_NS | full_NS | next_half_NS
     return Reach(levels, node_NS, seen_NS & (node_NS >= 0) & (node_NS < size_S), type_NS)
 
@@ -189,7 +200,7 @@ def reach(tokens: int, k: int, clip: int, *, causal: bool, device: torch.device)
 def span_means(t_BHNE: Tensor, padding_BN: Tensor | None, levels: int) -> tuple[list[Tensor], Tensor | None]:
     """For each level the means (B, H, M, E) of its nodes; and which nodes of all (B, M) hold a token, if padded."""
     rows, _, tokens, _ = t_BHNE.shape
-    sum_BHME = t_BHNE.to(torch.promote_types(t_BHNE.dtype, torch.float32))
+    sum_BHME = wide(t_BHNE)
     count_BM1 = torch.ones(rows, tokens, 1, dtype=sum_BHME.dtype, device=t_BHNE.device)
     if padding_BN is not None:
         sum_BHME = sum_BHME.masked_fill(padding_BN[:, None, :, None], 0)
@@ -227,10 +238,10 @@ def attend_levels(
     tokens, levels, seen = q_BHNE.shape[2], nearby.levels, nearby.seen_NS
     keys, values = zip(*pairs, strict=True)
     slabs = _slabs(keys, levels)
-    parts = [out_of_blocks(into_blocks(q_BHNE, size) @ k.mT, tokens) for k, size in slabs]
+    parts = [out_of_blocks(product(into_blocks(q_BHNE, size), k), tokens) for k, size in slabs]
     logits_BHNS = torch.cat(parts, -1)
     if types_TE is not None:
-        logits_BHNS = logits_BHNS + (q_BHNE @ types_TE.T).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
+        logits_BHNS = logits_BHNS + product(q_BHNE, types_TE).gather(-1, nearby.type_NS.expand_as(logits_BHNS))
     if there_BM is not None:
         firsts = [
             sum(level.size for level in levels[:at]) for at, level in enumerate(levels) for _ in range(level.width)

@@ -37,15 +37,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
-from .building_blocks import attend, pick_rows
-from .hamming import lloyd
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.building_blocks import attend, largest, pick_rows, product
+from .parts.hamming import lloyd
+from .parts.keys import all_keys
+from .parts.sizes import at_least_one, head_width
 
 
 @ATTENTIONS.register(
     "clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="softmax(Q_c k^T / sqrt(E)) v, Q_c the mean of the query's cluster",
     order="N C, C clusters",
     cost="N R E + (2 T - 1) N C R + N C E + C M (E + V) multiply-adds a head, R bits, T iterations",
@@ -65,9 +70,7 @@ class ClusteredAttention(Attention):
         ValueError: fewer than one cluster, bit or iteration; a width that is no multiple of the heads.
     """
 
-    accepts_context = True
-    supports_cross = True
-    exact_padding = True
+    can = frozenset({"bidirectional", "cross", "context", "exact_padding"})
 
     planes_RE: Tensor
     offsets_R: Tensor
@@ -85,20 +88,18 @@ class ClusteredAttention(Attention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-        for name, value in {"clusters": clusters, "bits": bits, "iterations": iterations}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        size = head_width(width, heads)
+        at_least_one(clusters=clusters, bits=bits, iterations=iterations)
         self.clusters, self.iterations, self.hash_bias, self.redraw = clusters, iterations, hash_bias, redraw
-        self.register_buffer("planes_RE", torch.randn(bits, width // heads))
+        self.register_buffer("planes_RE", torch.randn(bits, size))
         self.register_buffer("offsets_R", torch.randn(bits) * hash_bias)
 
     def extra_repr(self) -> str:
         return f"clusters={self.clusters}, bits={len(self.planes_RE)}, iterations={self.iterations}"
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        k_BHME, v_BHMV, seen_B11M = _all_keys(k_BHNE, v_BHNV, call)
+        k_BHME, v_BHMV, seen_BM = all_keys(k_BHNE, v_BHNV, call)
+        seen_B11M = None if seen_BM is None else seen_BM[:, None, None]
         queries = q_BHNE.shape[2]
         if queries <= self.clusters:
             return AttentionOutput(
@@ -159,6 +160,8 @@ class ClusteredAttention(Attention):
 @ATTENTIONS.register(
     "improved_clustered",
     paper="arXiv:2007.04825",
+    title="Clustered attention",
+    purpose="fewer queries",
     equation="m softmax_T(q k_T^T / sqrt(E)) v_T + sum_(j not in T) A_cj v_j, T the K best keys of the cluster, "
     "m = sum_T A_c",
     order="N (C + K), C clusters, K best keys",
@@ -210,21 +213,23 @@ class ImprovedClusteredAttention(ClusteredAttention):
         v_BHMV: Tensor,
         seen_B11M: Tensor | None,
     ) -> Tensor:
-        logits_BHCM = means_BHCE @ k_BHME.mT / math.sqrt(q_BHNE.shape[-1])
-        logits_BHCM = logits_BHCM.to(torch.promote_types(logits_BHCM.dtype, torch.float32))
+        logits_BHCM = product(means_BHCE, k_BHME) / math.sqrt(q_BHNE.shape[-1])
         if seen_B11M is not None:
             logits_BHCM = logits_BHCM.masked_fill(~seen_B11M, torch.finfo(logits_BHCM.dtype).min)
         weights_BHCM = logits_BHCM.softmax(-1)
         if seen_B11M is not None:
             weights_BHCM = torch.where(seen_B11M, weights_BHCM, 0)
-        best_BHCK, key_BHCK = weights_BHCM.topk(min(self.topk, k_BHME.shape[2]), sorted=False)
+        # A weight may be 0 in float32; what is not there comes behind it.
+        ranked_BHCM = weights_BHCM if seen_B11M is None else weights_BHCM.masked_fill(~seen_B11M, -1)
+        key_BHCK = largest(ranked_BHCM, self.topk)
+        best_BHCK = weights_BHCM.gather(-1, key_BHCK)
         rest_BHCM = weights_BHCM.scatter(-1, key_BHCK, 0)
         rest_BHCV = F.dropout(rest_BHCM, self.drop, self.drop > 0).to(v_BHMV.dtype) @ v_BHMV
-        own_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
+        best_BHNV = self._of_queries(q_BHNE, index_BHN, key_BHCK, k_BHME, v_BHMV, seen_B11M)
         mass_BHC1 = best_BHCK.sum(-1, keepdim=True).to(v_BHMV.dtype)
         # The rest and the mass in one look-up.
         rest_BHNV, mass_BHN1 = pick_rows(torch.cat([rest_BHCV, mass_BHC1], 3), index_BHN).split([v_BHMV.shape[3], 1], 3)
-        return mass_BHN1 * own_BHNV + rest_BHNV
+        return mass_BHN1 * best_BHNV + rest_BHNV
 
     def _of_queries(
         self,
@@ -265,18 +270,3 @@ class ImprovedClusteredAttention(ClusteredAttention):
         k_BHQKE, v_BHQKV = pick_rows(k_BHME, key_BHQK), pick_rows(v_BHMV, key_BHQK)
         out_BHQWV, _ = attend(q_BHQWE, k_BHQKE, v_BHQKV, seen_BHQ1K, dropout=self.drop)
         return pick_rows(out_BHQWV.flatten(2, 3), slot_BHN)
-
-
-def _all_keys(k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values of context and segment, and which of them are there (B, 1, 1, M)."""
-    rows, context = len(k_BHNE), call.context
-    own_BN = None if call.key_padding_mask is None else ~call.key_padding_mask
-    if context is None:
-        return k_BHNE, v_BHNV, None if own_BN is None else own_BN[:, None, None]
-    if own_BN is None:
-        own_BN = torch.ones(rows, k_BHNE.shape[2], dtype=torch.bool, device=k_BHNE.device)
-    k_BHME, v_BHMV = (
-        torch.cat([slots.expand(rows, -1, -1, -1), t], 2)
-        for slots, t in ((context.k_BHME, k_BHNE), (context.v_BHME, v_BHNV))
-    )
-    return k_BHME, v_BHMV, torch.cat([context.valid_BM.expand(rows, -1), own_BN], 1)[:, None, None]

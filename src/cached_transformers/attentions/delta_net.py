@@ -36,15 +36,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from ..state import State
-from .building_blocks import into_blocks, out_of_blocks
-from .linearised import LinearisedAttention, elu_features, head_weights, hidden
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.state import State
+
+from .parts.building_blocks import into_blocks, out_of_blocks
+from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
+from .parts.sizes import at_least_one, head_width
 
 
 @ATTENTIONS.register(
     "delta_net",
     paper="arXiv:2102.11174",
+    title="Delta Net",
+    purpose="a state of fixed size, linear in N",
     equation="S_t = S_(t-1) + phi(k_t) beta_t (v_t - S_(t-1)^T phi(k_t))^T,  out_t = S_t^T phi(q_t)",
     order="N",
     cost="N (C (5 F + 3 E) / 2 + 3 F E + D) multiply-adds a head for F features (2 E with dpfp), in chunks of C tokens",
@@ -57,13 +61,13 @@ class DeltaNet(LinearisedAttention):
         features: phi, one of "dpfp", "elu" and "silu".
         order: of dpfp: how many products each entry is in; 2 * order * E features.
         chunk: C, tokens that are taken at once; changes the cost alone.
+        carry: the state goes on from segment to segment; see `LinearisedAttention`.
 
     Raises:
         ValueError: width is no multiple of heads, unknown features, an order or a chunk that cannot be.
     """
 
-    supports_cross = False
-    only_causal = True
+    can = frozenset({"causal", "context", "exact_padding"})
 
     def __init__(
         self,
@@ -73,21 +77,20 @@ class DeltaNet(LinearisedAttention):
         features: Literal["dpfp", "elu", "silu"] = "dpfp",
         order: int = 1,
         chunk: int = 64,
+        carry: bool = False,
     ) -> None:
-        super().__init__()
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        super().__init__(carry=carry)
+        size = head_width(width, heads)
         if features not in ("dpfp", "elu", "silu"):
             raise ValueError(f'features={features!r} must be "dpfp", "elu" or "silu"')
         if features != "dpfp" and order != 1:
             raise ValueError(f'order={order} is an option of features="dpfp", and has no meaning for {features!r}')
-        if not 1 <= order < 2 * width // heads:
+        if not 1 <= order < 2 * size:
             raise ValueError(
-                f"order={order} must be at least 1 and less than {2 * width // heads}, twice the key width: there are "
+                f"order={order} must be at least 1 and less than {2 * size}, twice the key width: there are "
                 "no further products"
             )
-        if chunk < 1:
-            raise ValueError(f"chunk={chunk} must be at least 1 token")
+        at_least_one(chunk=chunk)
         self.kind, self.order, self.chunk = features, order, chunk
         self.share = nn.Linear(width, heads, bias=False)
 
@@ -139,9 +142,9 @@ def delta_scan(
     u, w = wanted.split([v.shape[-1], k.shape[-1]], -1)
     before, corrections = [], []
     # Unbound, not indexed: the gradient of an index is as long as the sequence.
-    for own_u, own_w, own_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
+    for chunk_u, chunk_w, chunk_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
         before.append(state_BHFV)
-        corrections.append(own_u - own_w @ state_BHFV)
-        state_BHFV = state_BHFV + own_k.mT @ corrections[-1]
+        corrections.append(chunk_u - chunk_w @ state_BHFV)
+        state_BHFV = state_BHFV + chunk_k.mT @ corrections[-1]
     inside = (q @ k.mT).tril() @ torch.stack(corrections, 2)
     return out_of_blocks(inside + q @ torch.stack(before, 2), tokens), state_BHFV

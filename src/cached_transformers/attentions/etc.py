@@ -7,10 +7,10 @@ global token sees everything; each in one softmax. What a key is to a query is t
     e_ij = q_i (k_j + a_R(i,j)) / sqrt(E),   R: the distance j - i, clipped to [-k, k], within a sequence;
                                              "of my segment" or "of another one" between the sequences
 
-`ETCLayer` (etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has none:
-its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find in the
-same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the segments
-that are complete.
+`ETCLayer` (layers/etc_layer.py) has a global sequence, carried from layer to layer. The core for plain q, k and v has
+none: its global keys and values are means over segments of C tokens, and nobody reads what global tokens would find
+in the same layer. Its causal form (ours; the paper has an encoder alone) sees the past half of the window and the
+segments that are complete.
 
 Cost of the core: N ((E + V) (3 r + G) + (2 k + 3) E) multiply-adds a head, G = N / C; causal 2 r in place of 3 r. The
 layer's attention adds G ((E + V) (N + G) + (2 k + 3) E). Labels cost a product with all of them and a look-up, never a
@@ -31,18 +31,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import (
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import (
     attend,
     block_places,
     into_blocks,
     one_softmax,
     out_of_blocks,
+    product,
     seen_places,
+    wide,
     with_neighbours,
     zero_unseen,
 )
+from .parts.pattern import PatternAttention
 
 
 class Labels(nn.Module):
@@ -62,22 +66,22 @@ class Labels(nn.Module):
 
     def by_distance(self, q_BHQWE: Tensor, far_WS: Tensor) -> Tensor:
         """(B, H, Q, W, S): q a_R for keys so many places behind the queries of each block."""
-        said_BHQWL = q_BHQWE @ self.distance_HLE[:, None].mT
+        labelled_BHQWL = product(q_BHQWE, self.distance_HLE[:, None])
         index_WS = far_WS.clamp(-self.clip, self.clip) + self.clip
-        return said_BHQWL.gather(-1, index_WS.expand(*said_BHQWL.shape[:3], -1, -1))
+        return labelled_BHQWL.gather(-1, index_WS.expand(*labelled_BHQWL.shape[:3], -1, -1))
 
-    def by_segment(self, q_BHNE: Tensor, own_B1NM: Tensor) -> Tensor:
+    def by_segment(self, q_BHNE: Tensor, same_B1NM: Tensor) -> Tensor:
         """(B, H, N, M): q a_own where query and key share a segment, q a_other elsewhere."""
         assert self.segment_H2E is not None
-        own, other = (q_BHNE @ self.segment_H2E.mT).split(1, -1)
-        return torch.where(own_B1NM, own, other)
+        same, other = product(q_BHNE, self.segment_H2E).split(1, -1)
+        return torch.where(same_B1NM, same, other)
 
 
 def tokens_see(
     qkv: Sequence[Tensor],
     global_kv: Sequence[Tensor],
     labels: Labels | None,
-    own_BNG: Tensor,
+    same_BNG: Tensor,
     seen_BNG: Tensor,
     *,
     radius: int,
@@ -89,7 +93,7 @@ def tokens_see(
     """What tokens find among the global keys and the tokens near them, and the log-sum-exp where it is wanted.
 
     Args:
-        own_BNG: which global token is that of a token's segment; one row may serve all.
+        same_BNG: which global token is that of a token's segment; one row may serve all.
         seen_BNG: which global tokens a token may see; one row and one token may serve all.
     """
     (kg_BHGE, vg_BHGV), (tokens, count) = global_kv, (qkv[0].shape[2], global_kv[0].shape[2])
@@ -113,21 +117,23 @@ def tokens_see(
         out = out_of_blocks(out, tokens)
     else:
         scale = 1 / math.sqrt(q.shape[-1])
-        q_BHNE, q = qkv[0] * scale, q * scale
-        remote_BHNG = q_BHNE @ kg_BHGE.mT
-        remote_BHNG = remote_BHNG + labels.by_segment(q_BHNE, own_BNG[:, None]) if count else remote_BHNG
-        local_BHQWS = q @ k.mT + labels.by_distance(q, far_WS)
+        q_BHNE, q = wide(qkv[0]) * scale, wide(q) * scale
+        remote_BHNG = product(q_BHNE, kg_BHGE)
+        remote_BHNG = remote_BHNG + labels.by_segment(q_BHNE, same_BNG[:, None]) if count else remote_BHNG
+        local_BHQWS = product(q, k) + labels.by_distance(q, far_WS)
         logits = torch.cat([into_blocks(remote_BHNG, size), local_BHQWS], -1)
         weights, lse = one_softmax(logits, seen, dropout=dropout, want_lse=want_lse)
         far_weights, near_weights = weights.to(v.dtype).split([count, logits.shape[-1] - count], -1)
         out = out_of_blocks(near_weights @ v, tokens) + out_of_blocks(far_weights, tokens) @ vg_BHGV
         out = zero_unseen(out, out_of_blocks(seen.any(-1, keepdim=True), tokens))
-    return out, None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0]
+    return out, None if lse is None else out_of_blocks(lse, tokens)
 
 
 @ATTENTIONS.register(
     "etc",
     paper="arXiv:2004.08483",
+    title="ETC",
+    purpose="near tokens and a few that all see",
     equation="softmax over q_i (k_j + a_R(i,j)) / sqrt(E), |i - j| <= r, and all global keys: means over segments",
     order="N (r + N / C)",
     cost="about N (3 r + N / C) (E + V) multiply-adds a head",
@@ -146,7 +152,7 @@ class ETC(PatternAttention):
         ValueError: radius, segment or clip below 1.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -173,8 +179,6 @@ class ETC(PatternAttention):
             return k_BHNE[:, :, :0], v_BHNV[:, :, :0], none_11G, none_11G
         if padding_BN is None:
             padding_BN = torch.zeros(1, tokens, dtype=torch.bool, device=device)
-        else:
-            k_BHNE, v_BHNV = (t.masked_fill(padding_BN[:, None, :, None], 0) for t in (k_BHNE, v_BHNV))
         count_B1G1 = into_blocks((~padding_BN)[:, None, :, None], self.segment).sum(3)
         kg, vg = (into_blocks(t, self.segment).sum(3) / count_B1G1.clamp(min=1) for t in (k_BHNE, v_BHNV))
         token_N1, segment_G = torch.arange(tokens, device=device)[:, None], torch.arange(kg.shape[2], device=device)
@@ -184,12 +188,12 @@ class ETC(PatternAttention):
         return kg, vg, (token_N1 // self.segment == segment_G)[None], seen_BNG
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        kg_BHGE, vg_BHGV, own_1NG, seen_BNG = self.summary(k_BHNE, v_BHNV, call)
+        kg_BHGE, vg_BHGV, same_1NG, seen_BNG = self.summary(k_BHNE, v_BHNV, call)
         out, lse = tokens_see(
             (q_BHNE, k_BHNE, v_BHNV),
             (kg_BHGE, vg_BHGV),
             self.labels,
-            own_1NG,
+            same_1NG,
             seen_BNG,
             radius=self.radius,
             padding_BN=call.key_padding_mask,

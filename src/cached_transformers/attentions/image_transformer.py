@@ -26,15 +26,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, seen_places
-from .windows import beside_class_tokens, local_attention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, seen_places
+from .parts.pattern import PatternAttention
+from .parts.windows import beside_class_tokens, local_attention
 
 
 @ATTENTIONS.register(
     "image_transformer",
     paper="arXiv:1802.05751",
+    title="Image Transformer",
+    purpose="a regular pattern",
     equation="softmax over the block of i and the memory round it of (q k^T / sqrt(E)) v",
     order="N (b + m)",
     cost="N (b + 2 m) (E + V) multiply-adds a head for b = block and m = memory, N (b + m) (E + V) causally; "
@@ -55,7 +59,7 @@ class ImageTransformerAttention(PatternAttention):
             unknown size; an unknown order.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -126,8 +130,8 @@ class ImageTransformerAttention(PatternAttention):
         """The same from all pairs of tokens, where blocks with their overlaps are more than these."""
         tokens = q_BHNE.shape[2]
         key_QS = torch.where(key_QS < 0, tokens, key_QS)
-        known_QN = torch.zeros(len(key_QS), tokens + 1, dtype=torch.bool, device=key_QS.device)
-        mask = known_QN.scatter(1, key_QS, True)[block_N, :tokens]
+        near_QN = torch.zeros(len(key_QS), tokens + 1, dtype=torch.bool, device=key_QS.device)
+        mask = near_QN.scatter(1, key_QS, True)[block_N, :tokens]
         if call.causal:
             mask = mask.tril()
         if call.key_padding_mask is not None:

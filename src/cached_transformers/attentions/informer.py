@@ -34,9 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
-from .building_blocks import pick_rows
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.building_blocks import largest, pick_rows, wide
+from .parts.keys import all_keys
 
 POWERS = [math.floor(math.exp(power)) for power in range(22)]
 """ceil(ln n) is the number of those below n, in whole numbers: the same in and out of a graph and on every device."""
@@ -47,6 +49,8 @@ STEPS = 2**20
 @ATTENTIONS.register(
     "informer",
     paper="arXiv:2012.07436",
+    title="Informer",
+    purpose="fewer queries",
     equation="softmax(q k^T / sqrt(E)) v for the u queries of largest max_s q k_s - mean_s q k_s, mean(v) for others",
     order="N ln N",
     cost="N U E + u M (E + V) multiply-adds a head, u = c ceil(ln N), U = c ceil(ln M)",
@@ -67,9 +71,7 @@ class InformerAttention(Attention):
         ValueError: a factor below 1, an unknown sampling, `lazy_sum` without `allow_leak`.
     """
 
-    accepts_context = True
-    supports_cross = True
-    exact_padding = True
+    can = frozenset({"bidirectional", "cross", "context", "exact_padding"})
 
     jitter_U: Tensor
     stride_U: Tensor
@@ -93,7 +95,8 @@ class InformerAttention(Attention):
         if lazy_sum and not allow_leak:
             raise ValueError("lazy_sum=True belongs to the causal form, which needs allow_leak=True")
         self.factor, self.sampling, self.lazy_sum, self.redraw = factor, sampling, lazy_sum, redraw
-        self.supports_causal = allow_leak
+        if allow_leak:
+            self.can = self.can | {"causal"}
         # Whole numbers, which a change of dtype leaves alone.
         self.register_buffer("jitter_U", torch.randint(STEPS, (factor * len(POWERS),)))
         self.register_buffer("stride_U", torch.randint(STEPS, (factor * len(POWERS),)))
@@ -103,27 +106,20 @@ class InformerAttention(Attention):
         return f"factor={self.factor}, sampling={self.sampling!r}"
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        padding_BN, context, slots = call.key_padding_mask, call.context, 0
-        rows, _, own, _ = k_BHNE.shape
-        queries = q_BHNE.shape[2]
-        seen_BM = None if padding_BN is None else ~padding_BN
-        there_BN = seen_BM if own == queries else None
-        if context is not None:
-            slots = context.k_BHME.shape[2]
-            own_BN = k_BHNE.new_ones(rows, own, dtype=torch.bool) if seen_BM is None else seen_BM
-            seen_BM = torch.cat([context.valid_BM.expand(rows, -1), own_BN], 1)
-            k_BHNE = torch.cat([context.k_BHME.expand(rows, -1, -1, -1), k_BHNE], 2)
-            v_BHNV = torch.cat([context.v_BHME.expand(rows, -1, -1, -1), v_BHNV], 2)
+        padding_BN, tokens, queries = call.key_padding_mask, k_BHNE.shape[2], q_BHNE.shape[2]
+        there_BN = None if padding_BN is None or tokens != queries else ~padding_BN
+        k_BHNE, v_BHNV, seen_BM = all_keys(k_BHNE, v_BHNV, call)
+        slots = k_BHNE.shape[2] - tokens
         seen = None if seen_BM is None else seen_BM[:, None, None]
         # A shorter row may need a choice where the longest one needs none.
         if self.share(queries) == queries and there_BN is None:
             if call.causal:
-                past_NM = torch.ones(queries, slots + own, dtype=torch.bool, device=q_BHNE.device).tril(slots)
+                past_NM = torch.ones(queries, slots + tokens, dtype=torch.bool, device=q_BHNE.device).tril(slots)
                 seen = past_NM if seen is None else seen & past_NM
             return AttentionOutput(F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNV, seen, self.drop))
         place_BHT = self.choose(q_BHNE, k_BHNE, seen_BM, there_BN, call.generator)
         if call.causal:
-            past_BHTM = torch.arange(-slots, own, device=q_BHNE.device) <= place_BHT[..., None]
+            past_BHTM = torch.arange(-slots, tokens, device=q_BHNE.device) <= place_BHT[..., None]
             seen = past_BHTM if seen is None else seen & past_BHTM
         q_BHTE = pick_rows(q_BHNE, place_BHT)
         chosen_BHTV = F.scaled_dot_product_attention(q_BHTE, k_BHNE, v_BHNV, seen, self.drop)
@@ -165,15 +161,14 @@ class InformerAttention(Attention):
             score_BHNU = q_BHNE @ sampled[:, :, 0].mT
         else:
             score_BHNU = (sampled @ q_BHNE[..., None])[..., 0]
-        score_BHNU = score_BHNU.to(torch.promote_types(score_BHNU.dtype, torch.float32))
+        score_BHNU = wide(score_BHNU)
         used_B11U = used_BU[:, None, None]
-        largest_BHN = score_BHNU.masked_fill(~used_B11U, -torch.inf).amax(-1)
+        most_BHN = score_BHNU.masked_fill(~used_B11U, -torch.inf).amax(-1)
         mean_BHN = torch.where(used_B11U, score_BHNU, 0).sum(-1) / count_B.clamp(min=1)[:, None, None]
-        measure_BHN = largest_BHN - mean_BHN
+        measure_BHN = most_BHN - mean_BHN
         if there_BN is not None:
             measure_BHN = measure_BHN.masked_fill(~there_BN[:, None], -torch.inf)
-        # A stable sort: of equals the first one, in a padded row, too.
-        return measure_BHN.argsort(dim=-1, descending=True, stable=True)[..., : self.share(q_BHNE.shape[2])]
+        return largest(measure_BHN, self.share(q_BHNE.shape[2]))
 
     def _sample(
         self, rows: int, queries: int, keys: int, seen_BM: Tensor | None, generator: torch.Generator | None

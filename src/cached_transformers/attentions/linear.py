@@ -17,15 +17,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from ..state import State
-from .building_blocks import causal_scan
-from .linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.state import State
+
+from .parts.building_blocks import causal_scan
+from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
+from .parts.sizes import at_least_one
 
 
 @ATTENTIONS.register(
     "linear",
     paper="arXiv:2006.16236",
+    title="Linear Transformer",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) sum phi(k) v^T / (phi(q) . sum phi(k)),  phi(x) = elu(x) + 1",
     order="N",
     cost="2 N E (E + 1) multiply-adds a head; causal N (C (2 E + 1) + 2 E (E + 1)) for chunks of C tokens",
@@ -36,15 +40,15 @@ class LinearAttention(LinearisedAttention):
     Args:
         chunk: C, tokens that the causal form takes at once; changes the cost alone.
         epsilon: added to the normaliser; 1e-6 in the original implementation.
+        carry: the state goes on from segment to segment; see `LinearisedAttention`.
 
     Raises:
         ValueError: a chunk below 1, or a negative epsilon.
     """
 
-    def __init__(self, *, chunk: int = 64, epsilon: float = 0.0) -> None:
-        super().__init__()
-        if chunk < 1:
-            raise ValueError(f"chunk={chunk} must be at least 1 token")
+    def __init__(self, *, chunk: int = 64, epsilon: float = 0.0, carry: bool = False) -> None:
+        super().__init__(carry=carry)
+        at_least_one(chunk=chunk)
         if epsilon < 0:
             raise ValueError(f"epsilon={epsilon} must be at least 0: the normaliser is a sum of positive numbers")
         self.chunk, self.epsilon = chunk, epsilon

@@ -23,9 +23,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend
+from .parts.pattern import PatternAttention
+from .parts.sizes import at_least_one
 
 SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 """What shares a projection: nothing; all heads; all heads, and keys with values."""
@@ -34,6 +37,8 @@ SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 @ATTENTIONS.register(
     "linformer",
     paper="arXiv:2006.04768",
+    title="Linformer",
+    purpose="fewer keys",
     equation="softmax(q (E^T K)^T / sqrt(E)) F^T V",
     order="N S, S slots",
     cost="S (M + N) (E + V) multiply-adds a head",
@@ -53,22 +58,20 @@ class LinformerAttention(PatternAttention):
         ValueError: fewer than one slot, head or place; an unknown way of sharing; a segment longer than `length`.
     """
 
-    supports_cross = True
+    can = PatternAttention.can | {"cross"}
 
     def __init__(
         self, heads: int, length: int, *, slots: int = 128, sharing: str = "heads", dropout: float = 0.0
     ) -> None:
         super().__init__(dropout=dropout)
-        for name, value in {"heads": heads, "length": length, "slots": slots}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        at_least_one(heads=heads, length=length, slots=slots)
         if sharing not in SHARING:
             raise ValueError(f"sharing={sharing!r} must be one of {', '.join(map(repr, SHARING))}")
         self.heads, self.length, self.slots, self.sharing = heads, length, slots, sharing
         kinds = 1 if sharing == "keys_values" else 2
-        told_apart = heads if sharing == "none" else 1
+        groups = heads if sharing == "none" else 1
         self.projection_PGLS: nn.Parameter | None
-        self.projection_PGLS = nn.Parameter(torch.randn(kinds, told_apart, length, slots) * slots**-0.5)
+        self.projection_PGLS = nn.Parameter(torch.randn(kinds, groups, length, slots) * slots**-0.5)
         # In a tuple, so that it is no submodule: its parameters are saved and trained once, where they belong.
         self.owner: tuple[LinformerAttention, ...] = ()
 
@@ -89,9 +92,7 @@ class LinformerAttention(PatternAttention):
             raise ValueError(f"{heads} heads came, but heads={self.heads} have projections; make it with the right one")
         seen_B11S = None
         if call.key_padding_mask is not None:
-            padding_B1N1 = call.key_padding_mask[:, None, :, None]
-            k_BHNE, v_BHNV = k_BHNE.masked_fill(padding_B1N1, 0), v_BHNV.masked_fill(padding_B1N1, 0)
-            seen_B11S = ~padding_B1N1.all(2, keepdim=True).expand(-1, -1, -1, self.slots)
+            seen_B11S = ~call.key_padding_mask.all(1)[:, None, None, None].expand(-1, -1, -1, self.slots)
         projection_PGLS = self.projection()[:, :, :keys]
         k_BHSE = _project(k_BHNE, projection_PGLS[0])
         v_BHSV = _project(v_BHNV, projection_PGLS[-1])

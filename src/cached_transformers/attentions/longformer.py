@@ -27,14 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .windows import attend_all, local_attention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.pattern import PatternAttention
+from .parts.windows import attend_all, local_attention
 
 
 @ATTENTIONS.register(
     "longformer",
     paper="arXiv:2004.05150",
+    title="Longformer",
+    purpose="near tokens and a few that all see",
     equation="softmax over {j: |i - j| <= w / 2} and global tokens of (q k^T / sqrt(E)) v; global tokens see all",
     order="N w",
     cost="N (1.5 w + 2 G) (E + V) multiply-adds a head, for w = window and G global tokens",
@@ -59,7 +63,7 @@ class LongformerAttention(PatternAttention):
             negative place; global projections without global tokens or without sizes.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
     place_P: Tensor
 
     def __init__(

@@ -29,9 +29,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, seen_places, with_neighbours
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import (
+    attend,
+    block_places,
+    into_blocks,
+    pick_rows,
+    seen_places,
+    with_neighbours,
+)
+from .parts.pattern import PatternAttention, in_sequence
+from .parts.sizes import head_width
 
 BLOCK = 128
 """Fewest queries that share a copy of the slots in a local branch."""
@@ -71,6 +81,8 @@ class Compression(nn.Module):
 @ATTENTIONS.register(
     "memory_compressed",
     paper="arXiv:1801.10198",
+    title="Memory-compressed attention",
+    purpose="fewer keys",
     equation="softmax(q conv(K)^T / sqrt(E)) conv(V), stride C",
     order="N^2 / C, C tokens a slot",
     cost="M (E^2 + V^2) + N M (E + V) / C multiply-adds a head, M H (E^2 + V^2) with a full convolution",
@@ -93,8 +105,7 @@ class MemoryCompressedAttention(PatternAttention):
             with a local branch, other keys than queries.
     """
 
-    supports_causal = True
-    supports_cross = True
+    can = PatternAttention.can | {"causal", "cross"}
 
     def __init__(
         self,
@@ -109,8 +120,7 @@ class MemoryCompressedAttention(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        size = head_width(width, heads)
         if rate < 1:
             raise ValueError(f"rate={rate} must be at least 1 token a slot; 1 compresses nothing")
         if local < 0:
@@ -118,15 +128,14 @@ class MemoryCompressedAttention(PatternAttention):
         if grouping not in ("heads", "full"):
             raise ValueError(f"grouping={grouping!r} must be 'heads' or 'full'")
         self.rate, self.local = rate, local
-        self.supports_cross = not local
-        sizes = (width // heads, value_width or width // heads)
+        if local:
+            self.can = self.can - {"cross"}
+        sizes = (size, value_width or size)
         self.keys, self.values = (Compression(heads, size, rate, full=grouping == "full") for size in sizes)
         self.null_HE, self.null_HV = (nn.Parameter(torch.zeros(heads, s)) if null else None for s in sizes)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         padding_BN = call.key_padding_mask
-        if padding_BN is not None:
-            k_BHNE, v_BHNV = (t.masked_fill(padding_BN[:, None, :, None], 0) for t in (k_BHNE, v_BHNV))
         packed_k, packed_v = k_BHNE, v_BHNV
         if padding_BN is not None:
             # Slots are of tokens that follow each other, wherever the padding is.
@@ -160,15 +169,15 @@ class MemoryCompressedAttention(PatternAttention):
         return (first_S < count_BM[:, -1:])[:, None, None].expand(-1, -1, queries, -1)
 
     def _with_local(
-        self, own: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
+        self, qkv: tuple[Tensor, Tensor, Tensor], slots: tuple[Tensor, Tensor], seen: Tensor | None, call: Call
     ) -> AttentionOutput:
         """One softmax over the slots and the tokens of the window, in blocks that have both as their keys.
 
         Slots are repeated for each block, which are therefore not smaller than `BLOCK`.
         """
-        q_BHNE, tokens = own[0], own[0].shape[2]
+        q_BHNE, tokens = qkv[0], qkv[0].shape[2]
         size, after = min(max(self.local, BLOCK), tokens), 0 if call.causal else 1
-        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in own)
+        q_BHQWE, k_BHQWE, v_BHQWV = (into_blocks(t, size) for t in qkv)
         blocks = q_BHQWE.shape[2]
         k_BHQSE, v_BHQSV = (
             torch.cat([made[:, :, None].expand(-1, -1, blocks, -1, -1), with_neighbours(t, 1, after)], 3)
@@ -184,5 +193,4 @@ class MemoryCompressedAttention(PatternAttention):
         seen = F.pad(seen.expand(-1, -1, tokens, -1), (0, 0, 0, -tokens % size)).unflatten(2, (blocks, size))
         both = torch.cat([t.expand(max(len(seen), len(near)), -1, -1, -1, -1) for t in (seen, near)], 4)
         out, lse = attend(q_BHQWE, k_BHQSE, v_BHQSV, both, dropout=self.drop, want_lse=call.want_lse)
-        out_BHNV = out_of_blocks(out, tokens)
-        return AttentionOutput(out_BHNV, None if lse is None else out_of_blocks(lse[..., None], tokens)[..., 0])
+        return in_sequence(out, lse, tokens)

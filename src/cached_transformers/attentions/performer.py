@@ -35,9 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .building_blocks import into_blocks, out_of_blocks
-from .linearised import LinearisedAttention, hidden, quotient, with_ones
+from cached_transformers.registry import ATTENTIONS
+
+from .parts.building_blocks import into_blocks, out_of_blocks
+from .parts.linearised import LinearisedAttention, hidden, quotient, with_ones
+from .parts.sizes import head_width
 
 LOW = -1e30
 """Stands for the logarithm of 0 where differences are taken."""
@@ -53,6 +55,8 @@ class PerformerState(NamedTuple):
 @ATTENTIONS.register(
     "performer",
     paper="arXiv:2009.14794",
+    title="Performer",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) sum phi(k) v^T / (phi(q) . sum phi(k)),  phi_r(x) = exp(w_r . x' - |x'|^2 / 2),  x' = x / E^(1/4)",
     order="N",
     cost="2 N m (2 E + 1) multiply-adds a head for m features; causal, in chunks of C: + N (C - 1) (m + E + 1) / 2",
@@ -69,10 +73,11 @@ class PerformerAttention(LinearisedAttention):
         redraw: each training call draws features of its own; evaluation and `step` keep those that are saved. New ones
             to keep: `core.directions_FE.copy_(core.draw())`.
         chunk: C, a power of two: tokens that the causal form takes at once; changes the cost alone.
+        carry: the state goes on from segment to segment; see `LinearisedAttention`.
 
     Raises:
-        ValueError: width is no multiple of heads, no features, an odd number of paired ones, an unknown kernel, or a
-            chunk that is no power of two.
+        ValueError: width is no multiple of heads, no features, an odd number of paired ones, an unknown kernel, a chunk
+            that is no power of two, or `carry` with `redraw`.
     """
 
     directions_FE: Tensor
@@ -88,17 +93,20 @@ class PerformerAttention(LinearisedAttention):
         paired: bool = False,
         redraw: bool = False,
         chunk: int = 64,
+        carry: bool = False,
     ) -> None:
-        super().__init__()
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        super().__init__(carry=carry)
         if features < 1 or (paired and features % 2):
             raise ValueError(f"features={features} must be at least 1, and even with paired=True")
         if kernel not in ("softmax", "relu"):
             raise ValueError(f'kernel={kernel!r} must be "softmax" or "relu"')
         if chunk < 1 or chunk & (chunk - 1):
             raise ValueError(f"chunk={chunk} must be a power of two: it is halved down to single tokens")
-        self.key_width, self.count, self.kernel = width // heads, features, kernel
+        if carry and redraw:
+            raise ValueError(
+                "carry=True reads sums of earlier features, which redraw=True would replace; take one of them"
+            )
+        self.key_width, self.count, self.kernel = head_width(width, heads), features, kernel
         self.orthogonal, self.paired, self.redraw, self.chunk = orthogonal, paired, redraw, chunk
         self.register_buffer("directions_FE", self.draw())
 
@@ -199,9 +207,9 @@ def scan_of_logarithms(
     weights, peak = unshift(q, before[:, :, :, None])
     sums = weights @ torch.stack(earlier, 2)
 
-    own = q + k
-    own_peak = own.detach().amax(-1, keepdim=True).clamp(min=LOW)
-    sums, peak = _add(sums, peak, (own - own_peak).exp().sum(-1, keepdim=True) * v, own_peak)
+    itself = q + k
+    itself_peak = itself.detach().amax(-1, keepdim=True).clamp(min=LOW)
+    sums, peak = _add(sums, peak, (itself - itself_peak).exp().sum(-1, keepdim=True) * v, itself_peak)
 
     half = 1
     while half < size:

@@ -36,10 +36,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memories.base import Context
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, merge, pick_rows
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.seam.memory import Context
+
+from .parts.building_blocks import attend, into_blocks, merge, paired_logits, pick_rows, wide
+from .parts.pattern import PatternAttention
+from .parts.sizes import at_least_one, head_width
 
 LOGITS = {
     "scaled": "q . k / sqrt(E)",
@@ -59,6 +62,8 @@ class Sorted(NamedTuple):
 @ATTENTIONS.register(
     "reformer",
     paper="arXiv:2001.04451",
+    title="Reformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own and the previous chunk in bucket order, in any round; keys q/||q||",
     order="N log N",
     cost="R N (E buckets / 2 + 2 C (E + V)) multiply-adds a head for chunks of C",
@@ -89,7 +94,7 @@ class ReformerAttention(PatternAttention):
         ValueError: sizes below 1, numbers of buckets that are not even, unknown names, or neither buckets nor length.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     rotations: Tensor
 
@@ -112,11 +117,8 @@ class ReformerAttention(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        for name, value in {"chunk": chunk, "rounds": rounds}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if width % heads:
-            raise ValueError(f"width={width} must be a multiple of heads={heads}")
+        at_least_one(chunk=chunk, rounds=rounds)
+        size = head_width(width, heads)
         if logits not in LOGITS:
             raise ValueError(f"logits={logits!r} must be one of {', '.join(LOGITS)}")
         if see_self not in ("alone", "always"):
@@ -132,10 +134,12 @@ class ReformerAttention(PatternAttention):
         self.logits, self.see_self, self.across_buckets, self.count_once = logits, see_self, across_buckets, count_once
         self.redraw, self.check_shared, self.allow_leak = redraw, check_shared, allow_leak
         columns = sum(factor // 2 for factor in factors)
-        self.register_buffer("rotations", torch.randn(heads, width // heads, rounds, columns))
+        self.register_buffer("rotations", torch.randn(heads, size, rounds, columns))
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        if self.check_shared and not torch.equal(q_BHNE, k_BHNE):
+        padding_BN = call.key_padding_mask
+        shared = q_BHNE if padding_BN is None else q_BHNE.masked_fill(padding_BN[:, None, :, None], 0)
+        if self.check_shared and not torch.equal(shared, k_BHNE):  # keys are 0 behind padding
             raise ValueError("check_shared=True, but keys differ from queries; make both by one projection")
         if call.context is not None:
             keys = Context(self._keys(call.context.k_BHME), *call.context[1:])
@@ -159,8 +163,8 @@ class ReformerAttention(PatternAttention):
         out_BHNV, lse_BHN = value_BHNV, None
         alone_BHN = there_BN[:, None].expand(qk_BHNE.shape[:3])
         for turn, here in enumerate(placed):
-            own = [into_blocks(pick_rows(t, here.order_BHN), size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
-            q, k, v = own[0], *(_with_previous(t, last_B) for t in own[1:])
+            qkv = [into_blocks(pick_rows(t, here.order_BHN), size) for t in (qk_BHNE, key_BHNE, value_BHNV)]
+            q, k, v = qkv[0], *(_with_previous(t, last_B) for t in qkv[1:])
             seen_BHQCS = self._seen(placed[: turn + 1], there_BN, last_B, size, causal=call.causal)
             seen_BHN = pick_rows(seen_BHQCS.any(-1).flatten(2), here.rank_BHN)
             alone_BHN = alone_BHN & ~seen_BHN
@@ -174,8 +178,7 @@ class ReformerAttention(PatternAttention):
         if self.see_self == "alone":
             out_BHNV = torch.where(alone_BHN[..., None], value_BHNV, out_BHNV)
             if lse_BHN is not None:
-                logit_BHN = (qk_BHNE * key_BHNE).sum(-1) / math.sqrt(qk_BHNE.shape[-1])
-                lse_BHN = torch.where(alone_BHN, logit_BHN.to(lse_BHN.dtype), lse_BHN)
+                lse_BHN = torch.where(alone_BHN, paired_logits(qk_BHNE, key_BHNE), lse_BHN)
         lse_BHN = lse_BHN[:, :, :tokens] if call.want_lse and lse_BHN is not None else None
         return AttentionOutput(out_BHNV[:, :, :tokens], lse_BHN)
 
@@ -185,8 +188,7 @@ class ReformerAttention(PatternAttention):
         if self.logits == "lra":
             return k_BHNE * width
         # Norms of float32: the bound below which a vector counts as zero is none in float16.
-        wide = k_BHNE.to(torch.promote_types(k_BHNE.dtype, torch.float32))
-        unit = F.normalize(wide, dim=-1)
+        unit = F.normalize(wide(k_BHNE), dim=-1)
         return (unit if self.logits == "scaled" else unit * math.sqrt(width)).to(k_BHNE.dtype)
 
     @torch.no_grad()
@@ -224,8 +226,8 @@ class ReformerAttention(PatternAttention):
 
         def pair(t_BHN: Tensor) -> tuple[Tensor, Tensor]:
             """What is known of each token, for queries (B, H, Q, C, 1) and keys (B, H, Q, 1, S) of this round."""
-            own_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
-            return own_BHQC1, _with_previous(own_BHQC1, last_B).mT
+            query_BHQC1 = into_blocks(pick_rows(t_BHN, here.order_BHN)[..., None], size)
+            return query_BHQC1, _with_previous(query_BHQC1, last_B).mT
 
         def near(there: Sorted) -> Tensor:
             """The pairs whose query finds the key in a given round, whatever their positions."""

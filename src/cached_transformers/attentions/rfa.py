@@ -31,9 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .building_blocks import causal_scan
-from .linearised import LinearisedAttention, head_weights, hidden, with_ones
+from cached_transformers.registry import ATTENTIONS
+
+from .parts.building_blocks import causal_scan
+from .parts.linearised import LinearisedAttention, head_weights, hidden, with_ones
+from .parts.sizes import at_least_one, head_width
 
 
 class RFAState(NamedTuple):
@@ -46,6 +48,8 @@ class RFAState(NamedTuple):
 @ATTENTIONS.register(
     "rfa",
     paper="arXiv:2103.02143",
+    title="RFA",
+    purpose="a state of fixed size, linear in N",
     equation="phi(q) S / (phi(q) . z),  S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T,  phi(x) = [sin(W x), cos(W x)]",
     order="N",
     cost="2 N R (3 E + 2) multiply-adds a head for R frequencies; causal N (2 R E + C (2 R + E + 1) + 4 R (E + 1)), "
@@ -65,10 +69,12 @@ class RandomFeatureAttention(LinearisedAttention):
         floor: the least magnitude of the mean kernel between a query and what it sees. Its expectation is at least
             exp(-2 / tau^2).
         chunk: C, tokens that the causal form takes at once; changes the cost alone.
+        carry: the state goes on from segment to segment; see `LinearisedAttention`.
 
     Raises:
         ValueError: width is no multiple of heads, no features, a temperature, floor or chunk that is not positive, an
-            unknown kernel, or a pool of less than one draw a head.
+            unknown kernel, a pool of less than one draw a head, or `carry`
+            with a pool.
     """
 
     frequencies_PRE: Tensor
@@ -85,13 +91,11 @@ class RandomFeatureAttention(LinearisedAttention):
         pool: int | None = None,
         floor: float = 0.01,
         chunk: int = 64,
+        carry: bool = False,
     ) -> None:
-        super().__init__()
-        if heads < 1 or width % heads:
-            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
-        for name, value in {"features": features, "chunk": chunk}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        super().__init__(carry=carry)
+        size = head_width(width, heads)
+        at_least_one(features=features, chunk=chunk)
         for name, amount in {"temperature": temperature, "floor": floor}.items():
             if amount <= 0:
                 raise ValueError(f"{name}={amount} must be positive")
@@ -99,10 +103,15 @@ class RandomFeatureAttention(LinearisedAttention):
             raise ValueError(f'kernel={kernel!r} must be "gaussian" or "arccos"')
         if pool is not None and pool < heads:
             raise ValueError(f"pool={pool} must hold at least one draw for each of heads={heads}, or be None")
+        if carry and pool is not None:
+            raise ValueError(
+                f"carry=True reads sums of earlier features, which pool={pool} would replace; take one of them"
+            )
         self.heads, self.kernel, self.temperature, self.floor, self.chunk = heads, kernel, temperature, floor, chunk
-        self.only_causal = gate
-        self.register_buffer("frequencies_PRE", torch.randn(pool or heads, features, width // heads))
-        self.scale_H1E = nn.Parameter(torch.ones(heads, 1, width // heads))
+        if gate:
+            self.can = self.can - {"bidirectional", "cross"}
+        self.register_buffer("frequencies_PRE", torch.randn(pool or heads, features, size))
+        self.scale_H1E = nn.Parameter(torch.ones(heads, 1, size))
         self.gate = nn.Linear(width, heads) if gate else None
 
     def maps(self, generator: torch.Generator | None = None, *, fixed: bool = True) -> Tensor:

@@ -34,14 +34,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, block_places, into_blocks, out_of_blocks, pick_rows, with_neighbours
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import (
+    attend,
+    block_places,
+    into_blocks,
+    largest,
+    out_of_blocks,
+    pick_rows,
+    wide,
+    with_neighbours,
+)
+from .parts.pattern import PatternAttention
+from .parts.sizes import at_least_one, head_width
 
 
 @ATTENTIONS.register(
     "routing",
     paper="arXiv:2003.05997",
+    title="Routing Transformer",
+    purpose="keys chosen by content",
     equation="softmax over the keys of the own clusters of online k-means; causal: the last W of the nearest cluster",
     order="N sqrt(N)",
     cost="2 N C E + C W^2 (E + V + C), causal N C E + 2 N W (E + V) multiply-adds a head for C clusters of W tokens",
@@ -70,7 +84,7 @@ class RoutingAttention(PatternAttention):
         ValueError: sizes below 1, shares outside [0, 1], unknown names, or no `length` where it is needed.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     centroids_HCE: Tensor
     sums_HCE: Tensor
@@ -96,11 +110,8 @@ class RoutingAttention(PatternAttention):
         if length is None and (clusters is None or window is None):
             raise ValueError("sizes of clusters depend on the length of a segment; give clusters and window, or length")
         clusters = max(1, round(math.sqrt(length or 1))) if clusters is None else clusters
-        for name, value in {"clusters": clusters, "window": window}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if width % heads:
-            raise ValueError(f"width={width} must be a multiple of heads={heads}")
+        at_least_one(clusters=clusters, window=window)
+        size = head_width(width, heads)
         if combine not in ("softmax", "mean"):
             raise ValueError(f"combine={combine!r} must be 'softmax' or 'mean'")
         if update not in ("forward", "manual"):
@@ -111,17 +122,15 @@ class RoutingAttention(PatternAttention):
             raise ValueError(f"commitment={commitment} must be at least 0, which is no auxiliary loss")
         self.clusters, self.window = clusters, window or -(-(length or 1) // clusters)
         self.combine, self.decay, self.commitment = combine, decay, commitment
+        if combine == "mean":
+            self.can = self.can - {"context", "lse"}
         self.when, self.synchronise, self.allow_leak = update, synchronise, allow_leak
-        drawn = F.normalize(torch.randn(heads, clusters, width // heads), dim=-1)
+        drawn = F.normalize(torch.randn(heads, clusters, size), dim=-1)
         self.register_buffer("centroids_HCE", drawn)
         self.register_buffer("sums_HCE", torch.zeros_like(drawn))
         self.register_buffer("counts_HC", torch.zeros(heads, clusters))
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        if call.want_lse and self.combine == "mean":
-            raise ValueError(
-                "combine='mean' has no log-sum-exp, which this call (or its context) needs; take combine='softmax'"
-            )
         if self.training and self.when == "forward" and not _repeated_in_backward():
             self.update_centroids()
         there_BN = call.key_padding_mask
@@ -158,8 +167,7 @@ class RoutingAttention(PatternAttention):
         size = min(self.window, tokens)
         absent_B1N1 = ~there_BN[:, None, :, None]
         query_BHCW, key_BHCW = (
-            near.masked_fill(absent_B1N1, -torch.inf).topk(size, dim=2).indices.mT
-            for near in (near_q_BHNC, near_k_BHNC)
+            largest(near.masked_fill(absent_B1N1, -torch.inf).mT, size) for near in (near_q_BHNC, near_k_BHNC)
         )
         q_BHCWE = pick_rows(q_BHNE, query_BHCW)
         k_BHCWE, v_BHCWV = (pick_rows(t, key_BHCW) for t in (k_BHNE, v_BHNV))
@@ -288,7 +296,7 @@ class RoutingAttention(PatternAttention):
 
 
 def _unit(t: Tensor) -> Tensor:
-    return F.normalize(t.to(torch.promote_types(t.dtype, torch.float32)), dim=-1)
+    return F.normalize(wide(t), dim=-1)
 
 
 def _repeated_in_backward() -> bool:

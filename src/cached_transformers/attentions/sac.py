@@ -33,9 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import one_softmax, pick_rows, zero_unseen
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import one_softmax, pick_rows, product, wide, zero_unseen
+from .parts.pattern import PatternAttention
+from .parts.sizes import at_least_one
 
 
 class Edges(NamedTuple):
@@ -74,7 +77,7 @@ def attend_edges(
         there_BCNK = there_BCNK & ~padding_BN[:, None, :, None]
     index_BHNK = index_BCNK.expand(-1, k_BHNE.shape[1], -1, -1)
     k_BHNKE, v_BHNKV = (pick_rows(t, index_BHNK) for t in (k_BHNE, v_BHNV))
-    logits_BHNK = (k_BHNKE @ q_BHNE[..., None])[..., 0] / math.sqrt(q_BHNE.shape[-1])
+    logits_BHNK = product(k_BHNKE, q_BHNE[..., None, :])[..., 0] / math.sqrt(q_BHNE.shape[-1])
     if added_BCNA is not None:
         logits_BHNK = logits_BHNK + F.pad(added_BCNA, (0, 1))
     weights_BHNK, lse_BHN = one_softmax(logits_BHNK, there_BCNK, dropout=dropout, want_lse=want_lse)
@@ -140,8 +143,7 @@ class EdgePredictor(nn.Module):
             s_BCNF = state[0].view(rows, choices, tokens, -1)
             by_distance = (s_BCNF @ self.distance_LF.mT).gather(-1, far_NN.expand(rows, choices, -1, -1))
             scores = (s_BCNF @ n_BNF[:, None].mT + by_distance) / math.sqrt(s_BCNF.shape[-1])
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            scores = scores.masked_fill(~free_BCNN, torch.finfo(scores.dtype).min)
+            scores = wide(scores).masked_fill(~free_BCNN, torch.finfo(scores.dtype).min)
             if given_BCNA is not None:
                 chosen_BCN = given_BCNA[..., step]
             elif draw:
@@ -152,8 +154,8 @@ class EdgePredictor(nn.Module):
                 chosen_BCN = scores.argmax(-1)
             there.append(free_BCNN.gather(-1, chosen_BCN[..., None])[..., 0])
             if tell:
-                told = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
-                log_p.append(torch.where(there[-1], told, 0))
+                log_p_BCN = scores.log_softmax(-1).gather(-1, chosen_BCN[..., None])[..., 0]
+                log_p.append(torch.where(there[-1], log_p_BCN, 0))
             index.append(chosen_BCN)
             free_BCNN = free_BCNN & (place_N != chosen_BCN[..., None])
         if not index:
@@ -168,6 +170,8 @@ class EdgePredictor(nn.Module):
 @ATTENTIONS.register(
     "sac",
     paper="arXiv:2003.09833",
+    title="SAC",
+    purpose="keys chosen by content",
     equation="softmax over a token and the A tokens that a recurrent predictor chose for it",
     order="N A (the choice N^2 A)",
     cost="N (A + 1) (E + V) multiply-adds a head; the choice N A (8 F^2 + N F) for all heads",
@@ -194,7 +198,7 @@ class SAC(PatternAttention):
         ValueError: edges, hidden or clip below 1; an unknown `learn`; a call without the layer's input.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -209,9 +213,7 @@ class SAC(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        for name, value in {"edges": edges, "hidden": hidden, "clip": clip}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        at_least_one(edges=edges, hidden=hidden, clip=clip)
         if learn not in ("policy", "straight_through"):
             raise ValueError(f"learn={learn!r} must be 'policy' (the paper's) or 'straight_through'")
         self.edges, self.learn = edges, learn

@@ -35,13 +35,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+
+from .parts.keys import all_keys
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(
     "set_transformer",
     paper="arXiv:1810.00825",
+    title="Set Transformer",
+    purpose="fewer keys",
     equation="softmax(q K_I^T / sqrt(E)) softmax(I k^T / sqrt(E)) v",
     order="N P, P inducing points",
     cost="P (N + M) (E + V) multiply-adds a head; P M E more with induced_keys",
@@ -59,35 +64,26 @@ class InducedAttention(Attention):
         ValueError: fewer than one point; a width that is no multiple of the heads.
     """
 
-    accepts_context = True
-    supports_cross = True
-    exact_padding = True
+    can = frozenset({"bidirectional", "cross", "context", "exact_padding"})
 
     def __init__(
         self, width: int, heads: int, *, points: int = 32, induced_keys: bool = False, dropout: float = 0.0
     ) -> None:
         super().__init__(dropout=dropout)
-        _check_heads(width, heads)
+        size = head_width(width, heads)
         _check_points(points)
         self.induced_keys = induced_keys
         # As wide apart as keys of unit variance: points that are alike would stay alike for long.
-        self.points_HPE, self.keys_HPE = (nn.Parameter(torch.randn(heads, points, width // heads)) for _ in range(2))
+        self.points_HPE, self.keys_HPE = (nn.Parameter(torch.randn(heads, points, size)) for _ in range(2))
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        rows, tokens = len(k_BHNE), k_BHNE.shape[2]
-        context, padding_BN, seen_B11M = call.context, call.key_padding_mask, None
-        if context is not None:
-            k_BHNE = torch.cat([context.k_BHME.expand(rows, -1, -1, -1), k_BHNE], 2)
-            v_BHNV = torch.cat([context.v_BHME.expand(rows, -1, -1, -1), v_BHNV], 2)
-            own_BN = k_BHNE.new_ones(rows, tokens, dtype=torch.bool) if padding_BN is None else ~padding_BN
-            seen_B11M = torch.cat([context.valid_BM.expand(rows, -1), own_BN], 1)[:, None, None]
-        elif padding_BN is not None:
-            seen_B11M = ~padding_BN[:, None, None]
-        points_BHPE, keys_BHPE = (t.expand(rows, -1, -1, -1) for t in (self.points_HPE, self.keys_HPE))
+        k_BHNE, v_BHNV, seen_BM = all_keys(k_BHNE, v_BHNV, call)
+        seen_B11M = None if seen_BM is None else seen_BM[:, None, None]
+        points_BHPE, keys_BHPE = (t.expand(len(k_BHNE), -1, -1, -1) for t in (self.points_HPE, self.keys_HPE))
         # One pass over the set gives both summaries.
-        told_BHMT = torch.cat([k_BHNE, v_BHNV], 3) if self.induced_keys else v_BHNV
+        content_BHMT = torch.cat([k_BHNE, v_BHNV], 3) if self.induced_keys else v_BHNV
         summary_BHPT = F.scaled_dot_product_attention(
-            points_BHPE, k_BHNE, told_BHMT, attn_mask=seen_B11M, dropout_p=self.drop
+            points_BHPE, k_BHNE, content_BHMT, attn_mask=seen_B11M, dropout_p=self.drop
         )
         if self.induced_keys:
             extra_BHPE, summary_BHPT = summary_BHPT.tensor_split([k_BHNE.shape[3]], 3)
@@ -110,7 +106,7 @@ class MAB(nn.Module):
 
     def __init__(self, query_width: int, key_width: int, width: int, heads: int, *, norm: bool = False) -> None:
         super().__init__()
-        _check_heads(width, heads)
+        head_width(width, heads)
         self.heads = heads
         self.query, self.key, self.value = (nn.Linear(w, width) for w in (query_width, key_width, key_width))
         self.output = nn.Linear(width, width)
@@ -202,8 +198,3 @@ def _points(count: int, width: int) -> nn.Parameter:
 def _check_points(count: int) -> None:
     if count < 1:
         raise ValueError(f"{count} points or seeds: there must be at least 1 that attends the set")
-
-
-def _check_heads(width: int, heads: int) -> None:
-    if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a positive multiple of heads={heads}")

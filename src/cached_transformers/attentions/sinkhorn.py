@@ -35,14 +35,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, into_blocks, out_of_blocks
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, into_blocks, wide
+from .parts.pattern import PatternAttention, in_sequence
+from .parts.sizes import at_least_one
 
 
 @ATTENTIONS.register(
     "sinkhorn",
     paper="arXiv:2002.11296",
+    title="Sparse Sinkhorn Attention",
+    purpose="keys chosen by content",
     equation="softmax over the own block and a mixture of blocks by a doubly stochastic matrix, exp of balanced scores",
     order="N W + N^2 / W",
     cost="(2 N W + N^2 / W) (E + V) + (N / W)^2 E multiply-adds a head for blocks of W",
@@ -68,7 +73,7 @@ class SinkhornAttention(PatternAttention):
         ValueError: sizes below 1, unknown names, an "mlp" without length, or a sortcut that is combined.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -89,9 +94,7 @@ class SinkhornAttention(PatternAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
-        for name, value in {"block": block, "hidden": hidden, "iterations": iterations, "sortcut": sortcut}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        at_least_one(block=block, hidden=hidden, iterations=iterations, sortcut=sortcut)
         if temperature <= 0.0:
             raise ValueError(f"temperature={temperature} must be above 0; hard=True is the limit at 0")
         if sort_net not in ("scores", "mlp"):
@@ -103,6 +106,10 @@ class SinkhornAttention(PatternAttention):
         self.block, self.iterations, self.temperature, self.noise = block, iterations, temperature, noise
         self.hard, self.combine, self.sortcut, self.own_block = hard, combine, sortcut, own_block
         self.sort_net = sort_net
+        if combine == "outputs":
+            self.can = self.can - {"context", "lse"}
+        if sortcut is not None:  # all tokens see the same blocks
+            self.can = self.can - {"causal"}
         if sort_net == "mlp":
             if length is None:
                 raise ValueError("sort_net='mlp' has a score for each block of the longest segment; give its length")
@@ -113,18 +120,11 @@ class SinkhornAttention(PatternAttention):
             self.outer_H1P = nn.Parameter(torch.zeros(heads, 1, blocks))
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        if call.causal and self.sortcut is not None:
-            raise ValueError(f"sortcut={self.sortcut} shows all tokens the same blocks; causal calls need sortcut=None")
-        if call.want_lse and self.combine == "outputs":
-            raise ValueError(
-                "combine='outputs' has no log-sum-exp, which this call (or its context) needs; take combine='concat'"
-            )
         tokens = q_BHNE.shape[2]
         size = min(self.block, tokens)
         there_BN = torch.ones_like(q_BHNE[:, 0, :, 0], dtype=torch.bool)
         if call.key_padding_mask is not None:
             there_BN = ~call.key_padding_mask
-            k_BHNE, v_BHNV = (t.masked_fill(~there_BN[:, None, :, None], 0) for t in (k_BHNE, v_BHNV))
         there_BQW = into_blocks(there_BN[:, None, :, None], size)[:, 0, ..., 0]
         whole = call.key_padding_mask is None and tokens % size == 0
         q, k, v = (into_blocks(t, size) for t in (q_BHNE, k_BHNE, v_BHNV))
@@ -134,19 +134,20 @@ class SinkhornAttention(PatternAttention):
         alone = q.shape[2] == 1 and self.sortcut is None and not self.own_block
         if alone:
             out, lse = attend(q, k, v, seen, dropout=self.drop, want_lse=call.want_lse)
-            return _as_tokens(out, lse, tokens)
+            return in_sequence(out, lse, tokens)
 
         r_BHQP = self._permutation(q, k, there_BQW, call)[:, :, : self.sortcut]
         sorted_k, sorted_v = (self._mix(r_BHQP, t) for t in (k, v))
         if self.combine == "scores":
             out, lse = attend(q, k + sorted_k, v + sorted_v, seen, dropout=self.drop, want_lse=call.want_lse)
-            return _as_tokens(out, lse, tokens)
+            return in_sequence(out, lse, tokens)
         if whole:
             share_BHQW = r_BHQP.sum(-1, keepdim=True).expand(-1, -1, -1, size)
             sorted_seen = share_BHQW > 0  # a first block that is causal has nothing beside it
         else:
             share_BHQW = r_BHQP @ there_BQW[:, None].to(r_BHQP.dtype)
-            sorted_seen = share_BHQW > 0
+            # Of a smaller share nothing is left in the softmax; a quotient by it would have no finite gradient.
+            sorted_seen = share_BHQW > math.sqrt(torch.finfo(share_BHQW.dtype).tiny)
             share_BHQW = torch.where(sorted_seen, share_BHQW, 1.0)
             sorted_k, sorted_v = ((t / share_BHQW[..., None]).to(t.dtype) for t in (sorted_k, sorted_v))
             # The logarithm of the share is one more entry of the key, which the query multiplies by 1.
@@ -165,20 +166,19 @@ class SinkhornAttention(PatternAttention):
             return AttentionOutput(out[:, :, :tokens], None if lse is None else lse[:, :, :tokens])
         sorted_seen = sorted_seen[..., None, :]
         if self.combine == "outputs":
-            own, _ = attend(q, k, v, seen, dropout=self.drop)
-            other, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
-            return _as_tokens(own + other, None, tokens)
+            near, _ = attend(q, k, v, seen, dropout=self.drop)
+            far, _ = attend(queries, sorted_k, sorted_v, sorted_seen, dropout=self.drop)
+            return in_sequence(near + far, None, tokens)
         if not whole:
             k = F.pad(k, (0, 1))
         shape = (*q.shape[:3], seen.shape[-2], size)
         both = torch.cat([seen.expand(shape), sorted_seen.expand(shape)], -1)
         keys, values = torch.cat([k, sorted_k], 3), torch.cat([v, sorted_v], 3)
         out, lse = attend(queries, keys, values, both, dropout=self.drop, want_lse=call.want_lse)
-        return _as_tokens(out, lse, tokens)
+        return in_sequence(out, lse, tokens)
 
     def _permutation(self, q: Tensor, k: Tensor, there_BQW: Tensor, call: Call) -> Tensor:
         """(B, H, Q, P): by how much each block stands beside each place; a row of zeros where there is none."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
         blocks = q.shape[2]
         present_BQ = there_BQW.any(-1)
         allowed = present_BQ[:, None, :, None] & present_BQ[:, None, None]
@@ -191,15 +191,15 @@ class SinkhornAttention(PatternAttention):
             r_BHQP = asked @ _means(k, there_BQW[:, None], causal=False).mT / math.sqrt(q.shape[-1])
         else:
             r_BHQP = self._scores_of_input(there_BQW, call)
-        r_BHQP = r_BHQP.to(dtype)
+        r_BHQP = wide(r_BHQP)
         if self.noise and self.training:
             # The logarithm of an exponential variable is minus a Gumbel one.
             drawn = torch.empty_like(r_BHQP).exponential_(generator=call.generator)
-            r_BHQP = r_BHQP - drawn.clamp(min=torch.finfo(dtype).tiny).log()
+            r_BHQP = r_BHQP - drawn.clamp(min=torch.finfo(r_BHQP.dtype).tiny).log()
         r_BHQP = balance(r_BHQP / self.temperature, allowed, self.iterations, causal=call.causal)
         if self.hard:
             chosen = F.one_hot(r_BHQP.argmax(-1), blocks) * allowed.any(-1, keepdim=True)
-            chosen = chosen.to(dtype)
+            chosen = chosen.to(r_BHQP.dtype)
             r_BHQP = chosen + (r_BHQP - r_BHQP.detach()) if self.training else chosen
         return r_BHQP
 
@@ -243,16 +243,10 @@ def balance(r_BHQP: Tensor, allowed: Tensor, iterations: int, *, causal: bool) -
 
 def _means(t_BHQWE: Tensor, there_B1QW: Tensor, *, causal: bool) -> Tensor:
     """(B, H, Q, E), float32 or wider: of each block; causal: of all tokens up to the first of each block."""
-    t_BHQWE = t_BHQWE.to(torch.promote_types(t_BHQWE.dtype, torch.float32))
-    t_BHQWE = t_BHQWE.masked_fill(~there_B1QW[..., None], 0)
+    t_BHQWE = wide(t_BHQWE).masked_fill(~there_B1QW[..., None], 0)
     sums_BHQE, counts_B1Q = t_BHQWE.sum(3), there_B1QW.sum(-1)
     if causal:
         # Of the blocks before; what comes later in the own block is not even subtracted.
         sums_BHQE = F.pad(sums_BHQE.cumsum(2)[:, :, :-1], (0, 0, 1, 0)) + t_BHQWE[:, :, :, 0]
         counts_B1Q = F.pad(counts_B1Q.cumsum(2)[:, :, :-1], (1, 0)) + there_B1QW[..., 0].long()
     return sums_BHQE / counts_B1Q.clamp(min=1)[..., None]
-
-
-def _as_tokens(out_BHQWV: Tensor, lse_BHQW: Tensor | None, tokens: int) -> AttentionOutput:
-    lse_BHN = None if lse_BHQW is None else lse_BHQW.flatten(2)[:, :, :tokens]
-    return AttentionOutput(out_of_blocks(out_BHQWV, tokens), lse_BHN)

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..memories.base import Context
-from ..registry import ATTENTIONS
-from .base import Attention, AttentionOutput, Call
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import Attention, AttentionOutput, Call
+from cached_transformers.seam.memory import Context
+
+from .parts.building_blocks import product
+from .parts.keys import visible, with_context
 
 
 @ATTENTIONS.register(
     "softmax",
     paper="arXiv:1706.03762",
+    title="Attention Is All You Need",
+    purpose="exact attention",
     equation="softmax(q k^T / sqrt(E) + bias) v",
     order="N^2",
     cost="2 N (M + N) E multiply-adds a head; memory O(N) with fused kernels",
@@ -29,19 +34,11 @@ from .base import Attention, AttentionOutput, Call
 class SoftmaxAttention(Attention):
     """Exact softmax attention through scaled_dot_product_attention."""
 
-    accepts_context = True
-    supports_causal = True
-    supports_cross = True
-    supports_bias = True
-    exact_padding = True
-    gives_lse = True
+    can = frozenset({"causal", "bidirectional", "cross", "bias", "context", "exact_padding", "lse", "weights"})
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context
-        if context is not None:
-            rows = k_BHNE.shape[0]
-            k_BHNE = torch.cat([context.k_BHME.expand(rows, -1, -1, -1), k_BHNE], 2)
-            v_BHNV = torch.cat([context.v_BHME.expand(rows, -1, -1, -1), v_BHNV], 2)
+        k_BHNE, v_BHNV = with_context(k_BHNE, v_BHNV, context)
         # The kernel's own causal flag is the fastest path, but it knows no context and no further mask.
         plain = context is None and call.key_padding_mask is None and call.bias_BHNM is None
         mask = None
@@ -66,18 +63,14 @@ def log_sum_exp(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> Tensor:
     Args:
         mask: of `visible`, over the keys of context and segment.
     """
-    logits_BHNM = q_BHNE @ k_BHNE.mT / math.sqrt(q_BHNE.shape[-1])
-    logits_BHNM = logits_BHNM.to(torch.promote_types(logits_BHNM.dtype, torch.float32))
-    lowest = torch.finfo(logits_BHNM.dtype).min
-    if mask is not None and mask.dtype == torch.bool:
-        logits_BHNM = logits_BHNM.masked_fill(~mask, lowest)
-    elif mask is not None:
-        logits_BHNM = torch.where(mask == -torch.inf, lowest, logits_BHNM + mask)
+    logits_BHNM, seen = _logits(q_BHNE, k_BHNE, mask)
+    if seen is not None:
+        logits_BHNM = logits_BHNM.masked_fill(~seen, torch.finfo(logits_BHNM.dtype).min)
     return logits_BHNM.logsumexp(-1)
 
 
 @torch.no_grad()
-def mean_weights(
+def key_weights(
     q_BHNE: Tensor,
     k_BHNE: Tensor,
     *,
@@ -86,49 +79,25 @@ def mean_weights(
     context: Context | None,
     bias_BHNM: Tensor | None,
 ) -> Tensor:
-    """(B, M + N): weight of each key of context and segment, mean over the heads and the queries that see the key.
+    """(B, H, N, M + N): weight of each key of context and segment; not a number where a query does not see the key.
 
     Padding asks nothing. The fused kernels keep no weights, so these cost B H N (M + N) E multiply-adds and as many
     numbers as there are weights. Arguments as of `Attention.forward`.
     """
     if context is not None:
         k_BHNE = torch.cat([context.k_BHME.expand(k_BHNE.shape[0], -1, -1, -1), k_BHNE], 2)
-    logits_BHNM = q_BHNE @ k_BHNE.mT / math.sqrt(q_BHNE.shape[-1])
-    logits_BHNM = logits_BHNM.to(torch.promote_types(logits_BHNM.dtype, torch.float32))
-    seen_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool)
     mask = visible(q_BHNE, k_BHNE, causal, key_padding_mask, context, bias_BHNM)
-    if mask is not None and mask.dtype == torch.bool:
-        seen_BHNM = seen_BHNM & mask
-    elif mask is not None:
-        logits_BHNM, seen_BHNM = logits_BHNM + mask, seen_BHNM & (mask > -torch.inf)
+    logits_BHNM, seen = _logits(q_BHNE, k_BHNE, mask)
+    seen_BHNM = torch.ones_like(logits_BHNM, dtype=torch.bool) if seen is None else seen.expand_as(logits_BHNM)
     if key_padding_mask is not None:
         seen_BHNM = seen_BHNM & ~key_padding_mask[:, None, :, None]
     weights_BHNM = logits_BHNM.masked_fill(~seen_BHNM, -torch.inf).softmax(-1)
-    sums_BM = torch.where(seen_BHNM, weights_BHNM, 0).sum((1, 2))  # a query that sees nothing has NaN for weights
-    return sums_BM / seen_BHNM.sum((1, 2)).clamp(min=1)
+    return weights_BHNM.masked_fill(~seen_BHNM, torch.nan)
 
 
-def visible(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    context: Context | None,
-    bias_BHNM: Tensor | None,
-) -> Tensor | None:
-    """Mask for scaled_dot_product_attention over [context, segment]: bool (True = visible), or additive with a bias."""
-    n, total = q_BHNE.shape[2], k_BHNE.shape[2]
-    slots = 0 if context is None else context.k_BHME.shape[2]
-    mask = None
-    if causal:
-        mask = torch.ones(n, total, dtype=torch.bool, device=q_BHNE.device).tril(slots)[None, None]
-    if key_padding_mask is not None:
-        keep = F.pad(~key_padding_mask, (slots, 0), value=True)[:, None, None]
-        mask = keep if mask is None else mask & keep
-    if context is not None:
-        keep = F.pad(context.valid_BM, (0, total - slots), value=True)[:, None, None]
-        mask = keep if mask is None else mask & keep
-    if bias_BHNM is None:
-        return mask
-    bias_BHNM = bias_BHNM.to(q_BHNE.dtype)
-    return bias_BHNM if mask is None else bias_BHNM.masked_fill(~mask, -torch.inf)
+def _logits(q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Logits (B, H, N, M), float32 or wider, with the bias if the mask of `visible` is one; and who sees whom."""
+    logits_BHNM = product(q_BHNE, k_BHNE) / math.sqrt(q_BHNE.shape[-1])
+    if mask is None or mask.dtype == torch.bool:
+        return logits_BHNM, mask
+    return logits_BHNM + mask, mask > -torch.inf

@@ -25,15 +25,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, gather_keys, merge, seen_places
-from .windows import beside_class_tokens, local_attention
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, gather_keys, merge, seen_places
+from .parts.pattern import PatternAttention
+from .parts.windows import beside_class_tokens, local_attention
 
 
 @ATTENTIONS.register(
     "sparse_transformer",
     paper="arXiv:1904.10509",
+    title="Sparse Transformer",
+    purpose="a regular pattern",
     equation="softmax over a window or block of l keys and a grid of far ones of (q k^T / sqrt(E)) v",
     order="N sqrt(N)",
     cost="strided: N (2.5 l + N / l) (E + V) multiply-adds a head, N (1.5 l + N / l) (E + V) causally; "
@@ -58,7 +62,7 @@ class SparseTransformerAttention(PatternAttention):
             single head whose turn never comes.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class SparseTransformerAttention(PatternAttention):
                 return AttentionOutput(out)
             return AttentionOutput(out, torch.cat([even.lse_BHN, odd.lse_BHN], 1)[:, back])
         parts = [part(q_BHNE, k_BHNE, v_BHNV, call._replace(want_lse=True), True) for part in (near, far)]
-        (out, lse, _), (other, other_lse, _) = parts
+        (out, lse), (other, other_lse) = (part[:2] for part in parts)
         assert lse is not None and other_lse is not None
         out, lse = merge(out, lse, other, other_lse)
         return AttentionOutput(out, lse if call.want_lse else None)

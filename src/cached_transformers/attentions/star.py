@@ -31,14 +31,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import ATTENTIONS
-from .base import AttentionOutput, Call, PatternAttention
-from .building_blocks import attend, causal_scan, merge, pick_rows
+from cached_transformers.registry import ATTENTIONS
+from cached_transformers.seam.attention import AttentionOutput, Call
+
+from .parts.building_blocks import attend, causal_scan, merge, pick_rows, product
+from .parts.pattern import PatternAttention
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(
     "star",
     paper="arXiv:1902.09113",
+    title="Star-Transformer",
+    purpose="near tokens and a few that all see",
     equation="softmax over k_{i-R} .. k_{i+R} on a ring, k_i again, and one relay key, the weighted mean of all keys",
     order="N R",
     cost="N ((2 R + 3) (E + V) + 2 E + V) multiply-adds a head",
@@ -57,7 +62,7 @@ class StarAttention(PatternAttention):
         ValueError: a radius below 0, or heads that do not divide the width.
     """
 
-    supports_causal = True
+    can = PatternAttention.can | {"causal"}
 
     def __init__(
         self,
@@ -104,13 +109,6 @@ class StarAttention(PatternAttention):
         return attend(query_BH1E, k_BHNE, both_BHNV, seen)[0]
 
 
-def head_width(width: int, heads: int) -> int:
-    """E, or a ValueError."""
-    if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}, which share it")
-    return width // heads
-
-
 def ring(
     tokens: int, radius: int, padding_BN: Tensor | None, *, causal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -138,15 +136,15 @@ def ring(
     return index_BNK[:, None], seen_BNK.expand_as(index_BNK)[:, None]
 
 
-def relay_column(there: Tensor, own_N1: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def relay_column(there: Tensor, relay_N1: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Index and visibility of the relay: the one behind the tokens, or token i's own when causal.
 
     Args:
-        there: which tokens are no padding, (N, 1) or (B, 1, N, 1). own_N1: index of token i's relay.
+        there: which tokens are no padding, (N, 1) or (B, 1, N, 1). relay_N1: index of token i's relay.
     """
     if causal:
-        return own_N1, there.cummax(-2).values
-    return own_N1[:1].expand_as(own_N1), there.any(-2, keepdim=True).expand_as(there)
+        return relay_N1, there.cummax(-2).values
+    return relay_N1[:1].expand_as(relay_N1), there.any(-2, keepdim=True).expand_as(there)
 
 
 def attend_some(
@@ -175,8 +173,7 @@ def prefix_attend(q_BH1E: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, padding_BN: Te
     S_i = exp(z_{i-1} - z_i) S_{i-1} + exp(l_i - z_i) v_i with logits l and z_i their log-sum-exp up to i: each step is
     a mean of two, nothing overflows, and no place depends on a later one, not even in rounding.
     """
-    logits_BHN = (k_BHNE @ q_BH1E.mT)[..., 0] / k_BHNE.shape[-1] ** 0.5
-    logits_BHN = logits_BHN.to(torch.promote_types(logits_BHN.dtype, torch.float32))
+    logits_BHN = product(k_BHNE, q_BH1E)[..., 0] / k_BHNE.shape[-1] ** 0.5
     if padding_BN is None:
         lse_BHN = logits_BHN.logcumsumexp(-1)
         passed_BHN = lse_BHN[..., :-1] - lse_BHN[..., 1:]
@@ -278,10 +275,10 @@ class StarLayer(nn.Module):
             seen = None if padding_BN is None else F.pad(~padding_BN, (1, 0), value=True)[:, None, None]
             return attend(self._split(self.relay_query(relay_BMD)), k, v, seen, dropout=drop)[0]
         assert self.query_HE is not None
-        (own_k, k), (own_v, v) = k.chunk(2, 2), v.chunk(2, 2)
+        (relay_k, k), (relay_v, v) = k.chunk(2, 2), v.chunk(2, 2)
         query_BH1E = self.query_HE[:, None].expand(len(k), -1, -1, -1)
-        own_BHN = (own_k @ query_BH1E.mT)[..., 0] / k.shape[-1] ** 0.5
-        return merge(*prefix_attend(query_BH1E, k, v, padding_BN), own_v, own_BHN)[0]
+        relay_BHN = product(relay_k, query_BH1E)[..., 0] / k.shape[-1] ** 0.5
+        return merge(*prefix_attend(query_BH1E, k, v, padding_BN), relay_v, relay_BHN)[0]
 
     def _split(self, t_BND: Tensor) -> Tensor:
         """(B, H, N, -1): heads apart."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 from pathlib import Path
 from typing import Any
+
+from .arguments import refuse_below_one
 
 BENCHMARKS = {
     "grc": "GRC in image models, beside timm's plain models and the structure that its authors released",
@@ -19,9 +19,9 @@ BENCHMARKS = {
 }
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `benchmark` to the commands."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser(
         "benchmark",
         help="measure speed, kept activations and state, beside the plain models and others",
         description="Measures in turn, in one process, and prints a Markdown table; ratios are medians with quartiles. "
@@ -48,74 +48,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, and return 0.
+    """Measure, and print the table."""
+    from cached_transformers.experiments.benchmarks.named import Options, measure
 
-    Raises:
-        ValueError: a count below 1.
-        ImportError: timm is not installed.
-    """
-    for name in ("batch", "rounds", "threads", "image_size"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
-    import torch
-
-    from cached_transformers.analysis.page import environment_text
-    from cached_transformers.benchmarks import attentions, grc, loading, memories, translation, vision
-    from cached_transformers.training.run import environment
-
-    torch.set_num_threads(arguments.threads)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    facts = environment(device) | {"rounds": arguments.rounds}
-    rows: list[Any]
-    curves: dict[str, Any] = {}
-    if arguments.name == "grc":
-        facts |= {"batch": arguments.batch, "compile": arguments.compile}
-        rows = grc.run(arguments.batch, arguments.rounds, device, arguments.compile)
-        print(grc.as_markdown(rows))
-    elif arguments.name == "vision":
-        facts |= {"batch": arguments.batch, "image_size": arguments.image_size, "compile": arguments.compile}
-        facts |= {"channels_last": arguments.channels_last}
-        rows = vision.run(
-            arguments.batch,
-            arguments.rounds,
-            device,
-            models=arguments.models.split(",") if arguments.models else vision.STANDARD,
-            image_size=arguments.image_size,
-            released=arguments.released,
-            channels_last=arguments.channels_last,
-            compiled=arguments.compile,
-        )
-        print(vision.as_markdown(rows))
-    elif arguments.name == "loading":
-        facts |= {"batch": arguments.batch, "cores": os.cpu_count()}
-        rows = loading.run(arguments.rounds, arguments.batch, arguments.workers, device, arguments.path)
-        print(loading.as_markdown(rows))
-    elif arguments.name == "attentions":
-        lengths = arguments.lengths or attentions.LENGTHS
-        rows = attentions.run(arguments.rounds, arguments.attentions, lengths, device)
-        print(attentions.as_markdown(rows))
-        curves = {row.attention: (row.seconds, row.mebibytes) for row in rows}
-    elif arguments.name == "translation":
-        models, kept = translation.run(arguments.rounds, device)
-        rows = [*models, *kept]
-        print(translation.as_markdown(models, kept))
-    else:
-        rows = memories.run(arguments.rounds, arguments.memories)
-        print(memories.as_markdown(rows))
-    print(f"\n{environment_text(facts)}")
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": facts, "rows": [dataclasses.asdict(row) for row in rows]}
-        arguments.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if curves:
-            from cached_transformers.analysis.plots import cost_against_length
-            from cached_transformers.analysis.style import save
-
-            print(f"drawn: {save(cost_against_length(curves, attentions.EXACT), arguments.output.with_suffix('.png'))}")
+    refuse_below_one(arguments, "batch", "rounds", "threads", "image_size")
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
+    measured = measure(arguments.name, Options(**given))
+    print(measured.text)
+    if arguments.output is not None and (figure := measured.write(arguments.output)) is not None:
+        print(f"drawn: {figure}")
     return 0
 
 

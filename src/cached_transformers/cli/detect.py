@@ -12,16 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from cached_transformers.analysis.drawing import draw_detections
-from cached_transformers.data.coco_files import decode_rgb
-from cached_transformers.data.decoding import BadFile
-from cached_transformers.training.coco_scores import to_results
-from cached_transformers.training.distributed import pick_device
-from cached_transformers.training.run import load_run, read_categories
+from .arguments import add_weights
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,18 +22,19 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="image files")
     parser.add_argument("--out", type=Path, help="folder of the drawings (default: RUN/detections)")
     parser.add_argument("--threshold", type=float, default=0.5, help="lowest score that counts (default: 0.5)")
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|PATH", help="default: best")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add_weights(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a drawing and a JSON file for each image; 2 when one of them could not be read, after all others.
+    """Write a drawing and a JSON file for each image; 2 when one of them could not be read, after all others."""
+    from cached_transformers.data.image_files import BadFile
+    from cached_transformers.experiments.load import load_run, read_categories
+    from cached_transformers.tasks.detection.coco_files import decode_rgb
+    from cached_transformers.tasks.detection.detect import as_record, detect
+    from cached_transformers.tasks.detection.drawing import draw_detections
+    from cached_transformers.training.distributed import pick_device
 
-    Raises:
-        ValueError: not a run of a detector, or a threshold outside 0..1.
-        FileNotFoundError: there is no such image.
-    """
     if not 0 <= arguments.threshold <= 1:
         raise ValueError(f"--threshold {arguments.threshold} must lie in 0..1; it is the lowest score that counts")
     absent = [str(path) for path in arguments.images if not path.is_file()]
@@ -54,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     model.to(device).eval()
     folder = arguments.out or arguments.folder / "detections"
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"run": str(arguments.folder), "step": step, "threshold": arguments.threshold}
+    origin = {"run": str(arguments.folder), "step": step, "threshold": arguments.threshold}
     failed, taken = 0, set[str]()
     for path in arguments.images:
         try:
@@ -67,33 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         target = folder / _free_name(path.stem, taken)
         names = [record["name"] for record in categories]
         draw_detections(pixels_HWC, found, names).save(f"{target}.png")
-        record = {"image": str(path), **facts, **written(found, pixels_HWC.shape[:2], categories)}
+        record = {"image": str(path), **origin, **as_record(found, pixels_HWC.shape[:2], categories)}
         Path(f"{target}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         listed = ", ".join(f"{d['class']} {d['score']:.2f}" for d in record["detections"][:8])
         print(f"{path}: {len(record['detections'])} objects ({listed or 'none'}) -> {target}.png")
     return 2 if failed else 0
-
-
-@torch.no_grad()
-def detect(model: nn.Module, pixels_HWC: np.ndarray, threshold: float, device: torch.device) -> dict[str, Tensor]:
-    """Detections of one image, uint8 (H, W, 3), with scores of at least `threshold`, on the CPU."""
-    image_CHW = torch.from_numpy(pixels_HWC).permute(2, 0, 1).float() / 255
-    (found,) = model([image_CHW.to(device)])
-    keep = found["scores"] >= threshold
-    return {key: value[keep].cpu() for key, value in found.items()}
-
-
-def written(found: dict[str, Tensor], size: tuple[int, ...], categories: list[dict[str, Any]]) -> dict[str, Any]:
-    """Detections as plain numbers and texts: size of the image, and an entry each."""
-    results = to_results(found, 0, [record["id"] for record in categories])
-    entries = []
-    for index, box in enumerate(results["box"]):
-        name = categories[int(found["labels"][index])]["name"]
-        entry = {"class": name, **{key: box[key] for key in ("category_id", "score", "bbox")}}
-        if "mask" in results:
-            entry["segmentation"] = results["mask"][index]["segmentation"]
-        entries.append(entry)
-    return {"height": size[0], "width": size[1], "detections": entries}
 
 
 def _free_name(stem: str, taken: set[str]) -> str:

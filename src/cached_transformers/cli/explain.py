@@ -6,13 +6,13 @@ With `--plot FILE` an attention also draws which keys each query attends.
 from __future__ import annotations
 
 import argparse
-import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.cli.list import registries
-from cached_transformers.registry import ATTENTIONS, Entry, unknown_name
-from cached_transformers.yaml_tree import apply_override
+from cached_transformers.registry import LISTED, unknown_name
+
+from .list import parts
 
 FACTS = ("equations", "state", "cost", "gradient")
 """Keys of an entry's `info` that come first, in this order."""
@@ -41,24 +41,21 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every part of that name (a memory and a model may share one), and draw the attention if asked.
-
-    Raises:
-        ValueError: unknown name, option or suffix; something to be drawn that is no attention, or nothing to draw.
-        ImportError: a figure without matplotlib.
-    """
-    found = [(r.kind, r.entry(arguments.name)) for r in registries().values() if arguments.name in r]
+    """Print every part of that name (a memory and a model may share one), and draw the attention if asked."""
+    every = parts()
+    found = [(LISTED[kind].kind, group[arguments.name]) for kind, group in every.items() if arguments.name in group]
     if not found:
-        known = [name for registry in registries().values() for name in registry.names()]
-        raise ValueError(unknown_name("name", arguments.name, known))
+        raise ValueError(unknown_name("name", arguments.name, [name for group in every.values() for name in group]))
+    if arguments.plot is not None and arguments.name not in every["attentions"]:
+        raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")
     figure = None if arguments.plot is None else _draw(arguments)
     drawing = {"--tokens": arguments.tokens, "--draws": arguments.draws, "option=value": arguments.overrides or None}
     for option, value in drawing.items():
         if figure is None and value is not None:
             raise ValueError(f"{option} is for the figure of an attention; add --plot FILE, or leave out {value}")
-    print("\n\n".join(explain(kind, entry) for kind, entry in found))
+    print("\n\n".join(explain(kind, part) for kind, part in found))
     if figure is not None:
-        from cached_transformers.analysis.style import save
+        from cached_transformers.experiments.reports.figures.style import save
 
         print(f"\nwritten: {save(figure, arguments.plot)}")
     return 0
@@ -66,11 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
-    from cached_transformers.analysis.attention_patterns import DRAWS, TOKENS, pattern_figure
-    from cached_transformers.analysis.style import SUFFIXES
+    from cached_transformers.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
+    from cached_transformers.experiments.reports.figures.style import SUFFIXES
+    from cached_transformers.yaml_tree import apply_override
 
-    if arguments.name not in ATTENTIONS:
-        raise ValueError(f"--plot draws attentions, and {arguments.name!r} is none; see `cached list attentions`")
     if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
         raise ValueError(f"--plot {arguments.plot} must end in one of {', '.join(SUFFIXES)}")
     spec = {"name": arguments.name}
@@ -80,30 +76,17 @@ def _draw(arguments: argparse.Namespace) -> Any:
     return pattern_figure(spec, tokens, draws=DRAWS if arguments.draws is None else arguments.draws)
 
 
-def explain(kind: str, entry: Entry[Any]) -> str:
-    """The text about one part."""
-    lines = [f"{entry.name} ({kind})", entry.summary]
-    if entry.paper:
-        lines.append(f"paper: {entry.paper}")
-    order = [key for key in FACTS if key in entry.info] + [key for key in entry.info if key not in FACTS]
-    for key in order:
-        lines += ["", f"{key.replace('_', ' ')}:", *_indented(entry.info[key])]
-    lines += ["", "options:"]
-    lines += [f"  {describe_option(option)}" for option in entry.options.values()] or ["  none"]
-    if entry.open_ended:
+def explain(kind: str, part: Mapping[str, Any]) -> str:
+    """The text about one part, from what `Entry.facts` gives."""
+    lines, info = [f"{part['name']} ({kind})", part["summary"]], part["info"]
+    if part["paper"]:
+        lines.append(f"paper: {part['paper']}")
+    for key in [key for key in FACTS if key in info] + [key for key in info if key not in FACTS]:
+        lines += ["", f"{key.replace('_', ' ')}:", *_indented(info[key])]
+    lines += ["", "options:", *([f"  {option}" for option in part["options"]] or ["  none"])]
+    if part["open_ended"]:
         lines.append("  ... and whatever the wrapped library accepts")
     return "\n".join(lines)
-
-
-def describe_option(option: inspect.Parameter) -> str:
-    """Name, annotation and default of one option."""
-    kind = "" if option.annotation is option.empty else f": {_annotation(option.annotation)}"
-    default = "   (required, or given by the model)" if option.default is option.empty else f" = {option.default!r}"
-    return f"{option.name}{kind}{default}"
-
-
-def _annotation(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 def _indented(value: Any) -> list[str]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
-from cached_transformers.resources import recipes_folder
-from cached_transformers.yaml_tree import parse_yaml
+from cached_transformers.registry import LISTED
+from cached_transformers.resources import read_facts, recipes_folder
+from cached_transformers.seam.fit import STANDS, in_words
 
 FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
 """What is said of a kind beside name, summary and paper."""
-KINDS = ("memories", "attentions", "models", "datasets", "objectives", "recipes")
+KINDS = (*LISTED, "recipes")
+DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
+"""One key of a recipe with its value; reading all of all recipes takes longer than the rest of the command."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,13 +30,15 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list."""
     kinds = (arguments.kind,) if arguments.kind else KINDS
-    rows = {
-        kind: recipe_rows() if kind == "recipes" else part_rows(registries()[kind], FACTS.get(kind, ()))
-        for kind in kinds
-    }
+    found = parts()
+    rows = {kind: recipe_rows() if kind == "recipes" else part_rows(found[kind], FACTS.get(kind, ())) for kind in kinds}
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console(highlight=False)
     for kind in kinds:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -57,33 +58,42 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def registries() -> dict[str, Registry[Any]]:
-    """All registries by the word of the command line, filled."""
-    # Importing the packages fills the registries.
-    from cached_transformers import attentions, data, memories, models  # noqa: F401
-
-    return {
-        "memories": MEMORIES,
-        "attentions": ATTENTIONS,
-        "models": MODELS,
-        "datasets": DATASETS,
-        "objectives": OBJECTIVES,
-    }
+def parts() -> dict[str, dict[str, dict[str, Any]]]:
+    """Facts of all parts by kind and name: the package's own from a file, beside what this process has registered."""
+    from_file, found = read_facts(), {}
+    for kind, registry in LISTED.items():
+        found[kind] = {facts["name"]: facts for facts in from_file[kind]}
+        found[kind] |= {entry.name: entry.facts() for entry in registry if entry.name not in found[kind]}
+    return found
 
 
-def part_rows(registry: Registry[Any], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Name, summary and paper of each registered part, and facts from its registration or its class."""
+def part_rows(group: Mapping[str, dict[str, Any]], facts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Name, summary and paper of each part, and some of its facts."""
     return [
-        {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-        | {fact: entry.info.get(fact, getattr(entry.factory, fact, None)) for fact in facts}
-        for entry in registry
+        {key: part[key] for key in ("name", "summary", "paper")} | {fact: fact_of(part, fact) for fact in facts}
+        for _, part in sorted(group.items())
     ]
 
 
 def recipe_rows() -> list[dict[str, Any]]:
     """Name and description of each recipe."""
+    from cached_transformers.yaml_tree import parse_yaml
+
     rows = []
     for path in sorted(recipes_folder().glob("*.yaml")):
-        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found = DESCRIPTION.search(path.read_text(encoding="utf-8"))
+        tree = {} if found is None else parse_yaml(found.group(), str(path))
         rows.append({"name": path.stem, "summary": tree.get("description", ""), "paper": None})
     return rows
+
+
+def fact_of(part: Mapping[str, Any], fact: str) -> Any:
+    """What a part's registration or its class says, in the words of the list.
+
+    That is of a memory the usual names of the places where it stands, of an attention what it can as a phrase.
+    """
+    stated = part["stated"]
+    if fact == "insertion":
+        return ", ".join(name for word, name in STANDS.items() if word in stated.get("needs", ())) or "none"
+    value = part["info"].get(fact, stated.get(fact))
+    return in_words(value) if fact == "can" and isinstance(value, list) else value

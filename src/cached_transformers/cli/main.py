@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Sequence
 
 from cached_transformers import __version__
-from cached_transformers.cli import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
-from cached_transformers.cli import list as list_command
-from cached_transformers.cli import translate as translate_command
-from cached_transformers.training.trainer import Interrupted
+from cached_transformers.training.interruption import Interrupted
+
+from . import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
+from . import list as list_command
+from . import translate as translate_command
 
 EXAMPLES = """\
 examples:

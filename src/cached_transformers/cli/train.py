@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from .arguments import add_recipe
 
-from cached_transformers.config import LEARNED_FROM_DATA, RunConfig, config_to_yaml, load_config
-from cached_transformers.registry import MODELS
-from cached_transformers.training.run import run_training
+if TYPE_CHECKING:
+    from cached_transformers.training.config import RunConfig
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     parser = subparsers.add_parser("train", help="train a recipe; interrupted runs continue where they stopped")
-    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="e.g. training.steps=100 model.memory.ratio=0.25"
-    )
+    add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
     parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to continue from")
@@ -28,19 +24,36 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or with --dry-run print what would be trained."""
+    """Train, or with --dry-run print what would be trained, after the model has been built without weights."""
+    from cached_transformers.experiments.reports.terminal import open_console
+    from cached_transformers.experiments.run import run_training
+    from cached_transformers.tasks.recipes import load_config
+
     config = load_config(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        print(config_to_yaml(config), end="")
-        print(describe_rest(config))
+        print(describe(config), end="")
         return 0
     folder = arguments.out or Path("runs") / config.name
-    run_training(config, folder, arguments.resume, Console(), arguments.variant)
+    run_training(config, folder, arguments.resume, open_console(), arguments.variant)
     return 0
 
 
-def describe_rest(config: RunConfig) -> str:
-    """A YAML comment that says which options the data will fill in."""
+def describe(config: RunConfig) -> str:
+    """The configuration as YAML, with comments: which options the data will fill in, and what could not be checked.
+
+    Raises:
+        ValueError: a model of this configuration cannot be built.
+    """
+    from cached_transformers.experiments.build import filled, refuse_what_cannot_be_built
+    from cached_transformers.registry import MODELS
+    from cached_transformers.tasks.recipes import LEARNED_FROM_DATA
+    from cached_transformers.training.config import config_to_yaml
+
     options = MODELS.entry(config.model["name"]).options
     open_options = [f"model.{key}" for key in LEARNED_FROM_DATA if key in options and key not in config.model]
-    return f"# filled in from the data: {', '.join(open_options) or 'nothing'}"
+    text = f"{config_to_yaml(config)}# filled in from the data: {', '.join(open_options) or 'nothing'}\n"
+    try:
+        refuse_what_cannot_be_built(filled(config))
+    except (FileNotFoundError, ImportError) as error:  # a recipe may be looked at where it will not run
+        return f"{text}# whether the model can be built is not known: {' '.join(str(error).split())}\n"
+    return text

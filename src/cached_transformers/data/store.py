@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -87,8 +87,8 @@ def _serialise(arrays: Arrays) -> bytes:
     return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the whole new one, never a part.
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write `content`, or its pieces, to `path` so that a reader sees the old file or the whole new one, never a part.
 
     Raises:
         OSError: the folder cannot be written; `path` is as it was.
@@ -96,7 +96,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

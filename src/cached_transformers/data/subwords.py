@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..extras import require
-from ..registry import unknown_name
+from cached_transformers.extras import require
+from cached_transformers.registry import unknown_name
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
@@ -174,13 +174,8 @@ class PairTokenizer:
 
 def load_pair_tokenizer(stored: dict[str, Any]) -> PairTokenizer:
     """The tokenizer of parsed `PairTokenizer.dump`."""
-    target = stored["target"]
-    return PairTokenizer(
-        load_subwords(stored["source"]),
-        None if target is None else load_subwords(target),
-        stored["format"],
-        stored["lowercase"],
-    )
+    target = None if stored["target"] is None else load_subwords(stored["target"])
+    return PairTokenizer(load_subwords(stored["source"]), target, stored["format"], stored["lowercase"])
 
 
 def load_subwords(stored: dict[str, Any]) -> Subwords:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from .base import check_split
+from .splits import check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
 from .tokenizers import Tokenizer, check_kind, load_tokenizer, train_tokenizer
@@ -25,18 +26,9 @@ VERSION = 1  # to be raised when the same text gives other ids
 class TextDataset:
     """A split of a corpus as token ids, with the tokenizer that the training split gave.
 
-    Subclasses say which documents a split has (`_documents`) and what decides them (`_key`).
-
-    Args:
-        name: the registered name. split: one of `SPLITS`.
-        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids; None for all words, or 16,000 byte
-            pairs.
-        reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" begins each
-            at the start of a batch's tokens, with an empty memory.
-        shuffle: draw a new order of documents for each epoch of training.
-
     Attributes:
         task: what the trainer makes of it.
+        tokenizer: ids of a text and back; `kind` is what it is called.
         tokens: ids (size,). starts: where each document begins (documents,).
         counts: "tokens", "words" and "bytes" of the split.
         line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
@@ -44,55 +36,17 @@ class TextDataset:
     """
 
     task = "language"
+    name: str
+    split: str
+    kind: str
+    tokenizer: Tokenizer
+    tokens: np.ndarray
+    starts: np.ndarray
+    counts: dict[str, int]
+    reset: str
+    shuffle: bool
     line = "paragraph"
     punctuation = False
-
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        *,
-        tokenizer: str,
-        vocabulary_size: int | None,
-        reset: str,
-        shuffle: bool,
-    ) -> None:
-        check_kind(tokenizer, vocabulary_size)
-        if reset not in ("never", "document"):
-            raise ValueError(f"data.reset={reset!r} must be 'never' or 'document'")
-        self.name, self.split, self.kind = name, check_split(split), tokenizer
-        self.reset, self.shuffle = reset, shuffle
-        key: dict[str, object] = {
-            "kind": tokenizer,
-            "size": vocabulary_size,
-            "punctuation": self.punctuation,
-            "version": VERSION,
-        }
-        if tokenizer != "byte":
-            key["train"] = self._key("train")
-
-        def train() -> Arrays:
-            trained = train_tokenizer(tokenizer, self._documents("train"), vocabulary_size, self.punctuation)
-            return {"tokenizer": np.frombuffer(trained.dump(), dtype=np.uint8)}
-
-        stored = train() if tokenizer == "byte" else load_or_build("vocabulary", key, train)
-        self.tokenizer: Tokenizer = load_tokenizer(stored["tokenizer"].tobytes())
-        arrays = load_or_build("text", {**key, "text": self._key(split), "line": self.line}, self._encode)
-        self.tokens, self.starts = arrays["tokens"], arrays["starts"]
-        self.counts = dict(zip(("tokens", "words", "bytes"), arrays["counts"].tolist(), strict=True))
-
-    def _key(self, split: str) -> object:
-        """What decides the documents of a split, as JSON."""
-        raise NotImplementedError("abstract: a text data set says what its documents depend on")
-
-    def _documents(self, split: str) -> Iterator[str]:
-        """The documents of a split, in order; none is empty."""
-        raise NotImplementedError("abstract: a text data set reads its documents")
-
-    @property
-    def exact(self) -> bool:
-        """Whether every byte of the files counts."""
-        return self.kind == "byte"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -119,11 +73,11 @@ class TextDataset:
         nothing, are per byte and per word of the text (WikiText's way: blank-separated, a line end counts as one).
         """
         loss = nats / tokens
-        values = {"loss": loss, "perplexity": _exp(loss)}
+        values = {"loss": loss, "perplexity": perplexity(loss)}
         if self.tokenizer.lossless:
             per_token = {unit: self.counts[unit] / self.counts["tokens"] for unit in ("bytes", "words")}
             values["bits_per_byte"] = loss / math.log(2) / per_token["bytes"]
-            values["word_perplexity"] = _exp(loss / per_token["words"])
+            values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
     def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
@@ -134,15 +88,80 @@ class TextDataset:
         nats = float(-(seen * np.log(counts / counts.sum())).sum())
         return {"unigram": self.scores(nats, len(self))}
 
-    def _encode(self) -> Arrays:
+
+@dataclass(eq=False, repr=False)
+class Corpus(TextDataset):
+    """A text data set that is read here; the fields of a subclass are its options.
+
+    Subclasses say which documents a split has (`_documents`) and what decides them (`_key`).
+
+    Args:
+        split: "train", "validation" or "test".
+        tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
+        vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
+        reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" begins each
+            at the start of a batch's tokens, with an empty memory.
+        shuffle: draw a new order of documents for each epoch of training.
+
+    Raises:
+        FileNotFoundError: no such path, no text in it, or none for the split (or for "train", which the vocabulary
+            needs).
+        ValueError: a text is empty, damaged or not UTF-8; or a wrong option.
+        ImportError: tokenizer="bpe" needs the `tokenizers` library.
+    """
+
+    split: str
+    _: KW_ONLY
+    tokenizer: str = "word"  # type: ignore[assignment]  # an option first, and then what it names
+    vocabulary_size: int | None = None
+    reset: str = "never"
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        kind, size = self.tokenizer, self.vocabulary_size
+        check_kind(kind, size)
+        if self.reset not in ("never", "document"):
+            raise ValueError(f"data.reset={self.reset!r} must be 'never' or 'document'")
+        check_split(self.split)
+        self.kind = kind
+        key: dict[str, object] = {"kind": kind, "size": size, "punctuation": self.punctuation, "version": VERSION}
+        if kind != "byte":
+            key["train"] = self._key("train")
+
+        def train() -> Arrays:
+            trained = train_tokenizer(kind, self._documents("train"), size, self.punctuation)
+            return {"tokenizer": np.frombuffer(trained.dump(), dtype=np.uint8)}
+
+        stored = train() if kind == "byte" else load_or_build("vocabulary", key, train)
+        loaded = load_tokenizer(stored["tokenizer"].tobytes())
+        self.tokenizer = loaded  # type: ignore[assignment]
+        text = {**key, "text": self._key(self.split), "line": self.line}
+        arrays = load_or_build("text", text, lambda: self._encode(loaded))
+        self.tokens, self.starts = arrays["tokens"], arrays["starts"]
+        self.counts = dict(zip(("tokens", "words", "bytes"), arrays["counts"].tolist(), strict=True))
+
+    def _key(self, split: str) -> object:
+        """What decides the documents of a split, as JSON."""
+        raise NotImplementedError("abstract: a text data set says what its documents depend on")
+
+    def _documents(self, split: str) -> Iterator[str]:
+        """The documents of a split, in order; none is empty."""
+        raise NotImplementedError("abstract: a text data set reads its documents")
+
+    @property
+    def exact(self) -> bool:
+        """Whether every byte of the files counts."""
+        return self.kind == "byte"
+
+    def _encode(self, tokenizer: Tokenizer) -> Arrays:
         parts, words, size = [], 0, 0
         for text in self._documents(self.split):
-            parts.append(self.tokenizer.encode(text))
+            parts.append(tokenizer.encode(text))
             words += len(text.split()) + (text.count("\n") if self.line != "wrapped" else 0)
             size += len(text.encode("utf-8", "surrogateescape"))
         starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
         kinds = (np.uint8, np.uint16, np.int32)
-        kind = next(k for k in kinds if self.tokenizer.vocabulary - 1 <= np.iinfo(k).max)
+        kind = next(k for k in kinds if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
         tokens = np.concatenate(parts).astype(kind)
         return {"tokens": tokens, "starts": starts, "counts": np.array([len(tokens), words, size], dtype=np.int64)}
 
@@ -161,5 +180,6 @@ def _digest(path: Path, modified: int) -> str:
     return digest.hexdigest()
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+def perplexity(nats: float) -> float:
+    """Of a mean loss in nats; infinite where it is too large for a number."""
+    return math.exp(nats) if nats < 700 else math.inf

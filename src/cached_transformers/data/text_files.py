@@ -5,15 +5,14 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .base import SPLIT_WORDS
+from .archives import ARCHIVES, DAMAGE
+from .splits import SPLIT_WORDS, named_split
 
 TextPath = str | Path | Mapping[str, str | Path]
 """A file, an archive, a folder, or a mapping from split to one of these."""
@@ -24,8 +23,6 @@ DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.decompress,
 }
 _TEXT = (".txt", ".tokens", ".text", ".raw")
-ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
-_DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,14 @@ class TextFile:
         return str(self.path) if self.member is None else f"{self.path}:{self.member}"
 
     def content(self) -> bytes:
-        """The text as bytes, decompressed.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """The text as bytes, decompressed (ValueError: the file is damaged)."""
         try:
             content = self.path.read_bytes() if self.member is None else _read_member(self.path, self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
             return content if decompress is None else decompress(content)
         except FileNotFoundError:
             raise
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise ValueError(f"{self} cannot be read: {error}; the file is damaged, fetch it again") from error
 
     def stem(self) -> str:
@@ -88,12 +81,7 @@ def find_texts(path: str | Path) -> list[TextFile]:
 
 def split_of(text: TextFile) -> str | None:
     """The split that a text's file name or one of its folders names; None where they name none."""
-    *folders, _ = PurePosixPath(text.name).parts
-    for split, words in SPLIT_WORDS.items():
-        pattern = re.compile(rf"(.*[._-])?({'|'.join(words)})([._-].*)?", re.IGNORECASE)
-        if pattern.fullmatch(text.stem()) or any(folder.lower() in words for folder in folders):
-            return split
-    return None
+    return named_split(text.stem(), PurePosixPath(text.name).parts[:-1])
 
 
 def split_texts(path: TextPath, split: str) -> list[TextFile]:
@@ -171,7 +159,7 @@ def members(archive: Path) -> list[TextFile]:
         else:
             with tarfile.open(archive) as unpacked:
                 names = [info.name for info in unpacked if info.isfile()]
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise ValueError(f"{archive} cannot be read: {error}; the archive is damaged, fetch it again") from error
     texts = [name for name in names if _is_text(name)]
     return [TextFile(archive, name, member=name) for name in texts or names]

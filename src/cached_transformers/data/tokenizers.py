@@ -1,7 +1,8 @@
 """From text to token ids and back: words, bytes, or byte pairs; every vocabulary is built on training text alone.
 
 Words as Transformer-XL (arXiv:1901.02860) reads WikiText: blank-separated, one `<eos>` a line, rare ones `<unk>`. Byte
-pairs are those of GPT-2 (over bytes, so that nothing is unknown), trained by the `tokenizers` library.
+pairs are those of GPT-2 (over bytes, so that nothing is unknown), trained by the `tokenizers` library. Any of them may
+get special ids behind its own. Pairs of texts have tokenizers of their own, in `subwords.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..extras import require
-from ..registry import unknown_name
+from cached_transformers.extras import require
+from cached_transformers.registry import unknown_name
+
 from .subwords import load_pair_tokenizer
 
 UNKNOWN, END = "<unk>", "<eos>"
+SPECIALS = ("pad", "begin", "end", "mask")
 SENTENCE_MARKS = (".", "!", "?")
 BPE_SIZE = 16_000
 _CHUNK = 1 << 16  # characters that are encoded at once
@@ -160,6 +163,60 @@ class BytePairTokenizer:
         return json.dumps({"kind": "bpe", "model": self._json}).encode()
 
 
+class SpecialTokens:
+    """A tokenizer with ids that noise needs behind those of its text: pad, begin, end, mask, and S sentinels.
+
+    Of a text with V ids, pad is V, and so on. Sentinels count down, as T5's do (arXiv:1910.10683): the first one of a
+    text is the last id of the vocabulary.
+
+    Args:
+        text: the tokenizer of the text. sentinels: S.
+
+    Attributes:
+        vocabulary: V + 4 + S. pad, begin, end, mask: ids. sentinels: ids, of which the first is the highest.
+    """
+
+    def __init__(self, text: Tokenizer, sentinels: int = 0) -> None:
+        if sentinels < 0:
+            raise ValueError(f"sentinels={sentinels} must not be negative; T5 has 100")
+        self.text = text
+        self.pad, self.begin, self.end, self.mask = range(text.vocabulary, text.vocabulary + len(SPECIALS))
+        self.vocabulary = text.vocabulary + len(SPECIALS) + sentinels
+        self.sentinels = tuple(self.vocabulary - 1 - index for index in range(sentinels))
+        self.start, self.lossless, self.ends_document = text.start, text.lossless, text.ends_document
+        self.sentence_ends, self.line_ends = text.sentence_ends, text.line_ends
+        self._names = {text.vocabulary + index: f"<{name}>" for index, name in enumerate(SPECIALS)}
+        self._names |= {token: f"<extra_id_{index}>" for index, token in enumerate(self.sentinels)}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of the text alone: what looks like a special token in it is text."""
+        return self.text.encode(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text, with names such as <mask> and <extra_id_0> where special ids stand."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in map(int, tokens):
+            if token in self._names:
+                parts += [self.text.decode(run) if run else "", self._names[token]]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*parts, self.text.decode(run) if run else ""])
+
+    def dump(self) -> bytes:
+        """Everything that `load_tokenizer` needs to make it again."""
+        stored = {"kind": "special", "text": self.text.dump().decode(), "sentinels": len(self.sentinels)}
+        return json.dumps(stored).encode()
+
+    def word_starts(self) -> np.ndarray:
+        """(V,) bool: ids with which a word begins: all of a word tokenizer, else those that start with a blank."""
+        if isinstance(self.text, WordTokenizer):
+            return np.ones(self.text.vocabulary, dtype=bool)
+        texts = (self.text.decode([token]) for token in range(self.text.vocabulary))
+        return np.array([text[:1].isspace() for text in texts])
+
+
 KINDS = ("word", "byte", "bpe")
 
 
@@ -184,8 +241,6 @@ def load_tokenizer(content: bytes) -> Tokenizer:
     if stored["kind"] == "pair":
         return load_pair_tokenizer(stored)
     if stored["kind"] == "special":
-        from .special_tokens import SpecialTokens  # which is made of a tokenizer of this file
-
         return SpecialTokens(load_tokenizer(stored["text"].encode()), stored["sentinels"])
     if stored["kind"] == "word":
         return WordTokenizer(stored["words"], stored["punctuation"])

@@ -1,1 +1,14 @@
-"""Bridges to other libraries; each is imported only by who asks for it."""
+"""Bridges to other libraries, none of which is imported before somebody asks for it.
+
+Importing this package imports the adapters, which register the attention layers of other libraries by name alone.
+"""
+
+from __future__ import annotations
+
+from . import torch_nn as torch_nn
+from .timm import adapters as timm_adapters
+from .transformers import decoders as decoders
+from .transformers import encoders as encoders
+from .transformers import image_encoders as image_encoders
+
+__all__ = ["decoders", "encoders", "image_encoders", "timm_adapters", "torch_nn"]

@@ -31,13 +31,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..attentions import create_attention
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
-from .adapters import settle_nested_tensors
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
+
 from .hosts import Host, Site, sites
 from .masks import padding_of
-from .through_core import PER_QUERY, through_core
+from .through_core import CORES, through_core
+from .torch_nn import settle_nested_tensors
 
 
 class Intercept(TorchFunctionMode):
@@ -63,12 +65,12 @@ class Exchange:
         aside: attention that is called now is not the layer's own.
     """
 
-    def __init__(self, layer: nn.Module, host: Host, own_dropout: bool) -> None:
-        self.layer, self.padding, self.causal = layer, host.inner.padding, host.inner.causal
-        self.own_dropout = own_dropout
+    def __init__(self, layer: nn.Module, host: Host, dropout_set: bool) -> None:
+        self.layer, self.padding, self.causal = layer, host.attention.padding, "causal" in host.attention.asks
+        self.dropout_set = dropout_set
         self.first = next(iter(inspect.signature(layer.forward).parameters))
-        self.before = {name: getattr(layer, name) for name in host.inner.switches}
-        self.uninstall = host.inner.uninstall
+        self.before = {name: getattr(layer, name) for name in host.attention.switches}
+        self.uninstall = host.attention.uninstall
         self.aside = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,11 +104,11 @@ class Exchange:
     ) -> Tensor:
         """As `scaled_dot_product_attention`, for a layer whose input was `x_BND`."""
         core: Any = self.layer.core
-        if dropout_p not in (0.0, core.dropout) and not self.own_dropout:
+        if dropout_p not in (0.0, core.dropout) and not self.dropout_set:
             raise ValueError(_no_dropout(type(self.layer).__name__, dropout_p, core))
         padding_BM = None
         if self.padding and not isinstance(core, SoftmaxAttention):
-            padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], PER_QUERY), None
+            padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], CORES), None
             is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a cache
         return through_core(
             core,
@@ -151,12 +153,16 @@ def replace_attention(model: nn.Module, attention: str | Mapping[str, Any], **op
         where = site.name or type(model).__name__
         if "core" in site.layer._modules:
             raise ValueError(f"the attention of {where} was replaced already; call restore_attention(model) first")
-        if host.inner.refusal is not None:
-            raise ValueError(f"{where}: {host.inner.refusal}")
-        if host.inner.install is None and "forward" in vars(site.layer):
+        if host.attention.refusal is not None:
+            raise ValueError(f"{where}: {host.attention.refusal}")
+        if host.attention.install is None and "forward" in vars(site.layer):
             raise ValueError(f"the forward of {where} was patched by somebody else; undo that first")
-        core = create_attention(settings, **_known(host, index, len(found)))
-        _check(where, host, core, "dropout" in facts)
+        core = create_attention(settings, **_facts(host, index, len(found)))
+        needs = {word: where for word in CORE_WORDS if word in host.attention.asks}
+        refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
+        dropout = host.attention.dropout
+        if dropout > 0 and core.dropout != dropout and "dropout" not in facts:
+            raise ValueError(_no_dropout(where, dropout, core))
         reference = next(site.layer.parameters())
         built.append((site, host, core.to(reference.device, reference.dtype).train(site.layer.training)))
     for site, host, core in built:
@@ -165,30 +171,12 @@ def replace_attention(model: nn.Module, attention: str | Mapping[str, Any], **op
     return model
 
 
-def _known(host: Host, index: int, depth: int) -> dict[str, Any]:
-    known = {name: value for name, value in host.known.items() if value and name != "reduction"}
-    known.setdefault("prefix", 0)
-    inner = {"dropout": host.inner.dropout, "causal": host.inner.causal}
-    return {**known, **inner, "width": host.width, "heads": host.heads, "index": index, "depth": depth}
-
-
-def _check(where: str, host: Host, core: Attention, own_dropout: bool) -> None:
-    inner, name = host.inner, type(core).__name__
-    needs = {
-        "supports_bias": (inner.bias, "adds a bias to the logits"),
-        "supports_cross": (inner.cross, "has fewer keys than queries"),
-        "supports_causal": (inner.causal, "is causal"),
-    }
-    for flag, (needed, what) in needs.items():
-        if needed and not getattr(core, flag):
-            raise ValueError(
-                f"{where} {what}, which attention {name} cannot do ({flag}=False); `cached list attentions` shows "
-                "which can"
-            )
-    if core.only_causal and not inner.causal and inner.install is None:
-        raise ValueError(f"{where} is not causal, and attention {name} is nothing else (only_causal=True)")
-    if inner.dropout > 0 and core.dropout != inner.dropout and not own_dropout:
-        raise ValueError(_no_dropout(where, inner.dropout, core))
+def _facts(host: Host, index: int, depth: int) -> dict[str, Any]:
+    """What an attention may ask the host for."""
+    facts = {name: value for name, value in host.facts.items() if value and name != "reduction"}
+    facts.setdefault("prefix", 0)
+    layer = {"dropout": host.attention.dropout, "causal": "causal" in host.attention.asks}
+    return {**facts, **layer, "width": host.width, "heads": host.heads, "index": index, "depth": depth}
 
 
 def _no_dropout(where: str, dropout: float, core: Attention) -> str:
@@ -199,14 +187,14 @@ def _no_dropout(where: str, dropout: float, core: Attention) -> str:
     )
 
 
-def _attach(layer: nn.Module, host: Host, core: Attention, own_dropout: bool) -> None:
-    exchange = Exchange(layer, host, own_dropout)
+def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) -> None:
+    exchange = Exchange(layer, host, dropout_set)
     layer.core = core
     layer.exchange = exchange  # type: ignore[assignment]
-    if host.inner.install is not None:
-        host.inner.install(layer)
+    if host.attention.install is not None:
+        host.attention.install(layer)
         return
-    for name, value in host.inner.switches.items():
+    for name, value in host.attention.switches.items():
         setattr(layer, name, value)
     layer.forward = exchange.forward
 

@@ -1,37 +1,42 @@
-"""How a model that somebody else wrote is described: one function for each class of attention layers.
+"""How a model that somebody else wrote is described: one function for each class of attention layers, its adapter.
+
+What a host offers a memory, and what it asks of another attention, is said in the words of `seam/fit.py` and compared
+with what the memory needs (`refuse_memory`) and what the attention can (`exchange.py`).
 
 Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..memories.base import LayerMemory, Query
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.fit import CORE_WORDS, PLACE_WORDS, refuse_misfit
+from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query
+
+WHOLE = frozenset({"head", "whole_segment"})
+"""What a layer offers a memory that is not causal: its tokens see the rest of their segment."""
 
 
 @dataclass
-class Inner:
+class HostAttention:
     """What a layer's softmax attention is like, for those who exchange it.
 
     Attributes:
-        dropout: on the weights. causal: no token sees a later one.
-        bias: something is always added to the logits. cross: there are fewer keys than queries.
+        asks: words of `CORE_WORDS`: what another attention must be able to do in its place.
+        dropout: on the weights.
         padding: the mask that the layer gives its attention hides keys from all queries alike.
         switches: attributes of the layer, with the values under which it calls `scaled_dot_product_attention`.
         install: for layers that never call it; makes room for a core by other means. uninstall: undoes that.
         refusal: why the attention cannot be exchanged.
     """
 
+    asks: frozenset[str] = frozenset({"bidirectional"})
     dropout: float = 0.0
-    causal: bool = False
-    bias: bool = False
-    cross: bool = False
     padding: bool = False
     switches: dict[str, Any] = field(default_factory=dict)
     install: Callable[[nn.Module], None] | None = None
@@ -41,19 +46,21 @@ class Inner:
 
 @dataclass
 class Stream:
-    """What a memory with a state needs to know of a causal layer. The model must pass keywords on to its layers.
+    """How a causal layer carries a state. The model must pass keywords on to its layers.
 
     Attributes:
+        add: gives the model its memory; see `transformers.streams.add_stream_memory`.
         sources: modules whose outputs, in this order, `split` turns into queries, keys and values (B, H, N, E) without
             positions.
         longest: tokens that the model has positions for; None where there is no such number.
-        refusal: why the layer takes no memory with a state.
+        offers: words of `PLACE_WORDS` and "bias": what the model offers a memory that spans its layers.
     """
 
+    add: Callable[..., None]
     sources: tuple[nn.Module, ...]
     split: Callable[..., tuple[Tensor, Tensor, Tensor]]
     longest: int | None = None
-    refusal: str | None = None
+    offers: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -64,24 +71,26 @@ class Host:
         width: D. heads: H.
         projection: the output projection, whose input are the merged heads (B, N, D); None when `install` handles all.
         query: gives the memory's `Query` from the layer's arguments.
-        known: facts that a memory may ask for: length, size, prefix, window, reduction.
+        facts: what a memory may ask the model for: length, size, prefix, window, reduction.
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
-        inner: the layer's own attention.
-        refusal: why the layer takes no shared memory.
+        attention: the layer's own attention.
+        offers: words of `fit.py`: what the layer offers a memory of its own. A map whose size is not known is square.
+        refusal: why the layer takes no memory at all.
         watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         channels: of the layer's input, where they are not D.
-        stream: of a causal layer that can have a memory with a state.
+        stream: of a causal layer that can carry a state.
     """
 
     width: int
     heads: int
     projection: nn.Module | None
     query: Callable[..., Query]
-    known: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     install: Callable[[nn.Module, LayerMemory], None] | None = None
     uninstall: Callable[[nn.Module], None] | None = None
-    inner: Inner = field(default_factory=Inner)
+    attention: HostAttention = field(default_factory=HostAttention)
+    offers: frozenset[str] = WHOLE | {"token_map"}
     refusal: str | None = None
     watch: tuple[nn.Module, Callable[..., None]] | None = None
     channels: int | None = None
@@ -93,20 +102,27 @@ class Site:
 
     Attributes:
         memory: whether it is a memory that is asked for; else another attention.
+        slots: whether that memory has slots for the tokens of a segment, whose number it must be told.
     """
 
     def __init__(
-        self, model: nn.Module, name: str, layer: nn.Module, settings: dict[str, Any], memory: bool = True
+        self,
+        model: nn.Module,
+        name: str,
+        layer: nn.Module,
+        settings: dict[str, Any],
+        memory: bool = True,
+        slots: bool = True,
     ) -> None:
-        self.model, self.name, self.settings, self.memory = model, name, settings, memory
+        self.model, self.name, self.settings, self.memory, self.slots = model, name, settings, memory, slots
         self.layer: Any = layer  # of a class that only its adapter knows
 
     def parent(self, levels: int = 1) -> nn.Module:
         """The module that holds the layer, or the one further up."""
         return self.model.get_submodule(self.name.rsplit(".", levels)[0] if self.name.count(".") >= levels else "")
 
-    def around(self, attribute: str) -> nn.Module:
-        """The nearest module round the layer that has the attribute; the whole model where none has."""
+    def holder(self, attribute: str) -> nn.Module:
+        """The nearest module above the layer that has the attribute; the whole model where none has."""
         parts = self.name.split(".")
         for end in reversed(range(len(parts))):
             module = self.model.get_submodule(".".join(parts[:end]))
@@ -115,20 +131,20 @@ class Site:
         return self.model
 
     def length(self, longest: int = 0) -> int:
-        """The `length` that the user set, for hosts that cannot know it. An attention may do without: it then gets
-        the `longest` that the host can take, 0 where that is not known either.
+        """The `length` that the user set, for hosts that cannot know it. Who can do without it gets the `longest` that
+        the host can take, 0 where that is not known either.
 
         Raises:
             ValueError: it is not set, and a memory needs it.
         """
-        if "length" not in self.settings:
-            if not self.memory:
-                return longest
-            raise ValueError(
-                f"{type(self.layer).__name__} does not tell how many tokens it will see; "
-                "pass the number of cache slots, e.g. add_memory(model, 'grc', length=64)"
-            )
-        return int(self.settings["length"])
+        if "length" in self.settings:
+            return int(self.settings["length"])
+        if not self.memory or not self.slots:
+            return longest
+        raise ValueError(
+            f"{type(self.layer).__name__} does not tell how many tokens it will see; "
+            "pass the number of cache slots, e.g. add_memory(model, 'grc', length=64)"
+        )
 
 
 Adapter = Callable[[Site], Host | None]
@@ -145,7 +161,7 @@ def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
         >>> @register_adapter("my_package.model.MyAttention")
         ... def my_attention(site):
         ...     layer = site.layer
-        ...     return Host(layer.dim, layer.heads, layer.out, lambda x: Query(x), known={"length": site.length()})
+        ...     return Host(layer.dim, layer.heads, layer.out, lambda x: Query(x), facts={"length": site.length()})
     """
 
     def add(adapter: Adapter) -> Adapter:
@@ -164,20 +180,20 @@ def _adapter(layer: nn.Module) -> Adapter | None:
     return None
 
 
-def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> list[tuple[Site, Host]]:
+def sites(
+    model: nn.Module, settings: dict[str, Any], memory: bool = True, slots: bool = True
+) -> list[tuple[Site, Host]]:
     """Each self-attention layer, with its host description; refuses attention classes without an adapter."""
-    for module in ("torch_nn", "timm", "transformers", "transformers_encoders", "transformers_decoders"):
-        importlib.import_module(f".{module}", __package__)
     found: list[tuple[Site, Host]] = []
-    known: list[str] = []
+    described: list[str] = []
     strangers: list[tuple[str, nn.Module]] = []
     for name, layer in model.named_modules():
-        if any(not k or name == k or name.startswith(k + ".") for k in known):
+        if any(not outer or name == outer or name.startswith(outer + ".") for outer in described):
             continue
         adapter = _adapter(layer)
         if adapter is not None:
-            known.append(name)
-            site = Site(model, name, layer, settings, memory)
+            described.append(name)
+            site = Site(model, name, layer, settings, memory, slots)
             host = adapter(site)
             if host is not None:
                 found.append((site, host))
@@ -185,7 +201,7 @@ def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> li
             continue  # a memory that is there already is no attention of the host's, whatever its name
         elif "attention" in type(layer).__name__.lower() or type(layer).__name__.endswith("Attn"):
             strangers.append((name, layer))
-    strangers = [(n, m) for n, m in strangers if not any(k.startswith(n + ".") for k in known)]
+    strangers = [(n, m) for n, m in strangers if not any(inner.startswith(n + ".") for inner in described)]
     if strangers or not found:
         classes = sorted({f"{type(m).__module__}.{type(m).__qualname__}" for _, m in strangers})
         what = f"no adapter for attention class {', '.join(classes)}" if classes else "no attention layer found"
@@ -194,3 +210,62 @@ def sites(model: nn.Module, settings: dict[str, Any], memory: bool = True) -> li
             "cached_transformers.register_adapter (known: " + ", ".join(sorted(_ADAPTERS)) + ")"
         )
     return found
+
+
+def refuse_memory(
+    name: str,
+    model: nn.Module,
+    hosts: Sequence[Host],
+    layers: Sequence[LayerMemory],
+    spanning: ModelMemory | None = None,
+    hint: str = "",
+) -> None:
+    """Compare what a memory needs with what a model offers: of each layer, and of the whole model where it spans them.
+
+    Args:
+        hosts: of the layers. layers: the memory of each. spanning: the memory to which these belong.
+        hint: what else the message says.
+
+    Raises:
+        ValueError: the memory needs what is not offered; the message ends with the memories that fit.
+    """
+    who, title = f"memory {name!r}", type(model).__name__
+    by_layer = frozenset.intersection(*(host.offers for host in hosts))
+    by_model = frozenset.intersection(*(host.stream.offers if host.stream else frozenset() for host in hosts))
+    fitting = ", ".join(map(repr, _fitting(by_layer, by_model)))
+    way_out = "; ".join(filter(None, (hint, f"memories that work here: {fitting}")))
+    if spanning is not None:
+        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
+        if not by_model:
+            raise ValueError(f"{who} spans the layers, for which {title} has no place; {way_out}")
+    scheme = {} if spanning is None or spanning.position_scheme() is None else {"bias": f"the position scheme of {who}"}
+    for host, layer in zip(hosts, layers, strict=True):
+        refuse_misfit(_needs(layer, who) | scheme, host.offers, title, way_out)
+
+
+def _needs(memory: LayerMemory, who: str) -> dict[str, str]:
+    """Who needs what of a layer, by word."""
+    needs = dict.fromkeys(_ordered(memory.needs), who)
+    if memory.window() is not None:
+        needs["bias"] = f"the window of {who}"
+    if memory.position_scheme() is not None:
+        needs["bias"] = f"the position scheme of {who}"
+    return needs
+
+
+def _ordered(needs: frozenset[str]) -> list[str]:
+    """What matters most stands first: it is what the message will name."""
+    return [word for word in PLACE_WORDS | CORE_WORDS if word in needs]
+
+
+def _fitting(by_layer: frozenset[str], by_model: frozenset[str]) -> list[str]:
+    """Registered memories that need no more, with their default options."""
+    names = []
+    for entry in MEMORIES:
+        kind = entry.factory
+        if not isinstance(kind, type) or not issubclass(kind, LayerMemory | ModelMemory):
+            continue
+        offers = by_layer if issubclass(kind, LayerMemory) else by_model
+        if kind.needs and kind.needs <= offers:
+            names.append(entry.name)
+    return names

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import insist
+from cached_transformers.checks import insist
 
 
 def map_size(tokens: int, prefix: int, grid: tuple[int, int]) -> tuple[int, int] | None:
@@ -36,15 +36,16 @@ def no_mask(mask: Tensor | None, is_causal: bool = False) -> None:
         raise ValueError(MASKED)
 
 
-PER_QUERY = (
-    "the attention mask differs between queries, but a shared cache shows every token the whole segment, past any "
-    "mask (a causal mask would so leak the future); pass a mask of padding alone, (rows, tokens)"
+PER_QUERY = "the attention mask differs between queries, {}; pass a mask of padding alone, (rows, tokens)"
+"""What is said of a mask that is none of padding, with why that matters."""
+SEES_ALL = (
+    "but a shared cache shows every token the whole segment, past any mask (a causal mask would so leak the future)"
 )
 
 
-def padding_of(mask: Tensor | None, tokens: int, why: str = PER_QUERY) -> Tensor | None:
+def padding_of(mask: Tensor | None, tokens: int, why: str = SEES_ALL) -> Tensor | None:
     """Padding (B, N), True = padding, from a mask over keys: (B, N) with 1 = keep, or (B, 1, 1 or N, N) bool or
-    additive. `why` is said when the mask is none of padding.
+    additive. `why` says what a mask that differs between queries cannot be followed for.
 
     Raises:
         ValueError: the mask has another shape, or hides from one query what it shows another (a causal mask).
@@ -57,7 +58,7 @@ def padding_of(mask: Tensor | None, tokens: int, why: str = PER_QUERY) -> Tensor
             "model.set_attn_implementation('sdpa') or 'eager' first"
         )
     if mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[-1] == tokens:
-        insist((mask == mask[:, :, :1]).all(), why)
+        insist((mask == mask[:, :, :1]).all(), PER_QUERY.format(why))
         mask = mask[:, 0, 0]
         return ~mask if mask.dtype == torch.bool else mask < 0
     if mask.dim() == 2 and mask.shape[-1] == tokens:

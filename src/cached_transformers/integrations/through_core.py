@@ -13,14 +13,13 @@ import math
 import torch
 from torch import Tensor
 
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
-from ..checks import insist
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.checks import insist
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.fit import misfit, refuse_misfit
 
-PER_QUERY = (
-    "the attention mask differs between queries, which only attention 'softmax' can follow here; pass a mask of "
-    "padding alone, (rows, tokens)"
-)
+CORES = "which only attention 'softmax' can follow here"
+"""Why a mask that differs between queries is refused."""
 
 
 def through_core(
@@ -63,20 +62,14 @@ def through_core(
             f"a causal call with {q_BHNE.shape[2]} queries and {k_BHME.shape[2]} keys: attention {name} reads whole "
             "sequences; generate with use_cache=False"
         )
-    if padding_BM is not None and not core.exact_padding:
-        why = (
-            f"attention {name} lets padding change the other tokens (exact_padding=False); pass rows of equal length "
-            "without a mask"
-        )
-        insist(~padding_BM.any(), why)
+    inexact = misfit({"exact_padding": "the padding of this call"}, core.can, core.title, "pass rows of equal length")
+    if padding_BM is not None and inexact is not None:
+        insist(~padding_BM.any(), inexact)
         padding_BM = None
     bias_BHNM = None
     if mask is not None:
-        if not core.supports_bias:
-            raise ValueError(
-                f"attention {name} takes no mask on the logits (supports_bias=False), which this call of the host has; "
-                "padding goes into the host's padding mask, and a causal mask of torch.nn needs is_causal=True"
-            )
+        way_out = "padding goes into the host's padding mask, and a causal mask of torch.nn needs is_causal=True"
+        refuse_misfit({"bias": "the mask of this call"}, core.can, core.title, way_out)
         bias_BHNM = _additive(mask, q_BHNE)
     out = core(q_BHNE, k_BHME, v_BHMV, causal=causal, key_padding_mask=padding_BM, bias_BHNM=bias_BHNM, x_BND=x_BND)
     if out.auxiliary_loss is not None and core.training and out.auxiliary_loss.requires_grad:

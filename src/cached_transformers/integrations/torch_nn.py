@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attentions.base import Attention
-from ..attentions.softmax import SoftmaxAttention
-from ..memories.base import LayerMemory, Query
-from .hosts import Host, Inner, Site, register_adapter
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.memory import LayerMemory, Query
+
+from .hosts import Host, HostAttention, Site, register_adapter
 from .masks import no_mask
 from .through_core import through_core
 
@@ -76,7 +77,6 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             asked = Query(x_BND, q, padding_BN=padding_BN)
             reading = memory.read((), asked, None)
             y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
-            y_BND = memory.finish(y_BND, asked, reading)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -145,6 +145,20 @@ def _uninstall(layer: nn.Module) -> None:
             del layer._forward_pre_hooks[key]
 
 
+def settle_nested_tensors(model: nn.Module) -> None:
+    """TransformerEncoder's shortcut for padded inputs hands its layers nested tensors, which neither a memory nor a
+    core can read: it is off as long as a layer has one."""
+    for module in model.modules():
+        if not isinstance(module, nn.TransformerEncoder):
+            continue
+        ours = any({"memory_detach", "exchange"} & vars(layer).keys() for layer in module.modules())
+        if ours and "nested_before" not in vars(module):
+            module.nested_before = module.use_nested_tensor  # type: ignore[assignment]
+            module.use_nested_tensor = False
+        elif not ours and "nested_before" in vars(module):
+            module.use_nested_tensor = vars(module).pop("nested_before")
+
+
 @register_adapter("torch.nn.modules.activation.MultiheadAttention")
 def multihead_attention(site: Site) -> Host | None:
     """Self-attention of encoders; a TransformerDecoderLayer's (causal, and cross) are left as they are."""
@@ -159,6 +173,6 @@ def multihead_attention(site: Site) -> Host | None:
     if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
         what = "memory" if site.memory else "other attention"
         raise ValueError(f"nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn takes no {what}")
-    known = {"length": site.length()}
-    inner = Inner(layer.dropout, install=_install, uninstall=_uninstall)
-    return Host(layer.embed_dim, layer.num_heads, None, Query, known, _install, _uninstall, inner)
+    facts = {"length": site.length()}
+    attention = HostAttention(frozenset(), layer.dropout, install=_install, uninstall=_uninstall)
+    return Host(layer.embed_dim, layer.num_heads, None, Query, facts, _install, _uninstall, attention)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from cached_transformers.seam.positions import Positions, make_positions
+
 from .attention import Attended, SelfAttention
-from .block import Block, ModelOutput, Stack, StackState
+from .block import Block
 from .feed_forward import FeedForward
-from .positions import Positions, make_positions
+from .stack import ModelOutput, Stack, StackState
 from .switch import SwitchFeedForward
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The attention sublayer: the one place where projections, positions, a memory and an attention core meet.
 
-    x -> norm -> q, k, v -> memory.read -> core -> memory.combine -> output projection -> memory.finish
+    x -> norm -> q, k, v -> memory.read -> core -> memory.project (combine, output projection)
 
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width (H * E unless said otherwise), P position
 channels.
@@ -18,27 +18,35 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ..attentions.base import Attention, AttentionOutput
-from ..attentions.softmax import SoftmaxAttention, mean_weights
-from ..memories.base import Context, LayerMemory, Linear, Query, Reading, Recalled, Weights
-from ..state import State
-from .choice import choice_of
-from .positions import Positions
+from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
+from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.seam.attention import Attention, AttentionOutput
+from cached_transformers.seam.contexts import join
+from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, Weights
+from cached_transformers.seam.positions import Positions
+from cached_transformers.state import State
+
+
+class LayerState(NamedTuple):
+    """State of a layer whose core carries one; that of other layers is their memory's."""
+
+    memory: State
+    core: State
 
 
 class Attended(NamedTuple):
     """Result of a `SelfAttention`, with what the memory's `write` needs."""
 
     y_BND: Tensor
-    k_BHNE: Tensor
-    v_BHNE: Tensor
     query: Query
     reading: Reading
     auxiliary_loss: Tensor | None
-    usage_BL: Tensor | None = None
+    weights_BHNL: Tensor | None = None
+    core_state: State = ()
 
 
-class OwnProjections(nn.Module):
+class TokenProjections(nn.Module):
     """Norm and projections of an attention layer for the tokens that a model memory puts round the segment."""
 
     def __init__(self, attention: SelfAttention) -> None:
@@ -46,11 +54,11 @@ class OwnProjections(nn.Module):
         self.norm, self.qkv, self.output = (copy.deepcopy(m) for m in (attention.norm, attention.qkv, attention.output))
 
 
-def by_owner(x_BND: Tensor, own: tuple[int, int], segment: Linear, memory: Linear) -> Tensor:
-    """`segment` of the segment's own tokens, given as (start, length), and `memory` of those round it."""
-    start, length = own
+def by_place(x_BND: Tensor, segment: tuple[int, int], inside: Linear, outside: Linear) -> Tensor:
+    """`inside` of the segment's tokens, given as (start, length), and `outside` of those round it."""
+    start, length = segment
     front, middle, back = x_BND.split([start, length, x_BND.shape[1] - start - length], 1)
-    return torch.cat([memory(front), segment(middle), memory(back)], 1)
+    return torch.cat([outside(front), inside(middle), outside(back)], 1)
 
 
 def plain_weights(linear: nn.Module) -> Weights:
@@ -76,9 +84,6 @@ class SelfAttention(nn.Module):
         head_width: E, with which the heads together may be wider or narrower than D; D / H when None.
         scale: factor of the logits, 1 / sqrt(E) when None. Queries are multiplied for it, so that every core and memory
             may go on dividing by sqrt(E).
-        own_keys: whether tokens attend their own segment. Without, they attend the context alone, and get 0 if it is
-            empty.
-        keys: whether there are projections of keys and values, which only a layer without `own_keys` can lack.
 
     Raises:
         ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the
@@ -103,20 +108,18 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
         head_width: int | None = None,
         scale: float | None = None,
-        own_keys: bool = True,
-        keys: bool = True,
     ) -> None:
         super().__init__()
         if heads < 1 or (head_width is None and width % heads):
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
         if head_width is not None and head_width < 1:
             raise ValueError(f"head_width={head_width} must be at least 1; None is width / heads")
-        self.width, self.heads, self.causal, self.own_keys, self.keys = width, heads, causal, own_keys, keys
+        self.width, self.heads, self.causal = width, heads, causal
         self.norm = norm if norm is not None else nn.Identity()
         self.shared_query_key = shared_query_key
         self.inner = width if head_width is None else heads * head_width
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(self.inner // heads)
-        self.qkv = nn.Linear(width, (3 - shared_query_key if keys else 1) * self.inner, bias=bias)
+        self.qkv = nn.Linear(width, self._projected() * self.inner, bias=bias)
         self.output: nn.Module = nn.Linear(self.inner, width, bias=output_bias) if project_output else nn.Identity()
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
@@ -125,34 +128,25 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self._check()
 
+    def _projected(self) -> int:
+        """How many of queries, keys and values have a projection."""
+        return 3 - self.shared_query_key
+
+    def _needs(self) -> dict[str, str]:
+        """What the core has to be able to do, and for whom."""
+        memory, positions = f"memory {type(self.memory).__name__}", type(self.positions).__name__
+        members = members_of(self.memory)
+        needs = {word: f"memory {type(m).__name__}" for m in members for word in m.needs if word in CORE_WORDS}
+        if type(self.positions).bias is not Positions.bias:
+            needs["bias"] = f"the position scheme {positions}"
+        elif self.causal and self.memory.window() is not None:
+            needs["bias"] = f"the window of {memory}"
+        return needs | {"causal" if self.causal else "bidirectional": "a layer with causal=" + str(self.causal)}
+
     def _check(self) -> None:
         memory, core = type(self.memory).__name__, type(self.core).__name__
-        if self.memory.insertion == "kv" and not self.core.accepts_context:
-            raise ValueError(
-                f"memory {memory} offers keys and values, which attention {core} cannot take (accepts_context=False)"
-            )
-        if self.memory.wants_lse and not self.core.gives_lse:
-            raise ValueError(
-                f"memory {memory} shares one softmax with the layer, for which attention {core} would have to give its "
-                "log-sum-exp (gives_lse=False)"
-            )
-        if not self.core.supports_bias:
-            if type(self.positions).bias is not Positions.bias:
-                raise ValueError(
-                    f"{type(self.positions).__name__} act on the logits, which attention {core} does not let them "
-                    "(supports_bias=False); take positions='rotary', 'sinusoidal' or 'none', and relative=False for a "
-                    "memory that brings relative ones"
-                )
-            if self.causal and self.memory.window() is not None:
-                raise ValueError(
-                    f"memory {memory} limits how far tokens see, by a mask that attention {core} cannot take "
-                    "(supports_bias=False)"
-                )
-        if self.causal and not self.core.supports_causal:
-            raise ValueError(f"attention {core} has no causal form (supports_causal=False)")
-        if self.core.only_causal and not self.causal:
-            raise ValueError(f"attention {core} has no other than a causal form (only_causal=True); take causal=True")
-        if self.causal and not self.memory.causal:
+        refuse_misfit(self._needs(), self.core.can, self.core.title)
+        if self.causal and "whole_segment" in self.memory.needs:
             raise ValueError(shows_the_future(memory))
         if self.inner != self.width:
             if type(self.memory) is not LayerMemory or type(self.core) is not SoftmaxAttention:
@@ -167,24 +161,21 @@ class SelfAttention(nn.Module):
                 )
         if self.shared_query_key and self.query_factor != 1:
             raise ValueError("shared_query_key=True leaves no queries that a scale of their own could apply to")
-        if self.shared_query_key and not self.keys:
-            raise ValueError(
-                "shared_query_key=True makes the queries keys, which keys=False leaves out; set one of them"
-            )
-        if self.own_keys and not self.keys:
-            raise ValueError("keys=False leaves tokens nothing of their segment to attend; take own_keys=False with it")
-        if not self.own_keys and not (self.core.accepts_context and self.core.supports_cross):
-            raise ValueError(
-                f"own_keys=False needs an attention of context alone, which attention {core} is not "
-                "(accepts_context=False or supports_cross=False)"
-            )
-        if self.memory.weighs and not isinstance(self.core, SoftmaxAttention):
-            raise ValueError(
-                f"memory {memory} weighs keys by exact attention, which {core} is not; take attention='softmax', or a "
-                "memory that does not weigh keys"
-            )
-        if not self.own_keys and self.memory.weighs:
-            raise ValueError(f"memory {memory} weighs the keys of the segment, which own_keys=False leaves out")
+
+    def init_state(self, batch_size: int, like: Tensor) -> State:
+        """State of rows that have seen nothing: the memory's, and the core's where it carries one."""
+        memory = self.memory.init_state(batch_size, like)
+        if not self.core.carry:
+            return memory
+        head_width = self.inner // self.heads
+        return LayerState(memory, self.core.init_state(batch_size, self.heads, head_width, head_width, like))
+
+    def write(self, state: State, trace: Trace, core_state: State) -> tuple[State, Tensor | None]:
+        """State behind the segment, and an auxiliary loss of the memory or None."""
+        if not self.core.carry:
+            return self.memory.write(state, trace)
+        memory, loss = self.memory.write(state.memory if len(state) else (), trace)
+        return LayerState(memory, core_state), loss
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -196,17 +187,17 @@ class SelfAttention(nn.Module):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         return F.linear(x, weight, bias)
 
-    def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False) -> tuple[Tensor, Tensor]:
+    def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
         """Unrotated keys and values (B, H, M, E) of hidden states, through this layer's norm and projections.
 
-        With `frozen` the norm and the projections receive no gradient; the hidden states do.
-
-        Raises:
-            ValueError: the layer was made without such projections.
+        Args:
+            hidden_BMD: hidden states.
+            frozen: norm and projections receive no gradient; the hidden states do.
+            normed: the states went through the norm already.
         """
-        if not self.keys:
-            raise ValueError("a layer with keys=False projects no keys and values; ask one that does")
-        if frozen:
+        if normed:
+            h_BMD = hidden_BMD
+        elif frozen:
             constants = {name: parameter.detach() for name, parameter in self.norm.named_parameters()}
             h_BMD = functional_call(self.norm, constants, (hidden_BMD,))
         else:
@@ -227,9 +218,6 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.own_keys:
-            q = self._heads(self._linear(h_BND, 0, self.inner))
-            return q, q[:, :, :0], q[:, :, :0]
         if self.reduction is None:
             return self._split(self.qkv(h_BND))
         q = self._heads(self._linear(h_BND, 0, self.inner))
@@ -242,93 +230,70 @@ class SelfAttention(nn.Module):
         *,
         state: State = (),
         padding_BN: Tensor | None = None,
-        context: Context | None = None,
-        recalled: Recalled | None = None,
+        context: Offer | None = None,
         visible_NN: Tensor | None = None,
-        sees_context_N: Tensor | None = None,
         consecutive: bool = False,
         bias_BHNM: Tensor | None = None,
         size: tuple[int, int] | None = None,
-        own: tuple[int, int] | None = None,
-        weights: OwnProjections | None = None,
+        segment: tuple[int, int] | None = None,
+        others: TokenProjections | None = None,
     ) -> Attended:
         """Attend over the segment and what the memories offer.
 
         Args:
             x_BND: tokens, before the norm.
             positions_BNP: needed by schemes that act on queries and keys, and by memories that store positions.
-            state: the memory's state.
+            state: of memory and core, as `init_state` and `write` give it.
             padding_BN: bool, True = padding.
-            context: keys and values from a model memory, placed behind those of the layer's own memory.
-            recalled: hidden states from a model memory, which become keys and values in the same place.
+            context: from a model memory, placed behind that of the layer's own memory.
             visible_NN: bool, token i sees token j; replaces the causal mask.
-            sees_context_N: bool, the tokens that see the context; None when all do.
             consecutive: the positions are those of neighbours, one each, which makes relative positions cheaper.
             bias_BHNM: added to the logits (a shift mask).
             size: (height, width) of the token map.
-            own: (start, length) of the segment's own tokens; None for all.
-            weights: what the other tokens have in place of norm and projections; None for the same.
+            segment: (start, length) of the segment's tokens; None for all.
+            others: what the tokens round the segment have in place of norm and projections; None for the same.
         """
         output: Linear = self.output
-        if own is None or weights is None:
+        if segment is None or others is None:
             h_BND = self.norm(x_BND)
             q, k, v = self._project(h_BND, size)
         else:
-            h_BND = by_owner(x_BND, own, self.norm, weights.norm)
-            q, k, v = self._split(by_owner(h_BND, own, self.qkv, weights.qkv))
-            output = functools.partial(by_owner, own=own, segment=self.output, memory=weights.output)
+            h_BND = by_place(x_BND, segment, self.norm, others.norm)
+            q, k, v = self._split(by_place(h_BND, segment, self.qkv, others.qkv))
+            output = functools.partial(by_place, segment=segment, inside=self.output, outside=others.output)
         if self.query_factor != 1:
             q = q * self.query_factor
-        query = Query(h_BND, q, positions_BNP, padding_BN, size)
-        reading = self.memory.read(state, query, self.project_kv)
-        before = 0 if reading.context is None else reading.context.k_BHME.shape[2]
-        context = join(join(reading.context, self._recall(recalled)), context)
+        query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v)
+        memory_state, core_state = state if self.core.carry and len(state) else (state, ())
+        reading = self.memory.read(memory_state, query, self.project_kv)
+        context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
         placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM, run)
         slots = 0 if context is None else context.k_BHME.shape[2]
         keys = slots + k.shape[2]
-        if visible_NN is not None:
-            bias = _hide(bias, _with_context(visible_NN, sees_context_N, slots)[..., :keys], q.dtype)
+        visible = _visible(visible_NN, context, q.shape[2])
+        if visible is not None:
+            bias = _hide(bias, visible[..., :keys], q.dtype)
         window = self.memory.window() if causal else None
         if window is not None and positions_BNP is not None:
             bias = _hide(bias, _near(positions_BNP, context, window, run)[..., :keys], q.dtype)
-        placed_v, choice = v, None if recalled is None else choice_of(recalled, before, slots)
-        if choice is not None and context is not None:
-            bias = bias if choice.visible_BNR is None else _hide(bias, choice.visible(v.shape[2]), q.dtype)
-            placed_v, context = choice.spread(v, context)
-        seen: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
-        usage_BL = mean_weights(placed_q, placed_k, **seen) if self.memory.weighs else None
-        if self.own_keys:
-            result = self.core(placed_q, placed_k, placed_v, **seen, x_BND=h_BND, want_lse=self.memory.wants_lse)
-        else:
-            result = self._attend_context(placed_q, context, bias, h_BND)
-        y_BHNE = result.out_BHNV if choice is None else choice.gather(result.out_BHNV)
-        if self.memory.wants_lse:
+        mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
+        weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
+        wide_v = v if context is None else F.pad(v, (context.v_BHME.shape[-1] - v.shape[-1], 0))
+        result = self._attend(placed_q, placed_k, wide_v, mask, {"x_BND": h_BND, "state": core_state})
+        y_BHNE = result.out_BHNV
+        if context is not None and context.gather is not None:
+            y_BHNE = context.gather(y_BHNE)
+        if "lse" in self.memory.needs:
             reading = reading._replace(lse_BHN=result.lse_BHN)
         plain = plain_weights(self.output) if output is self.output else None
-        y_BND = self.memory.project(y_BHNE, query, reading, output, plain)
-        y_BND = self.dropout(self.memory.finish(y_BND, query, reading))
-        return Attended(y_BND, k, v, query, reading, result.auxiliary_loss, usage_BL)
+        y_BND = self.dropout(self.memory.project(y_BHNE, query, reading, output, plain))
+        return Attended(y_BND, query, reading, result.auxiliary_loss, weights, result.state)
 
-    def _attend_context(
-        self, q: Tensor, context: Context | None, bias_BHNM: Tensor | None, h_BND: Tensor
-    ) -> AttentionOutput:
-        """Attention of all queries over all valid slots of the context."""
-        if context is None:
-            return AttentionOutput(torch.zeros_like(q))
-        rows = q.shape[0]
-        k_BHME, v_BHME, empty_BM = (t.expand(rows, *t.shape[1:]) for t in (*context[:2], ~context.valid_BM))
-        return self.core(q, k_BHME, v_BHME, key_padding_mask=empty_BM, bias_BHNM=bias_BHNM, x_BND=h_BND)
-
-    def _recall(self, recalled: Recalled | None) -> Context | None:
-        if recalled is None:
-            return None
-        hidden_BMD = torch.where(recalled.valid_BM[..., None], recalled.hidden_BMD, 0)
-        k, v = self.project_kv(hidden_BMD)
-        if recalled.weight_BM is not None:
-            v = v * recalled.weight_BM[:, None, :, None]
-        return Context(k, v, recalled.positions_BMP, recalled.valid_BM, recalled.consecutive)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], more: dict[str, Any]) -> AttentionOutput:
+        """The core's result; `mask` says who sees what, `more` is what else cores may look at."""
+        return self.core(q, k, v, **mask, **more, want_lse="lse" in self.memory.needs)
 
     def _place(
         self,
@@ -340,8 +305,9 @@ class SelfAttention(nn.Module):
         run: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Context | None]:
         """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
+        slots = 0
         if context is not None:
-            keep = context.valid_BM[:, None, :, None]
+            keep, slots = context.valid_BM[:, None, :, None], context.k_BHME.shape[2]
             # A NaN in an empty slot would survive a mask on the logits.
             k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
             context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
@@ -349,12 +315,11 @@ class SelfAttention(nn.Module):
             return q, k, bias, context
         if context is not None:
             context = context._replace(k_BHME=self.positions.rotate(context.k_BHME, context.positions_BMP))
-        own = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
-        if own is not None:
-            if not self.own_keys:
-                own = own[..., : own.shape[-1] - positions_BNP.shape[1]]
-            bias = own if bias is None else own + bias
-        placed_k = self.positions.rotate(k, positions_BNP) if self.own_keys else k
+        placed = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
+        if placed is not None:
+            placed = placed[..., : slots + k.shape[2]]
+            bias = placed if bias is None else placed + bias
+        placed_k = self.positions.rotate(k, positions_BNP[:, : k.shape[2]])
         return self.positions.query(q, positions_BNP), placed_k, bias, context
 
 
@@ -372,11 +337,17 @@ def _hide(bias_BHNM: Tensor | None, visible_BHNM: Tensor, dtype: torch.dtype) ->
     return bias_BHNM.masked_fill(~visible_BHNM, -torch.inf)
 
 
-def _with_context(visible_NN: Tensor, sees_context_N: Tensor | None, slots: int) -> Tensor:
-    """(1, 1, N, slots + N) from what is visible in the segment."""
-    n = visible_NN.shape[0]
-    context_NM = visible_NN.new_ones(n, slots) if sees_context_N is None else sees_context_N[:, None].expand(n, slots)
-    return torch.cat([context_NM, visible_NN], 1)[None, None]
+def _visible(visible_NN: Tensor | None, context: Context | None, tokens: int) -> Tensor | None:
+    """(B or 1, 1, N, M + N): which keys of context and segment each token sees; None where no mask is needed."""
+    slots_BHNM = None if context is None else context.visible_BHNM
+    if visible_NN is None and slots_BHNM is None:
+        return None
+    if visible_NN is None:
+        assert slots_BHNM is not None
+        return F.pad(slots_BHNM, (0, tokens), value=True)
+    if slots_BHNM is None:
+        return F.pad(visible_NN, (0 if context is None else context.k_BHME.shape[2], 0), value=True)[None, None]
+    return torch.cat([slots_BHNM, visible_NN.expand(*slots_BHNM.shape[:3], tokens)], -1)
 
 
 def _near(positions_BNP: Tensor, context: Context | None, window: int, run: bool) -> Tensor:
@@ -390,18 +361,6 @@ def _near(positions_BNP: Tensor, context: Context | None, window: int, run: bool
         query_BN1 = positions_BNP[..., :1]
         key_B1M = _of_all(positions_BNP, context)[..., 0][:, None]
     return (query_BN1 - key_B1M < window)[:, None]
-
-
-def join(first: Context | None, second: Context | None) -> Context | None:
-    """Both contexts, one behind the other; a context of one row serves all rows."""
-    if first is None or second is None:
-        return first if second is None else second
-    rows = max(first.k_BHME.shape[0], second.k_BHME.shape[0])
-    pairs = [[t.expand(rows, *t.shape[1:]) for t in pair] for pair in zip(first[:4], second[:4], strict=True)]
-    (k_BHME, v_BHME), (positions_BMP, valid_BM) = (
-        [torch.cat(pair, dim) for pair in some] for some, dim in ((pairs[:2], 2), (pairs[2:], 1))
-    )
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM)
 
 
 def shows_the_future(memory: str) -> str:

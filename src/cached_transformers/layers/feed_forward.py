@@ -48,8 +48,8 @@ class FeedForward(nn.Module):
         super().__init__()
         plain = activation.removeprefix(GATED)
         if plain not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation={activation!r} must be one of {known}; 'gated_' may stand before each")
+            names = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation={activation!r} must be one of {names}; 'gated_' may stand before each")
         self.gated = plain != activation
         self.norm = norm if norm is not None else nn.Identity()
         self.enter = nn.Linear(width, hidden * (1 + self.gated), bias=bias)

@@ -1,4 +1,4 @@
-"""GRC attention as one layer (arXiv:2312.12742, Algorithm 1); the mechanism itself is in `memories/grc.py`.
+"""GRC attention as one layer (arXiv:2312.12742, Algorithm 1); the mechanism itself is in `memories/grc/grc.py`.
 
 Legend: B rows, N tokens, D model width.
 """
@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from ..attentions.base import Attention
-from ..memories.cached_attention import cache_width
-from ..memories.grc import GRC
+from cached_transformers.memories.grc.grc import GRC
+from cached_transformers.memories.parts.shared_cache_memory import cache_width
+from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.positions import Positions
+
 from .attention import SelfAttention
-from .positions import Positions
 from .reduction import SpatialReduction
 
 
@@ -24,7 +25,7 @@ class GRCAttention(SelfAttention):
         width: D. heads: H. length: M, slots of the cache.
         core, positions, norm, bias, dropout: as `SelfAttention`.
         reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none.
-        grc: further options of `cached_transformers.memories.grc.GRC` (variant, ratio, candidate, ...).
+        grc: further options of `cached_transformers.memories.grc.grc.GRC` (variant, ratio, candidate, ...).
 
     Example:
         >>> layer = GRCAttention(384, 6, length=197, ratio=0.5)

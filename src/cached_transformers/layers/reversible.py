@@ -79,16 +79,16 @@ class _Reversible(torch.autograd.Function):
         a_BND, b_BND = ctx.saved_tensors
         grads: dict[nn.Parameter, Tensor | None] = dict.fromkeys(ctx.parameters)
         for sublayer, random in zip(reversed(ctx.sublayers), reversed(ctx.random), strict=True):
-            own = [p for p in dict.fromkeys(sublayer.parameters) if p.requires_grad]
+            trained = [p for p in dict.fromkeys(sublayer.parameters) if p.requires_grad]
             x_BND = a_BND.detach().requires_grad_()
             with torch.enable_grad(), _random(random, x_BND.device), torch.autocast(**ctx.autocast):
                 y_BND, loss = sublayer.run(x_BND)
             outputs = [(y_BND, db_BND.to(y_BND.dtype)), (loss, dloss.to(loss.dtype))]
             outputs = [(out, grad) for out, grad in outputs if out.requires_grad]
             found = torch.autograd.grad(
-                [out for out, _ in outputs], [x_BND, *own], [grad for _, grad in outputs], allow_unused=True
+                [out for out, _ in outputs], [x_BND, *trained], [grad for _, grad in outputs], allow_unused=True
             )
-            for parameter, grad in zip(own, found[1:], strict=True):
+            for parameter, grad in zip(trained, found[1:], strict=True):
                 before = grads[parameter]
                 grads[parameter] = grad if before is None else before if grad is None else before + grad
             a_BND, b_BND = b_BND - y_BND.detach(), a_BND
@@ -98,8 +98,8 @@ class _Reversible(torch.autograd.Function):
 
 def _random_state(device: torch.device) -> list[Tensor]:
     """States of the generators that dropout on the device draws from."""
-    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
-    return [torch.get_rng_state(), *own]
+    of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *of_device]
 
 
 @contextlib.contextmanager

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..memories.shared_cache import in_backward
-from ..registry import unknown_name
+from cached_transformers.memories.parts.shared_cache import in_backward
+from cached_transformers.registry import unknown_name
+
 from .feed_forward import ACTIVATIONS, FeedForward
 
 ExpertsSpec = int | Mapping[str, Any] | None

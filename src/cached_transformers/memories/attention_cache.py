@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from .cached_attention import CachedAttention, cache_width
-from .interpolation import Interpolation
-from .memory_branch import MemoryBranch
-from .shared_cache import SharedCache, Sync, one_of
+from cached_transformers.registry import MEMORIES
+
+from .parts.interpolation import Interpolation
+from .parts.memory_branch import MemoryBranch
+from .parts.options import one_of
+from .parts.shared_cache import SharedCache, Sync
+from .parts.shared_cache_memory import SharedCacheMemory, cache_width
 
 
 class AttendedCache(SharedCache):
@@ -57,10 +59,10 @@ class AttendedCache(SharedCache):
                 nn.init.zeros_(linear.bias)
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
-        known_MC = cache_MC.to(s_BMC.dtype)
-        q_BMC = self.query(s_BMC) + self.query_cache(known_MC)
-        own, known = self.key_value(s_BMC), self.key_value(known_MC)
-        k, v = torch.cat([known.expand_as(own), own], 1).chunk(2, -1)
+        held_MC = cache_MC.to(s_BMC.dtype)
+        q_BMC = self.query(s_BMC) + self.query_cache(held_MC)
+        of_slots, of_cache = self.key_value(s_BMC), self.key_value(held_MC)
+        k, v = torch.cat([of_cache.expand_as(of_slots), of_slots], 1).chunk(2, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q_BMC, k, v))
         news_BMC = self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         weight, bias = (t.to(cache_MC.dtype) for t in (self.norm.weight, self.norm.bias))
@@ -83,13 +85,17 @@ class StoredCache(SharedCache):
 @MEMORIES.register(
     "attention_cache",
     paper="arXiv:2312.12742",
-    equations="K_t = mean_B LayerNorm(K + attention of S over [K; S]);  o = sigmoid(lambda) o_mem + ...",
+    title="Cached Transformers",
+    carries="a cache that attention updates, of all rows",
+    purpose="a cache for images and encoders",
+    equations="K_t = mean_B LayerNorm(K + attention of S over [K; S]), or S with update='store';  "
+    "o = sigmoid(lambda) o_mem + ...",
     state="one cache (M, ratio * D) for all rows and steps, a buffer of the layer",
     cost="multiply-adds per row and layer, N = M: (5 + 5 / B) N C^2 + 6 N^2 C in training, N C^2 + 2 N^2 C folded",
     reach="all earlier training steps, with update='store' the last one; the same for all rows",
     gradient="through K_t within the step, into the update and tokens; K_{t-1} is a constant",
 )
-class AttentionCache(CachedAttention):
+class AttentionCache(SharedCacheMemory):
     """Shared cache updated by attention, or by nothing, in the place of GRC's gates; the comparison of the GRC paper.
 
     Args:

@@ -23,11 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from .compression import FUNCTIONS, LEARNED
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
+
+from .parts.compression import FUNCTIONS, LEARNED
+from .parts.options import check_choices, check_sizes
+from .parts.rows import Rows, empty_rows, push
 
 
 class CompressiveState(NamedTuple):
@@ -40,12 +43,20 @@ class CompressiveState(NamedTuple):
 @MEMORIES.register(
     "compressive",
     paper="arXiv:1911.05507",
+    title="Compressive Transformer",
+    carries="the last inputs of every layer, and older ones compressed",
+    purpose="more of the past in as many slots",
     equations="keys and values of [f(evicted groups), last inputs, segment]; f trained to keep attention's result",
     state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 (convolution) multiply-adds",
+    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 "
+    "(convolution) multiply-adds; training adds (2 D^2 + 2 N D) (1 + 1 / rate) for the attention loss",
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
+    probe=Probing(
+        lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
+        lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
+    ),
 )
 class Compressive(LayerMemory):
     """The last inputs of the layer, and before them older ones compressed.
@@ -72,7 +83,7 @@ class Compressive(LayerMemory):
         ValueError: sizes too small, unknown names, or options that exclude each other.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,
@@ -98,15 +109,14 @@ class Compressive(LayerMemory):
         self.eval_compressed = compressed if eval_compressed is None else eval_compressed
         self._check(function, loss)
         make = FUNCTIONS[function]
-        self.weighs = function == "most_used" and compressed > 0
+        if function == "most_used" and compressed:
+            self.needs = self.needs | {"weights"}
         self.function = make(rate, width) if make is not None and compressed else None
         self.loss = loss or ("attention" if function in LEARNED and compressed else None)
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        for name, value in {"length": self.length, "eval_length": self.eval_length, "rate": self.rate}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(length=self.length, eval_length=self.eval_length, rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")
@@ -115,15 +125,12 @@ class Compressive(LayerMemory):
                 f"compressed={self.compressed} and eval_compressed={self.eval_compressed}: a model that compresses "
                 "needs slots both times; make both 0 or both at least 1"
             )
-        choices = {
-            "function": (function, tuple(FUNCTIONS)),
-            "loss": (loss, (None, "attention", "autoencoding", "task")),
-            "error": (self.error, ("norm", "mean_square")),
-            "positions": (self.positions, ("slots", "age")),
-        }
-        for option, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        check_choices(
+            function=(function, tuple(FUNCTIONS)),
+            loss=(loss, (None, "attention", "autoencoding", "task")),
+            error=(self.error, ("norm", "mean_square")),
+            positions=(self.positions, ("slots", "age")),
+        )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "
@@ -180,13 +187,14 @@ class Compressive(LayerMemory):
 
     def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows:
         """The compressed slots with one in `rate` of what left, in the order of time."""
-        usage_BL, (x_BND, *_), query = trace.usage_BL, trace, trace.query
-        assert usage_BL is not None and query.positions_BNP is not None
+        x_BND, query = trace.x_BND, trace.query
+        assert trace.weights_BHNL is not None and query.positions_BNP is not None
+        usage_BL = mean_weight(trace.weights_BHNL)
         # The context begins with what `read` lined up: the recent states are its last ones.
         m, slots, n = state.recent.hidden_BMD.shape[1], sum(rows.hidden_BMD.shape[1] for rows in state), x_BND.shape[1]
         before = Rows(usage_BL[:, slots - m : slots, None], state.recent.positions_BMP, state.recent.count_B)
-        own_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
-        used = push_groups(before, own_BN1, query.positions_BNP, query.padding_BN, self.rate)
+        segment_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
+        used = push_groups(before, segment_BN1, query.positions_BNP, query.padding_BN, self.rate)
         weight_BE = used.hidden_BED[..., 0].masked_fill(~used.real_BE, -torch.inf)
         rank_BE = weight_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         stays_BE = rank_BE < gone.real_BE.sum(1, keepdim=True) // self.rate
@@ -217,6 +225,13 @@ class Compressive(LayerMemory):
         else:
             error_B = wide_BND.square().sum((1, 2)) / (counted_BN.sum(1).clamp(min=1) * wide_BND.shape[2])
         return error_B.sum() / some_B.sum().clamp(min=1)
+
+
+def mean_weight(weights_BHNL: Tensor) -> Tensor:
+    """(B, L): weight of each key, mean over the heads and the tokens that see the key."""
+    counted_BHNL = ~weights_BHNL.isnan()
+    sums_BL = torch.where(counted_BHNL, weights_BHNL, 0).sum((1, 2))
+    return sums_BL / counted_BHNL.sum((1, 2)).clamp(min=1)
 
 
 def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:

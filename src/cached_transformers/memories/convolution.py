@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from .base import LayerMemory, Query, Reading
-from .cached_attention import cache_width
-from .memory_branch import PositionalConvolution
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, Linear, Query, Reading, Weights
+
+from .parts.memory_branch import PositionalConvolution
+from .parts.shared_cache_memory import cache_width
 
 
 @MEMORIES.register(
     "convolution",
     paper="arXiv:2312.12742 (control)",
+    title="Cached Transformers",
+    carries="nothing: the released code's convolution, a control",
+    purpose="a control that carries nothing",
     equations="y + conv3x3(x), D channels in ratio * D groups, class tokens excluded",
     state="none",
     cost="9 N D / ratio multiply-adds per row and layer",
@@ -36,19 +40,22 @@ class ConvolutionControl(LayerMemory):
         sequence: convolve along one dimension (text) with 3 taps instead of over a map.
     """
 
-    causal = False
+    needs = frozenset({"whole_segment", "token_map"})
 
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()
         groups = cache_width(width, heads, ratio)
         self.sequence = sequence
+        if sequence:
+            self.needs = self.needs - {"token_map"}
         self.convolution: nn.Module = (
             nn.Conv1d(width, width, 3, padding=1, groups=groups)
             if sequence
             else PositionalConvolution(width, groups, prefix)
         )
 
-    def finish(self, y_BND: Tensor, query: Query, reading: Reading) -> Tensor:
+    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
+        y_BND = super().project(y_BHNE, query, reading, linear, weights)
         if not self.sequence:
             return y_BND + self.convolution(query.x_BND, query.size)
         x_BND = query.x_BND

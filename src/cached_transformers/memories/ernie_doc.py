@@ -17,10 +17,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, whole_episode
+
+from .parts.rows import Rows, empty_rows, push
 
 
 class ErnieDocPositions(Positions):
@@ -90,11 +92,15 @@ class ErnieDocPositions(Positions):
 @MEMORIES.register(
     "ernie_doc",
     paper="arXiv:2012.15688",
+    title="ERNIE-Doc",
+    carries="the last outputs of the same layer; documents may be read twice",
+    purpose=("higher layers' results in lower layers", "a whole document, read more than once"),
     equations="keys and values of [SG(last M outputs of the same layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
     reach="unbounded, through M slots a layer",
     gradient="none into the memory; its keys and values train the projections",
+    probe=Probing(whole_episode),
 )
 class ErnieDoc(LayerMemory):
     """Keys and values of the last `length` outputs of the same layer.
@@ -119,7 +125,7 @@ class ErnieDoc(LayerMemory):
         ValueError: a size below 1, an unknown start, or `longest` without `relative`.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,

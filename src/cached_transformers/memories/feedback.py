@@ -19,19 +19,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, Entry, ModelMemory, Trace
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    Projections,
+    Through,
+    Tokens,
+    Trace,
+)
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, whole_episode
 
-if TYPE_CHECKING:
-    from ..layers.attention import SelfAttention
+from .parts.options import NO_MEMORY, check_choices, check_sizes
+from .parts.rows import Rows, empty_rows, push
 
 
 class LearnedDistances(Positions):
@@ -67,19 +76,23 @@ class Opened(NamedTuple):
     pairs: Rows
     zero_11W: Tensor
     written_B: Tensor
-    layers: Sequence[SelfAttention]
+    layers: Sequence[Projections]
 
 
 @MEMORIES.register(
     "feedback",
     paper="arXiv:2002.09402",
-    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}",
+    title="Feedback Transformer",
+    carries="one vector a token, mixed of all layers",
+    purpose="higher layers' results in lower layers",
+    equations="m_j = sum_n softmax(w)_n x_j^n; every layer of token i attends m_{i-M} .. m_{i-1}, and not itself",
     state="per row: M (4 D + 8) + 8 bytes; with keep='kv' M (8 S D + 8) + 8",
     cost="in place of self-attention, per token and layer: 3 M D; once (shared) or per layer: 2 D^2 (1 + M / N) "
     "multiply-adds; tokens in sequence",
     reach="unbounded, through what the mixtures of the last M tokens hold",
     gradient="through the memory of the segments of one bptt window",
     exact_when="always: how a stream is cut changes nothing (without official_renorm)",
+    probe=Probing(whole_episode),
 )
 class Feedback(ModelMemory):
     """The past as one vector a token, mixed of all layers, which every layer attends instead of the segment.
@@ -107,9 +120,7 @@ class Feedback(ModelMemory):
         ValueError: a size below 1, an unknown name, or `official_renorm` of a memory that keeps no hidden states.
     """
 
-    insertion = "kv"
-    step = 1
-    own_keys = False
+    needs = frozenset({"state", "context", "context_alone", "kv_projection", "layer_traces", "pieces"})
 
     def __init__(
         self,
@@ -125,17 +136,12 @@ class Feedback(ModelMemory):
         official_renorm: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "depth": depth}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
-        choices = {
-            "positions": (positions, ("learned", "relative", None)),
-            "start": (start, ("empty", "zeros")),
-            "keep": (keep, ("hidden", "kv")),
-        }
-        for option, (choice, known) in choices.items():
-            if choice not in known:
-                raise ValueError(f"{option}={choice!r} must be one of {', '.join(map(repr, known))}")
+        check_sizes(NO_MEMORY, length=length, depth=depth)
+        check_choices(
+            positions=(positions, ("learned", "relative", None)),
+            start=(start, ("empty", "zeros")),
+            keep=(keep, ("hidden", "kv")),
+        )
         if official_renorm and keep == "kv":
             raise ValueError("official_renorm=True normalises hidden states, which keep='kv' drops; take keep='hidden'")
         self.width, self.heads, self.length, self.shared_kv = width, heads, length, shared_kv
@@ -146,8 +152,11 @@ class Feedback(ModelMemory):
         if positions == "learned":
             self.table_EM = nn.Parameter(torch.randn(width // heads, length) / math.sqrt(width // heads))
 
-    def layer_keys(self, index: int) -> bool:
-        return index == 0 or not self.shared_kv
+    def layer_memory(self, index: int) -> LayerMemory:
+        memory = LayerMemory()
+        if index == 0 or not self.shared_kv:
+            memory.needs = frozenset({"kv_projection"})
+        return memory
 
     def position_scheme(self) -> Positions | None:
         if self.table_EM is not None:
@@ -158,7 +167,15 @@ class Feedback(ModelMemory):
         channels = self.width if self.keep == "hidden" else 2 * self.sets * self.width
         return empty_rows(batch_size, self.length, channels, like)
 
-    def open(self, state: Rows, layers: Sequence[SelfAttention]) -> Opened:
+    def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[list[Tensor], Rows, None]:
+        opened, outputs = self._open(state, through.layers), []
+        for token in tokens.split(1):
+            output, opened, _ = super().run(opened, token, through)
+            outputs += output
+        return outputs, self._close(opened), None
+
+    def _open(self, state: Rows, layers: Sequence[Projections]) -> Opened:
+        """Keys and values of all slots, made once a segment."""
         zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
         written_B = torch.zeros_like(state.count_B)
         if self.keep == "kv":
@@ -166,7 +183,8 @@ class Feedback(ModelMemory):
         pairs = state._replace(hidden_BMD=self._pairs(state.clean_BMD, layers))
         return Opened(state, pairs, zero_11W, written_B, layers)
 
-    def close(self, opened: Opened) -> Rows:
+    def _close(self, opened: Opened) -> Rows:
+        """The state after the segment."""
         rows = opened.pairs if opened.mixtures is None else opened.mixtures
         if not self.official_renorm:
             return rows
@@ -174,19 +192,17 @@ class Feedback(ModelMemory):
         again_BMD = opened.layers[0].norm(rows.clean_BMD).to(rows.hidden_BMD.dtype)
         return rows._replace(hidden_BMD=torch.where(new_BM[..., None], again_BMD, rows.hidden_BMD))
 
-    def _pairs(self, mixture_BND: Tensor, layers: Sequence[SelfAttention]) -> Tensor:
+    def _pairs(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> Tensor:
         """(B, N, W): keys and values of each set, side by side."""
         made = [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
         return torch.cat([t.transpose(1, 2).flatten(2) for t in made], -1)
 
-    def enter(
-        self, state: Opened, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
-    ) -> Entry:
+    def enter(self, state: Opened, tokens: Tokens) -> Entry:
         pairs, valid_BM = state.pairs, state.pairs.valid_BM
         pairs_BMW = torch.where(valid_BM[..., None], pairs.hidden_BMD, state.zero_11W.to(pairs.hidden_BMD.dtype))
         # An empty slot that is attended stands where a token would have stood.
         steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
-        before_BMP = positions_BNP[:, :1] + steps_M[None, :, None]
+        before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
         if self.start == "zeros":
             valid_BM = torch.ones_like(valid_BM)
@@ -195,9 +211,7 @@ class Feedback(ModelMemory):
             Context(k, v, positions_BMP, valid_BM, consecutive=True)
             for k, v in zip(heads[::2], heads[1::2], strict=True)
         ]
-        if self.shared_kv:
-            return Entry(x_BND, positions_BNP, padding_BN, context=contexts[0])
-        return Entry(x_BND, positions_BNP, padding_BN, contexts=contexts)
+        return Entry(tokens, contexts * len(state.layers) if self.shared_kv else contexts)
 
     def exit(self, state: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Opened, None]:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN

@@ -23,9 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from .base import Entry, ModelMemory, Trace
-from .memory_tokens import carried_norm
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .parts.memory_tokens import carried_norm
+from .parts.slot_attention import SlotAttention
 
 
 class Slots(NamedTuple):
@@ -38,7 +41,7 @@ class Slots(NamedTuple):
 def write_slots(
     slots_BHME: Tensor,
     q_BHME: Tensor,
-    own_k_BHME: Tensor,
+    slot_k_BHME: Tensor,
     k_BHNE: Tensor,
     v_BHNE: Tensor,
     temperature: float,
@@ -46,12 +49,14 @@ def write_slots(
 ) -> Tensor:
     """What each slot makes of itself and the tokens, (B, H, M, E); a slot's value for itself is the slot as it is."""
     scale = 1 / (math.sqrt(q_BHME.shape[-1]) * temperature)
-    own_BHM1 = (q_BHME * own_k_BHME).sum(-1, keepdim=True)
+    itself_BHM1 = (q_BHME * slot_k_BHME).sum(-1, keepdim=True)
     tokens_BHMN = q_BHME @ k_BHNE.mT
     if padding_BN is not None:
         tokens_BHMN = tokens_BHMN.masked_fill(padding_BN[:, None, None], -torch.inf)
-    own_BHM1, tokens_BHMN = (scale * torch.cat([own_BHM1, tokens_BHMN], -1)).softmax(-1).split([1, k_BHNE.shape[2]], -1)
-    return own_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
+    itself_BHM1, tokens_BHMN = (
+        (scale * torch.cat([itself_BHM1, tokens_BHMN], -1)).softmax(-1).split([1, k_BHNE.shape[2]], -1)
+    )
+    return itself_BHM1 * slots_BHME + tokens_BHMN @ v_BHNE
 
 
 def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
@@ -62,11 +67,15 @@ def forget(slots_BMD: Tensor, bias_MD: Tensor) -> Tensor:
 @MEMORIES.register(
     "memformer",
     paper="arXiv:2010.06891",
+    title="Memformer",
+    carries="slots that every layer reads, rewritten after each segment",
+    purpose="a state of fixed size, written by what training needs",
     equations="blocks attend the slots; slot' = normalise(softmax(slot and tokens / tau) values + b)",
     state="per row: 4 M D + 8 bytes",
     cost="per token: 2 D^2 (1 + M / N) + 2 M D a layer (read), 2 D^2 (1 + M / N) + 2 M D once (write) multiply-adds",
     reach="unbounded; what fits into M slots",
     gradient="through the slots, over `bptt` segments",
+    probe=Probing(fixed(length=2, temperature=0.5), learning_rate=1e-3),
 )
 class Memformer(ModelMemory):
     """Slots that every block attends, each rewritten after a segment from itself and the segment's tokens.
@@ -91,7 +100,7 @@ class Memformer(ModelMemory):
             divide; an unknown norm.
     """
 
-    insertion = "sublayer"
+    needs = frozenset({"state", "slots"})
 
     def __init__(
         self,
@@ -131,15 +140,11 @@ class Memformer(ModelMemory):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def enter(
-        self,
-        state: Slots,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
-        return Entry(x_BND, positions_BNP, padding_BN, slots_BMD=self._slots(state))
+    def slot_attention(self, index: int) -> SlotAttention:
+        return SlotAttention(self.width, self.heads)
+
+    def enter(self, state: Slots, tokens: Tokens) -> Entry:
+        return Entry(tokens, slots=(self._slots(state),))
 
     def exit(self, state: Slots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Slots, None]:
         padding_BN = traces[0].query.padding_BN

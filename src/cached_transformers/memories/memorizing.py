@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..registry import MEMORIES
-from ..state import State
-from .base import LayerMemory, ProjectKV, Query, Reading, Trace
-from .gated_recurrent_cache import one_of
-from .neighbour_index import NeighbourIndex
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
+from cached_transformers.state import State
+
+from .parts.neighbour_index import NeighbourIndex
+from .parts.options import NO_MEMORY, check_sizes, one_of
 
 
 class Found(NamedTuple):
@@ -99,14 +101,28 @@ def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: T
     return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2), logits_BHNK.logsumexp(-1)
 
 
+def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """All of the episode is in the store of the first layer, and nearly all of it is found."""
+    length = whole_episode(segment, distance, depth)["length"]
+    return {"length": length, "k": length, "layer": 1}
+
+
+def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
+    return {**one_segment(segment, distance, depth), "k": segment, "layer": 1}
+
+
 @MEMORIES.register(
     "memorizing",
     paper="arXiv:2203.08913",
+    title="Memorizing Transformers",
+    carries="keys and values of one layer; the nearest are attended",
+    purpose="a choice out of a long past",
     equations="out = g_h V_m + (1 - g_h) V_c;  V_m = softmax(|s_h| q^ k^_J) v_J over the K nearest stored keys J",
     state="per row, in one layer: 8 M D + 8 bytes",
     cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
+    probe=Probing(_whole_store, _short_store),
 )
 class Memorizing(LayerMemory):
     """The nearest of the last `length` keys of one upper layer, mixed per head by a learned gate.
@@ -114,7 +130,7 @@ class Memorizing(LayerMemory):
     Queries and keys are compared without positions and at unit length, times a learned factor per head. The layer's own
     attention is left as it is; the original normalises its queries and keys too. The store is read before the segment
     is written to it. With `joint` one softmax runs over neighbours and segment, which an attention core must support
-    (`gives_lse`), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
+    ("lse"), and b is added to the neighbours' logits. With an index of faiss the state stays the same tensors,
     and compiled code breaks at the search.
 
     Args:
@@ -134,7 +150,7 @@ class Memorizing(LayerMemory):
             choice. ImportError: faiss is asked for and not installed.
     """
 
-    insertion: Literal["kv", "head", "none"] = "head"  # "none" in the layers that have no store
+    needs = frozenset({"state", "head"})  # nothing in the layers that have no store
 
     def __init__(
         self,
@@ -155,9 +171,7 @@ class Memorizing(LayerMemory):
         depth: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "eval_length": eval_length, "k": k}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; a model without memory takes memory=None")
+        check_sizes(NO_MEMORY, length=length, eval_length=eval_length, k=k)
         if heads < 1 or width % heads:
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
         if layer is not None and (layer < 1 or (depth is not None and layer > depth)):
@@ -178,7 +192,7 @@ class Memorizing(LayerMemory):
         if layer is None and depth is not None:
             layer = math.ceil(0.75 * depth)
         self.here = index is None or layer is None or index + 1 == layer
-        self.insertion, self.wants_lse = "head" if self.here else "none", joint and self.here
+        self.needs = self.needs | {"lse"} if joint and self.here else self.needs if self.here else frozenset()
         self.index = NeighbourIndex(faiss_index) if store == "faiss" else None
         if self.here:
             self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
@@ -217,7 +231,9 @@ class Memorizing(LayerMemory):
     def write(self, state: State, trace: Trace) -> tuple[State, None]:
         if not self.here:
             return state, None
-        return store(state, unit(trace.k_BHNE), trace.v_BHNE, trace.query.padding_BN), None
+        k_BHNE, v_BHNE = trace.query.k_BHNE, trace.query.v_BHNE
+        assert k_BHNE is not None and v_BHNE is not None
+        return store(state, unit(k_BHNE), v_BHNE, trace.query.padding_BN), None
 
     def close_gate(self) -> None:
         if self.here:

@@ -20,20 +20,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from ..state import State
-from .base import Entry, LayerMemory, ModelMemory, Trace
-from .memory_tokens import CacheBeforeTokens, check_cache, check_tokens, surround, visible_round
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing
+from cached_transformers.state import State
+
+from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round
+from .transformer_xl import CacheBeforeTokens
 
 
 @MEMORIES.register(
     "memory_transformer",
     paper="arXiv:2006.11527",
+    title="Memory Transformer",
+    carries="nothing: learned vectors beside each segment, a control",
+    purpose="a control that carries nothing",
     equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
     state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
+    probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):
     """Learned vectors beside every segment, which attention reads and writes; nothing is carried.
@@ -57,7 +64,7 @@ class MemoryTransformer(ModelMemory):
             model.
     """
 
-    insertion = "input"
+    needs = frozenset({"tokens_round"})
 
     def __init__(
         self,
@@ -81,39 +88,36 @@ class MemoryTransformer(ModelMemory):
                 "place='back' in a causal model puts the memory where no token sees it; take place='front', or "
                 "memory='rmt', which carries what is written behind the segment into the next one"
             )
-        self.length, self.place, self.own_weights = length, place, control
-        self.around = length
+        self.length, self.place, self.extra_tokens = length, place, length
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
-        self.masks = (causal and self.full) or cache > 0
+        more = {"bias"} if (causal and self.full) or cache else set()
+        self.needs = (
+            self.needs | more | (CacheBeforeTokens.needs if cache else set()) | ({"own_weights"} if control else set())
+        )
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
-    def enter(
-        self, state: State, x_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, inputs: Tensor | None
-    ) -> Entry:
-        memory_BMD = self.initial_MD.expand(x_BND.shape[0], -1, -1)
+    def enter(self, state: State, tokens: Tokens) -> Entry:
+        n, device = tokens.x_BND.shape[1], tokens.x_BND.device
+        memory_BMD = self.initial_MD.expand(tokens.x_BND.shape[0], -1, -1)
         front_BMD, back_BMD = (memory_BMD, None) if self.place == "front" else (None, memory_BMD)
-        n, device = x_BND.shape[1], x_BND.device
-        around = surround(x_BND, positions_BNP, padding_BN, front_BMD, back_BMD)
-        visible_NN, sees_context_N = self._visible(n, device)
-        return Entry(*around, own=(self._start, n), visible_NN=visible_NN, sees_context_N=sees_context_N)
+        surrounded = surround(tokens, front_BMD, back_BMD)
+        return Entry(surrounded, segment=(self._start, n), visible_NN=self._visible(n, device))
 
-    def _visible(self, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """What each token sees of the segment, and which tokens see the cache."""
-        visible_LL = visible_round(self.length, n, 0, device) if self.causal_model and self.full else None
+    def _visible(self, n: int, device: torch.device) -> Tensor | None:
+        """What each token sees of the others; None where the model's own order says it."""
+        if self.causal_model and self.full:
+            return visible_round(self.length, n, 0, device)
         if not self.cache:
-            return visible_LL, None
-        place_L = torch.arange(self.length + n, device=device)
-        if visible_LL is None:
-            visible_LL = (
-                place_L[:, None] >= place_L if self.causal_model else torch.ones_like(place_L[:, None] >= place_L)
-            )
-        return visible_LL, (place_L >= self._start) & (place_L < self._start + n)
+            return None
+        visible_LL = torch.ones(self.length + n, self.length + n, dtype=torch.bool, device=device)
+        return visible_LL.tril() if self.causal_model else visible_LL
 
     def layer_memory(self, index: int) -> LayerMemory:
         if not self.cache:
             return LayerMemory()
-        return CacheBeforeTokens(self.width, self.heads, self.cache, gap=self._start)
+        sides = {"front": self._start, "back": self.length - self._start}
+        return CacheBeforeTokens(self.width, self.heads, self.cache, read_by_all=False, **sides)
 
     @property
     def _start(self) -> int:

@@ -17,15 +17,19 @@ Legend: B rows, N tokens, K summaries of a block, M slots, H heads, E head width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..registry import MEMORIES
-from .base import Entry, ModelMemory, Recalled, Trace
-from .rows import Rows, empty_rows, push
-from .shared_cache import one_of
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .parts.options import check_sizes, one_of
+from .parts.recall import recalled
+from .parts.rows import Rows, empty_rows, push
 
 
 class SideAttention(nn.Module):
@@ -80,11 +84,15 @@ class ReadTwiceState(NamedTuple):
 @MEMORIES.register(
     "read_twice",
     paper="arXiv:2105.04241",
+    title="ReadTwice",
+    carries="summaries of all blocks, for a second read",
+    purpose="a whole document, read more than once",
     equations="second read: x + side attention over summaries s_b = summary(H_b) of the first read, and a no-op key",
     state="per row, for the whole model: M (4 D + 16) + 16 bytes",
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",
     reach="all blocks of a document that the table holds, in both directions with scope='document'",
     gradient="through the summaries into the first read of every block that bptt covers",
+    probe=Probing(fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
 )
 class ReadTwice(ModelMemory):
     """Summaries of all blocks of a document, made by a first read and attended in a second (`SegmentLoop(passes=2)`).
@@ -120,8 +128,7 @@ class ReadTwice(ModelMemory):
         ValueError: an unknown choice, a size below 1, or options that exclude each other.
     """
 
-    insertion = "sublayer"
-    rewinds = True
+    needs = frozenset({"state", "slots"})
 
     def __init__(
         self,
@@ -143,10 +150,7 @@ class ReadTwice(ModelMemory):
         depth: int = 1,
     ) -> None:
         super().__init__()
-        sizes = {"slots": slots, "every": every, "top_k": top_k, "clip": clip, "block_length": block_length}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_sizes(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
         one_of("summary", summary, ("cls", "ends", "mean"))
         one_of("after", after, ("none", "tanh", "place"))
         one_of("attention", attention, ("side", "joint"))
@@ -168,10 +172,13 @@ class ReadTwice(ModelMemory):
                 f"top_k={top_k} and clip={clip} belong to a side attention; take attention='side', or leave them out"
             )
         if attention == "joint":
-            self.insertion = "kv"  # type: ignore[assignment]
-        self.width, self.slots, self.every, self.step = width, slots, every, block_length
+            self.needs = frozenset({"state", "context", "kv_projection"})
+        if block_length is not None:
+            self.needs = self.needs | {"pieces"}
+        self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
+        self.rereads = scope == "earlier"
         self.readers = range(depth) if layer is None else (layer % depth,)
         self.norm = nn.LayerNorm(width)
         self.ends = nn.Linear(2 * width, width) if summary == "ends" else None
@@ -179,50 +186,49 @@ class ReadTwice(ModelMemory):
         self.place = nn.Embedding(slots, width) if after == "place" else None
         self.place_norm = nn.LayerNorm(width) if after == "place" else None
 
-    def slot_attention(self, index: int, width: int, heads: int) -> SideAttention | None:
-        return SideAttention(width, heads, top_k=self.top_k, clip=self.clip) if index in self.readers else None
+    def slot_attention(self, index: int) -> SideAttention | None:
+        if self.attention == "joint" or index not in self.readers:
+            return None
+        return SideAttention(self.width, self.heads, top_k=self.top_k, clip=self.clip)
 
     def init_state(self, batch_size: int, like: Tensor) -> ReadTwiceState:
         table = empty_rows(batch_size, self.slots, self.width, like, channels=2)
         return ReadTwiceState(table, torch.zeros_like(table.count_B))
 
-    def enter(
-        self,
-        state: ReadTwiceState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def run(self, state: ReadTwiceState, tokens: Tokens, through: Through) -> tuple[list[Tensor], ReadTwiceState, None]:
+        outputs = []
+        for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
+            output, state, _ = super().run(state, block, through)
+            outputs += output
+        return outputs, state, None
+
+    def enter(self, state: ReadTwiceState, tokens: Tokens) -> Entry:
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
-        visible_BM, _, number_B = self._look(state, positions_BNP)
+        visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
-            recalled = Recalled(state.table.hidden_BMD, begin_BM[..., None], visible_BM)
-            readers = [recalled if index in self.readers else None for index in range(self.depth)]
-            return Entry(x_BND, positions_BNP, padding_BN, recalled=readers)
-        return Entry(
-            x_BND,
-            positions_BNP,
-            padding_BN,
-            slots_BMD=state.table.hidden_BMD,
-            slots_valid_BM=visible_BM,
-            slots_places_BM=number_BM - number_B[:, None],
-        )
+            table_BMD, begin_BM1 = state.table.hidden_BMD, begin_BM[..., None]
+            summaries = partial(recalled, hidden_BMD=table_BMD, positions_BMP=begin_BM1, valid_BM=visible_BM)
+            return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
+        return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
+
+    def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
+        # The same positions again: what was read before is known by them.
+        return before._replace(model=after[-1].model)
 
     def _look(self, state: ReadTwiceState, positions_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The slots that this block sees, whether it is new to the row, and its number in the document."""
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         here_B1 = positions_BNP[:, 0, :1].expand(begin_BM.shape[0], -1)
         valid_BM = state.table.valid_BM
-        later_BM, own_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
+        later_BM, here_BM = valid_BM & (begin_BM >= here_B1), valid_BM & (begin_BM == here_B1)
         new_B = ~later_BM.any(1)
-        known_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
-        number_B = known_B - (~new_B & ~own_BM.any(1)).to(known_B.dtype)
+        first_B = torch.where(later_BM, number_BM, state.blocks_B[:, None]).amin(1)
+        number_B = first_B - (~new_B & ~here_BM.any(1)).to(first_B.dtype)
         visible_BM = valid_BM
         if self.scope == "earlier":
             visible_BM = valid_BM & ~later_BM
         elif self.scope == "others":
-            visible_BM = valid_BM & ~own_BM
+            visible_BM = valid_BM & ~here_BM
         if self.first_read == "plain":
             visible_BM = visible_BM & ~new_B[:, None]
         return visible_BM, new_B, number_B

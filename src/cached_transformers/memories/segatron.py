@@ -4,7 +4,8 @@ Transformer-XL whose distances are triples: tokens, sentences and paragraphs bet
 
     R_ij = [R^t(T_i - T_j); R^s(S_i - S_j); R^p(P_i - P_j)],  each block sines, then cosines, of a width of its own
 
-Legend: B rows, N tokens, M slots, K = M + N, H heads, E head width, D = H * E model width, P position channels.
+Legend: B rows, N tokens, M slots, K = M + N, Z distances, H heads, E head width, D = H * E model width, P position
+channels.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layers.positions import Positions, RelativePositions, angles, widest
-from ..registry import MEMORIES
-from .base import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Trace
-from .rows import Rows, empty_rows
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
+
+from .parts.rows import Rows, empty_rows
 from .transformer_xl import TransformerXL
 
 CHANNELS = 3
@@ -41,7 +44,7 @@ class SegatronPositions(RelativePositions):
     together cost what Transformer-XL's one costs. Each query meets every row of each table, 3 B H N K E multiply-adds,
     and picks by distance.
 
-    For causal attention over the last tokens: no two places are further apart than K - 1, in any channel.
+    For attention over the last tokens: no two places are further apart than K - 1, in any channel.
 
     Args:
         heads: H. head_width: E.
@@ -49,6 +52,8 @@ class SegatronPositions(RelativePositions):
         clamp: distances beyond it count as it, in each channel.
         shift: "exact", or "official" for D_ij = X_last - X_(j + N - 1 - i), the distance of the released code, which is
             right for tokens alone and shows every token where later sentences of its segment begin.
+        signed: keys may stand behind the query, whose distances are below 0; without, they count as 0, which is right
+            where no query sees them.
 
     Raises:
         ValueError: the widths are negative, odd, or not D in all; or the shift is unknown.
@@ -62,6 +67,7 @@ class SegatronPositions(RelativePositions):
         widths: Sequence[int] | None = None,
         clamp: int | None = None,
         shift: str = "exact",
+        signed: bool = False,
         base: float = 10000.0,
     ) -> None:
         super().__init__(heads, head_width, clamp=clamp, base=base)
@@ -73,27 +79,28 @@ class SegatronPositions(RelativePositions):
             )
         if shift not in ("exact", "official"):
             raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
-        self.shift = shift
+        self.shift, self.signed = shift, signed
 
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
         q_BHNE = (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
         keys = k_positions_BMP.shape[1]
-        distance_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(0, keys - 1)
-        rows_K = torch.arange(keys, device=q_BHNE.device)
+        least = 1 - keys if self.signed else 0
+        row_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1) - least
+        rows_Z = torch.arange(least, keys, device=q_BHNE.device)
         if self.clamp is not None:
-            rows_K = rows_K.clamp(max=self.clamp)
+            rows_Z = rows_Z.clamp(-self.clamp, self.clamp)
         bias_BHNK = q_BHNE.new_zeros(())
         for channel, weight_DW in enumerate(self.project.weight.split(self.widths, 1)):
             if not self.widths[channel]:
                 continue
-            angle = angles(rows_K[None, :, None], self.widths[channel], self.base, widest(rows_K.device))[0]
-            code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
-            table_HKE = (code_KW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
-            scores_BHNK = q_BHNE @ table_HKE.mT
-            index_BHNK = distance_BNKP[:, None, ..., channel].expand_as(scores_BHNK)
-            bias_BHNK = bias_BHNK + scores_BHNK.gather(-1, index_BHNK)
+            angle = angles(rows_Z[None, :, None], self.widths[channel], self.base, widest(rows_Z.device))[0]
+            code_ZW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
+            table_HZE = (code_ZW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
+            scores_BHNZ = q_BHNE @ table_HZE.mT
+            index_BHNK = row_BNKP[:, None, ..., channel].expand(*scores_BHNZ.shape[:3], keys)
+            bias_BHNK = bias_BHNK + scores_BHNZ.gather(-1, index_BHNK)
         return bias_BHNK
 
     def _distances(self, q_positions_BNP: Tensor, k_positions_BKP: Tensor) -> Tensor:
@@ -129,12 +136,16 @@ class SegatronLayer(TransformerXL):
 @MEMORIES.register(
     "segatron",
     paper="arXiv:2004.14996",
+    title="Segatron-XL",
+    carries="the last inputs of every layer, with places in tokens, sentences and paragraphs",
+    purpose="the last tokens as they were",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
     state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class Segatron(ModelMemory):
     """Transformer-XL that also knows how many sentences and paragraphs ago something was.
@@ -149,13 +160,16 @@ class Segatron(ModelMemory):
         widths: channels of the code of tokens, sentences and paragraphs; the paper's when None: an even third each,
             and the rest for paragraphs.
         shift: "exact"; or "official" for the distances of the released code, to run its checkpoints: they let every
-            token of a segment know where later sentences end, so that a loss measured with them is too low.
+            token of a segment know where later sentences end.
+        allow_leak: let a causal model have shift="official"; a loss measured with it is too low.
+        causal: of the model, which hands it over; without, keys behind a token have distances below 0.
 
     Raises:
-        ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift; when run, no token ids.
+        ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
+            that a bidirectional model has no use for; when run, no token ids.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection", "token_ids"})
 
     def __init__(
         self,
@@ -170,16 +184,29 @@ class Segatron(ModelMemory):
         clamp: int | None = None,
         widths: Sequence[int] | None = None,
         shift: str = "exact",
+        allow_leak: bool = False,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         for name, ends in {"sentence_ends": sentence_ends, "paragraph_ends": paragraph_ends}.items():
             if any(token < 0 for token in ends):
                 raise ValueError(f"{name}={tuple(ends)} must be token ids, none of them below 0")
+        if shift == "official" and not causal:
+            raise ValueError(
+                "shift='official' holds the distances of a causal model, and this one is none; take shift='exact'"
+            )
+        if shift == "official" and not allow_leak:
+            raise ValueError(
+                "shift='official' shows every token of a segment where later sentences end, so that a loss measured "
+                "with it means nothing; take shift='exact', or allow_leak=True to run the released code's checkpoints"
+            )
+        if allow_leak and shift != "official":
+            raise ValueError(f"allow_leak=True is for shift='official'; shift={shift!r} shows no token its future")
         self.width, self.heads = width, heads
         self.sentence_ends = tuple(sorted({*sentence_ends, *paragraph_ends}))
         self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
         self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length}
-        self.placed = {"clamp": clamp, "widths": widths, "shift": shift}
+        self.placed = {"clamp": clamp, "widths": widths, "shift": shift, "signed": not causal}
 
     def layer_memory(self, index: int) -> SegatronLayer:
         return SegatronLayer(self.width, self.heads, relative=False, **self.kept)  # type: ignore[arg-type]
@@ -191,14 +218,8 @@ class Segatron(ModelMemory):
         zeros = torch.zeros(2, batch_size, dtype=torch.long, device=like.device)
         return SegatronState(*zeros)
 
-    def enter(
-        self,
-        state: SegatronState,
-        x_BND: Tensor,
-        positions_BNP: Tensor,
-        padding_BN: Tensor | None,
-        inputs: Tensor | None,
-    ) -> Entry:
+    def enter(self, state: SegatronState, tokens: Tokens) -> Entry:
+        inputs, padding_BN = tokens.inputs_BN, tokens.padding_BN
         if inputs is None:
             raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
         here, behind = [], []
@@ -211,8 +232,8 @@ class Segatron(ModelMemory):
             behind.append(begun_B[:, None] + ended_BN.cumsum(1))
             here.append(behind[-1] - ended_BN.long())
         # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
-        positions_BNP = torch.cat([positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
-        return Entry(x_BND, positions_BNP, padding_BN)
+        positions_BNP = torch.cat([tokens.positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
+        return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
         positions_BNP = traces[0].query.positions_BNP

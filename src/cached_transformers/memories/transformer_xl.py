@@ -11,23 +11,31 @@ Legend: B rows, N tokens, M slots, H heads, D model width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..layers.positions import Positions, RelativePositions
-from ..registry import MEMORIES
-from .base import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from .rows import Rows, empty_rows, push
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
+
+from .parts.options import NO_MEMORY, check_sizes
+from .parts.rows import Rows, empty_rows, push
 
 
 @MEMORIES.register(
     "transformer_xl",
     paper="arXiv:1901.02860",
+    title="Transformer-XL",
+    carries="the last inputs of every layer",
+    purpose="the last tokens as they were",
     equations="keys and values of [SG(last M inputs of the layer), segment]; positions as distances",
     state="per row and layer: M (4 D + 8) + 8 bytes",
     cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
     """Keys and values of the last `length` inputs of the layer.
@@ -44,7 +52,7 @@ class TransformerXL(LayerMemory):
         ValueError: a length below 1.
     """
 
-    insertion = "kv"
+    needs = frozenset({"state", "context", "kv_projection"})
 
     def __init__(
         self,
@@ -58,9 +66,7 @@ class TransformerXL(LayerMemory):
         clamp: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"length": length, "eval_length": eval_length}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1 slot; a model without memory takes memory=None")
+        check_sizes(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
         self.width, self.heads, self.relative, self.clamp = width, heads, relative, clamp
@@ -85,3 +91,29 @@ class TransformerXL(LayerMemory):
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None
         return push(state, trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN)[0], None
+
+
+class CacheBeforeTokens(TransformerXL):
+    """A Transformer-XL cache whose tokens stand before the memory tokens that are in front of the segment.
+
+    Args:
+        width: D. heads: H. length: cached tokens.
+        front, back: memory tokens in front of the segment and behind it.
+        read_by_all: whether memory tokens see the cache; the segment's tokens do.
+    """
+
+    def __init__(self, width: int, heads: int, length: int, *, front: int, back: int, read_by_all: bool) -> None:
+        super().__init__(width, heads, length, relative=False)
+        self.front, self.back, self.read_by_all = front, back, read_by_all
+
+    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+        context = super().read(state, query, project_kv).context
+        assert context is not None
+        visible_BHNM = None
+        if not self.read_by_all:
+            tokens = query.x_BND.shape[1]
+            place_L = torch.arange(tokens, device=query.x_BND.device)
+            inside_L = (place_L >= self.front) & (place_L < tokens - self.back)
+            visible_BHNM = inside_L[:, None].expand(-1, context.k_BHME.shape[2])[None, None]
+        positions_BMP = context.positions_BMP - self.front
+        return Reading(context._replace(positions_BMP=positions_BMP, consecutive=False, visible_BHNM=visible_BHNM))

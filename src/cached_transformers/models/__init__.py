@@ -1,4 +1,12 @@
-"""Models; importing this package registers them all."""
+"""Models of this package's own layers; importing this package registers them.
+
+Detectors and models that others wrote stand in `cached_transformers.tasks` and `cached_transformers.integrations`;
+`cached_transformers.create_model` knows all of them.
+
+One file a model, a folder where it needs several (`encoder_decoder/`, `pvt/`); `stack_options` says what their stacks
+are made of, `stack_model` builds them and says where tokens stand. Beside them: `adaptive` (embedding and softmax with
+clusters), `initial_weights`, `pretrained` (weights for a backbone), `generation` and `beam_search`.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from ..registry import MODELS
-from . import hosted as hosted
-from .decoder import LanguageModel
-from .detector import FasterRCNN, MaskRCNN, RetinaNet
-from .encoder import SequenceClassifier
+from cached_transformers.registry import MODELS
+
 from .encoder_decoder import EncoderDecoder
+from .language_model import LanguageModel
+from .sequence_classifier import SequenceClassifier
 from .vision_transformer import VisionTransformer
 
-__all__ = [
-    "EncoderDecoder",
-    "FasterRCNN",
-    "LanguageModel",
-    "MaskRCNN",
-    "RetinaNet",
-    "SequenceClassifier",
-    "VisionTransformer",
-    "create_model",
-]
+__all__ = ["EncoderDecoder", "LanguageModel", "SequenceClassifier", "VisionTransformer", "create_model"]
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:

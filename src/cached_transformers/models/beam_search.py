@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..state import State, map_state, reorder, reset
+from cached_transformers.state import State, map_state, reorder, reset
 
 
 class GrowingText(Protocol):

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.block import StackState
-from ..state import State, named_tensors, reorder, repeat, reset
+from cached_transformers.state import State, reorder, repeat, reset
+
 from .beam_search import search
+from .segments import cut, read_segments, remembers
 
 
 class Generation(NamedTuple):
@@ -86,7 +87,7 @@ def generate(
     with evaluating(model):
         rows = prompt_BN.shape[0]
         state = model.init_state(rows) if state is None else state  # type: ignore[operator]
-        if segment_length is None and _remembers(state):
+        if segment_length is None and remembers(state):
             raise ValueError(
                 "this model has a memory, which is written once a segment; give segment_length, the length of the "
                 "segments it was trained on"
@@ -109,14 +110,18 @@ class Text:
         self.model, self.segment_length = model, segment_length
         self.options: dict[str, Any] = {"last_only": True} if getattr(model, "scores_last", False) else {}
         self.state = state
-        *whole, self.open_BN = prompt_BN.split(segment_length or prompt_BN.shape[1], 1)
-        for segment in whole:
-            self.state = model(segment, self.state, **self.options).state
+        *whole, last = cut(prompt_BN.shape[1], segment_length)
+        self.open_BN = prompt_BN[:, last]
+        for out in read_segments(self._read, [prompt_BN[:, segment] for segment in whole], state):
+            self.state = out.state
         self.after = self.state
+
+    def _read(self, tokens_BN: Tensor, state: State, reset_B: Tensor | None = None) -> Any:
+        return self.model(tokens_BN, state, **self.options)
 
     def read(self) -> Tensor:
         """Log-probabilities (B, V) of the next token, float32 or wider; `after` is then the state after all tokens."""
-        out = self.model(self.open_BN, self.state, **self.options)
+        out = self._read(self.open_BN, self.state)
         self.after = out.state
         scores_BV = out.outputs[:, -1]
         return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)).log_softmax(-1)
@@ -198,12 +203,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, training in modes:  # parents first
             if module.training != training:
                 module.train(training)
-
-
-def _remembers(state: State) -> bool:
-    """Whether a state holds more than the place in the stream."""
-    held = (state.model, state.layers) if isinstance(state, StackState) else state
-    return any(True for _ in named_tensors(held))
 
 
 def _check_prompt(prompt_BN: Tensor) -> None:

@@ -5,15 +5,21 @@ Legend: B rows, N tokens (class token and patches), D model width, H image heigh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from ..attentions import AttentionSpec
-from ..layers.block import ModelOutput, StackState
-from ..layers.positions import LearnedPositions
-from ..memories import MemorySpec
-from ..registry import MODELS
-from .parts import StackModel, initialise, make_stack
+from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.registry import MODELS
+from cached_transformers.seam.positions import LearnedPositions
+
+from .initial_weights import initialise
+from .stack_model import StackModel, make_stack
+from .stack_options import StackKeywords, StackOptions, takes_stack_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @MODELS.register("vision_transformer", paper="arXiv:2010.11929")
@@ -23,16 +29,14 @@ class VisionTransformer(StackModel):
     Args:
         image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        memory: None, a name, or {"name": ..., option: value}; its cache has one slot per token by default.
-        attention: name, or {"name": ..., option: value}.
-        dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
-        drop_path: stochastic depth of the last layer, growing linearly from 0.
-        reversible: activations are computed again from the result in backward; see `layers.reversible`.
+        options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has one
+            slot per token.
 
     Raises:
         ValueError: sizes that do not fit, unknown names, images of another size.
     """
 
+    @takes_stack_options("memory", "attention", "dropout", "attention_dropout", "drop_path", "reversible")
     def __init__(
         self,
         image_size: int,
@@ -43,14 +47,10 @@ class VisionTransformer(StackModel):
         depth: int = 12,
         heads: int = 6,
         feed_forward: int = 1536,
-        memory: MemorySpec = None,
-        attention: AttentionSpec = "softmax",
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
-        reversible: bool = False,
+        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
+        stack = StackOptions(width, depth, heads, feed_forward, **options)
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")
         side = image_size // patch_size
@@ -58,28 +58,19 @@ class VisionTransformer(StackModel):
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = LearnedPositions(side * side + 1, width)
-        self.dropout = nn.Dropout(dropout)
-        self.stack = make_stack(
-            width,
-            depth,
-            heads,
-            feed_forward,
-            memory=memory,
-            attention=attention,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            reversible=reversible,
-            drop_path=drop_path,
-            length=side * side + 1,
-            prefix=1,
-        )
+        self.dropout = nn.Dropout(stack.dropout)
+        self.stack = make_stack(stack, gives=("token_map",), length=side * side + 1, prefix=1)
         self.head = nn.Linear(width, classes)
         initialise(self)
 
     def forward(
         self, inputs_BCHW: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
     ) -> ModelOutput:
-        """Logits (B, classes) of images (B, C, H, W)."""
+        """Logits (B, classes) of images (B, C, H, W).
+
+        A state that is carried on makes each row a sequence of images, of which a memory has seen the earlier ones:
+        learned places are those in an image, and in the layers positions go on.
+        """
         expected = (self.channels, self.image_size, self.image_size)
         if tuple(inputs_BCHW.shape[1:]) != expected:
             raise ValueError(

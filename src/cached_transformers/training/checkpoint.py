@@ -113,11 +113,7 @@ class Checkpoints:
         temporary.replace(self.folder / name)
 
     def named(self, name: str) -> Path:
-        """The step folder that `last` or `best` names.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The step folder that `last` or `best` names (ValueError: there is none)."""
         pointer = self.folder / name
         if not pointer.is_file():
             raise ValueError(f"{self.folder} has no {name!r} checkpoint; the run has saved none yet")

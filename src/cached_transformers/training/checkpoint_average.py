@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.training.checkpoint import Checkpoint, Checkpoints, read_checkpoint
+from .checkpoint import Checkpoint, Checkpoints, read_checkpoint
 
 CACHES = ("copy", "average")
 
@@ -50,11 +50,7 @@ def average_checkpoints(model: nn.Module, paths: Sequence[Path], caches: str = "
 
 
 def newest_checkpoints(folder: Path, count: int) -> list[Path]:
-    """The newest step folders of a run, oldest first.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """The newest step folders of a run, oldest first (ValueError: there are fewer)."""
     if count < 1:
         raise ValueError(f"average={count} must be at least 1 checkpoint")
     paths = Checkpoints(folder / "checkpoints").paths()

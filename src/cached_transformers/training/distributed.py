@@ -72,8 +72,7 @@ def in_world(device: str, work: Callable[[World], T]) -> T:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return in_group(
-        lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())),
-        "nccl" if chosen.type == "cuda" else "gloo",
+        lambda: work(World(chosen, dist.get_rank(), dist.get_world_size())), "nccl" if chosen.type == "cuda" else "gloo"
     )
 
 
@@ -104,11 +103,7 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """The torch device for `training.device`.
-
-    Raises:
-        ValueError: unknown, or not on this machine.
-    """
+    """The torch device for `training.device` (ValueError: unknown, or not on this machine)."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

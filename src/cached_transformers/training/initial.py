@@ -6,7 +6,7 @@ unless it is asked to begin anew, and never silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.shared_cache import reset_caches
-from cached_transformers.training.checkpoint import META, Checkpoints, read_checkpoint
+from cached_transformers.memories.parts.shared_cache import reset_caches
+
+from .checkpoint import META, Checkpoints, read_checkpoint
 
 _INNER = ("model", "state_dict", "module")
 _USUAL_HEADS = ("head", "fc", "classifier")
@@ -70,31 +71,36 @@ def load_initial_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from a run folder, a step folder, or a file.
-
-    Raises:
-        ValueError: there are none, or they are damaged.
-    """
+    """Tensors by name from a run folder, a step folder, or a file (ValueError: there are none, or they are damaged)."""
     if (path / META).is_file():
         return read_checkpoint(path).weights
     if (path / "checkpoints").is_dir():
         return read_checkpoint(Checkpoints(path / "checkpoints").named("best")).weights
     if not path.is_file():
         raise ValueError(f"training.initial_weights={path}: there is no such file, run folder or step folder")
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        # weights_only: nothing in the file is run.
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no archive of torch raises a wide choice, down to KeyError
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"training.initial_weights={path} cannot be read as weights: {reason}") from None
-    for name in _INNER:
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
+    content = file_weights(path, f"training.initial_weights={path}", _INNER)
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"training.initial_weights={path} holds no weights by name")
     return dict(content)
+
+
+def file_weights(path: Path, called: str, inner: Sequence[str]) -> Any:
+    """What a .safetensors or PyTorch file holds, or what stands in it below the keys `inner`; none of it is run.
+
+    Raises:
+        ValueError: it cannot be read; `called` is what the message calls it.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is no archive of torch raises a wide choice, down to KeyError
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{called} cannot be read as weights: {reason}") from error
+    for name in inner:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    return content
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:

@@ -16,16 +16,18 @@ import random
 import signal
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from cached_transformers.data.decoding import BadFile
+from cached_transformers.data.image_files import BadFile
 
+T = TypeVar("T")
 Key = tuple[int, ...]
 """(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
 _IN_A_ROW = 100
@@ -94,31 +96,22 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
         )
 
 
-class _Collate:
-    """Rows to a `Loaded` batch. Errors travel as values: from a loading process they would arrive as text."""
+class _Batches(TorchDataset[Loaded]):
+    """Batches of rows. Errors travel as values: from a loading process they would arrive as text."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    def __init__(self, dataset: Any, rows: Any) -> None:
+        self.dataset, self.rows = dataset, rows
 
-    def __call__(self, items: Sequence[Any]) -> Loaded:
-        failed = [item for item in items if isinstance(item, BadFile)]
-        batch = None if failed else self.rows.dataset.collate(items)
-        met = (*failed, *self.rows.met)
-        self.rows.met = []
-        return Loaded(batch, met)
-
-
-class _Caught(TorchDataset[Any]):
-    """Rows, with a `BadFile` as the row where it stops the run."""
-
-    def __init__(self, rows: SeededRows) -> None:
-        self.rows = rows
-
-    def __getitem__(self, key: Key) -> Any:
-        try:
-            return self.rows[key]
-        except BadFile as error:
-            return error
+    def __getitem__(self, keys: Sequence[Any]) -> Loaded:
+        items, bad = [], []
+        for key in keys:
+            try:
+                items.append(self.rows[key])
+            except BadFile as error:
+                bad.append(error)
+        if isinstance(self.rows, SeededRows):
+            bad, self.rows.met = bad + self.rows.met, []
+        return Loaded(self.dataset.collate(items) if items else None, tuple(bad))
 
 
 def skips_bad_files(dataset: Any) -> bool:
@@ -146,6 +139,35 @@ def opened(loaded: Loaded, dataset: Any) -> Any:
     return loaded.batch
 
 
+class Order(Protocol):
+    """Rows of one piece of a batch after the other, endlessly: a pure function of `seed`, from step `start` on."""
+
+    seed: int
+    start: int
+
+    def __iter__(self) -> Iterator[list[Key]]: ...
+
+
+class Share(NamedTuple):
+    """What a process takes of each batch: as many rows as every other process, in pieces."""
+
+    rank: int = 0
+    processes: int = 1
+    accumulate: int = 1
+
+    def check(self, batch_size: int) -> None:
+        """Refuse a batch that does not divide evenly (ValueError)."""
+        if batch_size % (self.processes * self.accumulate):
+            raise ValueError(
+                f"training.batch_size={batch_size} must be a multiple of {self.processes} processes x "
+                f"training.accumulate={self.accumulate}"
+            )
+
+
+WHOLE = Share()
+"""All of a batch, in one piece."""
+
+
 class TrainingOrder(Sampler[list[Key]]):
     """Endless pieces of batches for one process, beginning at a step.
 
@@ -154,8 +176,7 @@ class TrainingOrder(Sampler[list[Key]]):
         batch_size: rows of one step, over all processes and pieces.
         seed: seed of the permutations.
         start: steps already taken.
-        rank, world_size: this process and the number of processes.
-        accumulate: pieces into which each process divides its share of a batch.
+        share: what this process takes of a batch.
         repeats: how often each image of a batch is in it.
 
     Raises:
@@ -163,33 +184,20 @@ class TrainingOrder(Sampler[list[Key]]):
     """
 
     def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        seed: int,
-        start: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-        repeats: int = 1,
+        self, size: int, batch_size: int, seed: int, start: int = 0, share: Share = WHOLE, repeats: int = 1
     ) -> None:
         if batch_size % repeats:
             raise ValueError(
                 f"training.batch_size={batch_size} must be a multiple of training.repeats={repeats}: "
                 "each image of a batch is in it so often"
             )
-        if batch_size % (world_size * accumulate):
-            raise ValueError(
-                f"training.batch_size={batch_size} must be a multiple of {world_size} processes x "
-                f"training.accumulate={accumulate}"
-            )
+        share.check(batch_size)
         if batch_size > size:
             raise ValueError(
                 f"training.batch_size={batch_size} exceeds the {size} training rows; choose a smaller batch"
             )
-        self.size, self.batch_size, self.seed, self.start = (size, batch_size, seed, start)
-        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
-        self.repeats = repeats
+        self.size, self.batch_size, self.seed, self.start = size, batch_size, seed, start
+        self.share, self.repeats = share, repeats
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def rows(self, step: int) -> list[Key]:
@@ -206,13 +214,13 @@ class TrainingOrder(Sampler[list[Key]]):
         return [(epoch, index, copy) for copy in range(self.repeats) for index in chosen]
 
     def __iter__(self) -> Iterator[list[Key]]:
-        share = self.batch_size // self.world_size
-        piece = share // self.accumulate
-        step = self.start
+        mine = self.batch_size // self.share.processes
+        piece = mine // self.share.accumulate
+        first, step = self.share.rank * mine, self.start
         while True:
-            mine = self.rows(step)[self.rank * share : (self.rank + 1) * share]
-            for begin in range(0, share, piece):
-                yield mine[begin : begin + piece]
+            rows = self.rows(step)
+            for begin in range(first, first + mine, piece):
+                yield rows[begin : begin + piece]
             step += 1
 
 
@@ -245,7 +253,7 @@ class GroupedOrder(TrainingOrder):
         return [(epoch, index) for index in self._batches[position].tolist()]
 
 
-def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
+def training_batches(dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
     """Endless batches (`dataset.collate`) in the given order.
 
     Args:
@@ -254,11 +262,16 @@ def training_batches(dataset: Any, order: TrainingOrder, workers: int = 0, pin_m
     Raises:
         BadFile: a file cannot be used, and the dataset does not say to skip such files.
     """
-    rows = _Caught(SeededRows(dataset, order.seed))
+    yield from _loaded(dataset, SeededRows(dataset, order.seed), order, workers, pin_memory)
+
+
+def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:
+    """Batches of rows, of which `batches` gives the keys."""
     loader = DataLoader(
-        rows,
-        batch_sampler=order,
-        collate_fn=_Collate(rows.rows),
+        _Batches(dataset, rows),
+        batch_size=None,
+        sampler=batches,  # an item is a whole batch
+        collate_fn=_as_it_is,  # type: ignore[arg-type]
         num_workers=workers,
         worker_init_fn=_ignore_interrupts,
         pin_memory=pin_memory,
@@ -277,20 +290,9 @@ def _as_it_is(loaded: Loaded) -> Loaded:
     return loaded
 
 
-class _EvaluationRows(TorchDataset[Any]):
-    """Batches of a dataset, without the rows that cannot be used."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, rows: Sequence[int]) -> Loaded:
-        items, bad = [], []
-        for row in rows:
-            try:
-                items.append(self.dataset[row])
-            except BadFile as error:
-                bad.append(error)
-        return Loaded(self.dataset.collate(items) if items else None, tuple(bad))
+def to_device(tree: T, device: torch.device) -> T:
+    """A batch, or a tuple, list or mapping of parts of one, with its tensors on a device; the rest stays as it is."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), tree)  # type: ignore[no-any-return]
 
 
 def evaluation_batches(
@@ -305,17 +307,6 @@ def evaluation_batches(
     """
     mine = range(rank, len(dataset), world_size)
     batches = [mine[begin : begin + batch_size] for begin in range(0, len(mine), batch_size)]
-    loader = DataLoader(
-        _EvaluationRows(dataset),
-        batch_size=None,
-        sampler=batches,  # type: ignore[arg-type]  # an item is a whole batch
-        collate_fn=_as_it_is,  # type: ignore[arg-type]  # of single items, which are whole batches
-        num_workers=min(workers, len(batches)),
-        worker_init_fn=_ignore_interrupts,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),
-    )
-    for loaded in loader:
-        batch = opened(loaded, dataset)
+    for batch in _loaded(dataset, dataset, batches, min(workers, len(batches)), pin_memory):
         if batch is not None:
             yield batch

@@ -1,79 +1,23 @@
-"""Loss, running sums, evaluation of a split, and the files that metrics go to."""
+"""Metrics of any task: evaluation that leaves no trace, what modules count, and the files that metrics go to."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from cached_transformers.data.store import write_atomically
 from cached_transformers.extras import require
-from cached_transformers.training.checkpoint import capture_rng, restore_rng
-from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import evaluation_batches
 
-# B rows, K classes
-
-
-def forward(model: Callable[..., Any], batch: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits (B, K), targets (B) and the auxiliary loss (or None) of one batch, on `device`.
-
-    A model may return a `ModelOutput` or, as models of others do, the logits alone.
-    """
-    padding = {} if batch.padding is None else {"padding": batch.padding.to(device, non_blocking=True)}
-    output = model(batch.inputs.to(device, non_blocking=True), **padding)
-    targets_B = batch.targets.to(device, non_blocking=True)
-    if isinstance(output, Tensor):
-        return output, targets_B, None
-    return output.outputs, targets_B, output.auxiliary_loss
-
-
-def score_width(classes: int) -> int:
-    """How many sums `sums` gives for so many classes: top-5 accuracy says little among ten."""
-    return 4 if classes > 10 else 3
-
-
-def sums(logits_BK: Tensor, targets: Tensor) -> Tensor:
-    """[sum of cross entropies in nats, correct rows, rows], float64; with more than ten classes rows with the target
-    among the five largest logits stand before the rows.
-
-    `targets` are classes (B), or shares of classes (B, K), of which the largest then counts as the right one.
-    """
-    loss = F.cross_entropy(logits_BK.float(), targets, reduction="sum").detach()
-    target_B = targets if targets.dim() == 1 else targets.argmax(-1)
-    right = [(logits_BK.argmax(-1) == target_B).sum()]
-    if score_width(logits_BK.shape[-1]) == 4:
-        right.append((logits_BK.topk(5).indices == target_B[:, None]).any(-1).sum())
-    return torch.stack([part.double() for part in (loss, *right, loss.new_tensor(len(target_B)))])
-
-
-def averages(total: Tensor) -> dict[str, float]:
-    """{loss, accuracy} (and top5_accuracy) from what `sums` added up."""
-    loss, correct, *top5, rows = total.tolist()
-    found = {"loss": loss / rows, "accuracy": correct / rows}
-    return found | {"top5_accuracy": top5[0] / rows} if top5 else found
-
-
-def with_intervals(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of a split with Wilson's 95 % interval of each accuracy: the chance in drawing the rows, not in the seed.
-
-    `values` holds the number of rows under "rows"; without it they are returned as they are.
-    """
-    from cached_transformers.analysis.statistics import wilson_interval
-
-    found = dict(values)
-    rows = int(values.get("rows") or 0)
-    for name in [key for key in values if rows and (key == "accuracy" or key.endswith("_accuracy"))]:
-        interval = wilson_interval(round(values[name] * rows), rows)
-        found[f"{name}_interval"] = [interval.low, interval.high]
-    return found
+from .checkpoint import capture_rng, restore_rng
+from .distributed import World
 
 
 @contextmanager
@@ -93,39 +37,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             if module.training != mode:
                 module.train(mode)
         restore_rng(rng)
-
-
-def evaluate(
-    model: nn.Module,
-    dataset: Any,
-    world: World,
-    batch_size: int,
-    workers: int = 0,
-    inside: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
-) -> dict[str, float]:
-    """Mean loss (nats) and accuracy (0..1) over the whole dataset, in evaluation mode and float32, and the rows scored.
-
-    Processes share the rows; sums are exact for uneven shares. The model and the random states are left as they were.
-
-    Args:
-        workers: processes that load data.
-        inside: called with the model once it is in evaluation mode; forwards run in the context that it returns.
-
-    Raises:
-        ValueError: no row could be used.
-    """
-    total: Tensor | float = 0.0
-    pin_memory = world.device.type == "cuda"
-    with untouched(model), inside(model):
-        for batch in evaluation_batches(dataset, batch_size, world.rank, world.size, workers, pin_memory):
-            logits_BK, targets_B, _ = forward(model, batch, world.device)
-            total = total + sums(logits_BK, targets_B)
-    if not isinstance(total, Tensor):
-        total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
-    total = world.sum(total)
-    if not total[-1]:
-        raise ValueError(f"no row of the {getattr(dataset, 'split', '')} split could be used; fetch the data again")
-    return {**averages(total), "rows": int(total[-1])}
 
 
 def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
@@ -161,10 +72,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        text = "".join(f"{json.dumps(line)}\n" for line in kept)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:

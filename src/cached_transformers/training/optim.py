@@ -48,7 +48,7 @@ class ScheduleConfig:
 
     name: Literal["constant", "cosine", "inverse_sqrt", "step"] = "cosine"
     warmup_steps: int = 0
-    """Steps of linear growth."""
+    """Steps of linear growth; a cosine schedule that they would fill grows for a tenth of the run (`warmup`)."""
     initial_ratio: float = 0.0
     """Where that growth begins, as a share of the peak."""
     final_ratio: float = 0.0
@@ -71,23 +71,45 @@ class ScheduleConfig:
             raise ValueError(f"schedule.decay_factor={self.decay_factor} must lie in (0, 1]")
 
 
+def warmup(schedule: ScheduleConfig, steps: int) -> int:
+    """Steps of linear growth in a run of `steps` steps.
+
+    They are `schedule.warmup_steps`, unless a cosine schedule would then end before it falls: a recipe that is tried
+    for a few steps grows for a tenth of them.
+    """
+    if schedule.name == "cosine" and schedule.warmup_steps >= steps:
+        return max(1, steps // 10)
+    return schedule.warmup_steps
+
+
+def warmup_note(schedule: ScheduleConfig, steps: int) -> str | None:
+    """A sentence for the screen where `warmup` is not what the schedule says."""
+    found = warmup(schedule, steps)
+    if found == schedule.warmup_steps:
+        return None
+    return (
+        f"schedule.warmup_steps={schedule.warmup_steps} would take all of training.steps={steps}; the learning rate "
+        f"grows for {found}"
+    )
+
+
 def learning_rate(optimizer: OptimizerConfig, schedule: ScheduleConfig, step: int, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps` steps.
 
-    With warm-up w and i = `initial_ratio`, the ramp is i + (1 - i) * min(1, t / w). Constant is peak * ramp; cosine
+    With w of `warmup` and i = `initial_ratio`, the ramp is i + (1 - i) * min(1, t / w). Constant is peak * ramp; cosine
     falls from the peak at t = w to `final_ratio` * peak at t = steps; inverse_sqrt is peak * ramp / sqrt(max(t, w));
     step is peak * ramp * factor^k after k of the decay steps.
     """
-    peak, warmup = optimizer.learning_rate, schedule.warmup_steps
+    peak, growth = optimizer.learning_rate, warmup(schedule, steps)
     begin = schedule.initial_ratio
-    ramp = begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
+    ramp = begin + (1 - begin) * min(1.0, step / growth) if growth else 1.0
     if schedule.name == "inverse_sqrt":
-        return peak * ramp / math.sqrt(max(step, warmup, 1))
+        return peak * ramp / math.sqrt(max(step, growth, 1))
     if schedule.name == "step":
         return peak * ramp * schedule.decay_factor ** sum(step > at for at in schedule.decay_steps)
-    if schedule.name == "constant" or step <= warmup:
+    if schedule.name == "constant" or step <= growth:
         return peak * ramp
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    progress = min(1.0, (step - growth) / max(1, steps - growth))
     floor = schedule.final_ratio
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -110,11 +132,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, every: bool = False)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimiser over the trainable parameters of `model`.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The optimiser over the trainable parameters of `model` (ValueError: the model has none)."""
     groups = parameter_groups(model, config.weight_decay, config.decay == "all")
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter; set requires_grad on some of them")

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..layers.block import ModelOutput
-from ..state import State
-from .segments import SegmentLoop, token_losses
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.state import State
+
+from .segments import Piece, SegmentLoop, token_losses
 
 
 class ReplayLoop(SegmentLoop):
@@ -44,10 +45,9 @@ class ReplayLoop(SegmentLoop):
         >>> loss.backward()
     """
 
-    def _segment(
-        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
-    ) -> ModelOutput:
-        arguments: tuple[Any, ...] = (self.model, inputs_BN, targets_BN, state, reset, padding)
+    def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
+        inputs_BN, targets_BN, padding_BN = piece
+        arguments: tuple[Any, ...] = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
         if not torch.is_grad_enabled():
             return token_losses(*arguments)
         return checkpoint(token_losses, *arguments, use_reentrant=False, preserve_rng_state=True)

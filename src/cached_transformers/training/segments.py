@@ -8,19 +8,20 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.block import ModelOutput
-from ..memories.base import ModelMemory
-from ..state import State, detach
-from ..state import reset as reset_rows
+from cached_transformers.data.pairs import IGNORED
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.segments import begun, cut, model_memory, read_earlier_passes, read_segments
+from cached_transformers.state import State, detach
 
-IGNORED = -100
-"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Inputs, targets and padding of a segment, (B, n) each."""
 
 
 class SegmentLoop(nn.Module):
@@ -30,10 +31,11 @@ class SegmentLoop(nn.Module):
         model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V).
         segment_length: tokens in a segment; the last one may be shorter.
         bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
-        passes: how often the batch is run through. Between two passes the model memory's `next_pass` turns the states
-            after each segment into the state that the next pass begins with; the loss is that of the last pass. In it
-            the memory has read all inputs, so that targets must not be among them: no next-token loss, no perplexity.
-            The gradient crosses from pass to pass where `bptt` covers all segments of the batch.
+        passes: how often the batch is run through. Between two passes the model memory's `next_pass` says with which
+            state the next one begins; the loss is that of the last pass. In it a memory has read all inputs, so that
+            targets must not be among them (classes, tags, answers): no next-token loss and no perplexity, unless the
+            memory says `rereads`. The loop cannot know what the targets are, and does not ask. The gradient crosses
+            from pass to pass where `bptt` covers all segments of the batch.
 
     Attributes:
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
@@ -52,10 +54,8 @@ class SegmentLoop(nn.Module):
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if passes > 1 and not hasattr(model, "stack"):
-            raise ValueError(
-                f"passes={passes} needs a model with a stack, whose memory says how to go on; take passes=1"
-            )
+        if passes > 1:
+            model_memory(model, passes)
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
         self.auxiliary_loss = torch.zeros(())
 
@@ -85,13 +85,37 @@ class SegmentLoop(nn.Module):
             ValueError: there is no token, the shapes of inputs, targets and padding differ, or there are more resets
                 than segments, or several although there are several passes.
         """
-        _check_shapes(inputs_BN, targets_BN, padding)
-        self._check_reset(reset, inputs_BN.shape[1])
+        total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding))
+        for out in outs:
+            total = total + out.outputs.sum()
+            auxiliary = auxiliary + out.auxiliary_loss
         if padding is not None:
             targets_BN = targets_BN.masked_fill(padding, IGNORED)
-        state, reset = self.earlier_passes(inputs_BN, targets_BN, state, reset, padding)
-        loss, states = self._run(inputs_BN, targets_BN, state, reset, padding)
-        return loss, detach(states[-1])
+        count = (targets_BN != IGNORED).sum().clamp(min=1)
+        auxiliary = auxiliary / len(outs)
+        self.auxiliary_loss = auxiliary.detach()
+        return total / count + auxiliary, detach(outs[-1].state)
+
+    def read(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Iterator[ModelOutput]:
+        """The last pass, segment by segment: losses (B, n) of its tokens, the state after it, the auxiliary loss.
+
+        Arguments and errors are those of `forward`.
+        """
+        _check_shapes(inputs_BN, targets_BN, padding)
+        self._check_reset(reset, inputs_BN.shape[1])
+        pieces = self._pieces(inputs_BN, targets_BN, padding)
+        if self.passes > 1:
+            state, reset = self._earlier_passes(pieces, state, reset), None
+        resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        return read_segments(self._segment, pieces, state, resets, self.bptt)
 
     def earlier_passes(
         self,
@@ -100,48 +124,24 @@ class SegmentLoop(nn.Module):
         state: State | None = None,
         reset: Tensor | None = None,
         padding: Tensor | None = None,
-    ) -> tuple[State | None, Tensor | None]:
-        """All passes but the last; the state and the reset mask with which the last one begins."""
-        for _ in range(self.passes - 1):
-            state, reset = self._next_pass(inputs_BN, targets_BN, state, reset, padding), None
-        return state, reset
-
-    def _next_pass(
-        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
     ) -> State:
-        """Run one pass that is not the last; the state with which the next one begins."""
-        memory: ModelMemory = self.model.stack.model_memory  # type: ignore[union-attr, assignment]
-        if memory.rewinds:
-            fresh = self.model.init_state(inputs_BN.shape[0])  # type: ignore[operator]
-            state = fresh if state is None else state if reset is None else reset_rows(state, fresh, reset.flatten())
-            reset = None
-        _, states = self._run(inputs_BN, targets_BN, state, reset, padding)
-        after = memory.next_pass(states)
-        if memory.rewinds and state is not None:
-            after = state._replace(model=after.model)
-        return after if len(states) <= self.bptt else detach(after)
+        """Run all passes but the last; the state with which the last one begins, resets included."""
+        return self._earlier_passes(self._pieces(inputs_BN, targets_BN, padding), state, reset)
 
-    def _run(
-        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
-    ) -> tuple[Tensor, list[State]]:
-        """One pass: its loss, and the state after each segment."""
-        segments = [t.split(self.segment_length, 1) for t in (inputs_BN, targets_BN)]
-        paddings = [None] * len(segments[0]) if padding is None else padding.split(self.segment_length, 1)
-        total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
-        states: list[State] = []
-        for index, (inputs, targets, padded) in enumerate(zip(*segments, paddings, strict=True)):
-            if index and index % self.bptt == 0:
-                state = detach(state)
-            start = resets[index] if index < len(resets) else None
-            losses, state, extra = self._segment(inputs, targets, state, start, padded)
-            total = total + losses.sum()
-            auxiliary = auxiliary + extra
-            states.append(state)
-        count = (targets_BN != IGNORED).sum().clamp(min=1)
-        auxiliary = auxiliary / len(states)
-        self.auxiliary_loss = auxiliary.detach()
-        return total / count + auxiliary, states
+    def _earlier_passes(self, pieces: list[Piece], state: State | None, reset: Tensor | None) -> State:
+        state = begun(self.model, state, None if reset is None else reset.flatten(), len(pieces[0][0]))
+        if self.passes == 1:
+            return state
+        next_pass = model_memory(self.model, self.passes).next_pass
+        return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
+
+    def _pieces(self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> list[Piece]:
+        if padding_BN is not None:
+            targets_BN = targets_BN.masked_fill(padding_BN, IGNORED)
+        return [
+            (inputs_BN[:, part], targets_BN[:, part], None if padding_BN is None else padding_BN[:, part])
+            for part in cut(inputs_BN.shape[1], self.segment_length)
+        ]
 
     def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
         count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
@@ -152,11 +152,10 @@ class SegmentLoop(nn.Module):
                 f"{self.segment_length} tokens can have {most}"
             )
 
-    def _segment(
-        self, inputs_BN: Tensor, targets_BN: Tensor, state: State | None, reset: Tensor | None, padding: Tensor | None
-    ) -> ModelOutput:
+    def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """Token losses of one segment, with the state after it."""
-        return token_losses(self.model, inputs_BN, targets_BN, state, reset, padding)
+        inputs_BN, targets_BN, padding_BN = piece
+        return token_losses(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
 
 
 def token_losses(

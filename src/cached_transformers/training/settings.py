@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-Score = Literal[
-    "accuracy", "loss", "perplexity", "bits_per_byte", "word_perplexity", "box_ap", "mask_ap", "bleu", "chrf"
-]
+from .scores import Score
 
 
 @dataclass(frozen=True)
@@ -87,23 +85,13 @@ class TrainingConfig:
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
     passes: int = 1
-    """Text: how often the segments of a step are read; see `SegmentLoop`."""
+    """Text: how often the segments of a step are read (`SegmentLoop`); refused where a memory shows what follows."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
     def __post_init__(self) -> None:
-        counts = (
-            "steps",
-            "batch_size",
-            "accumulate",
-            "evaluate_every",
-            "keep",
-            "log_every",
-            "max_bad_steps",
-            "repeats",
-            "average_last",
-        )
-        for name in (*counts, "segment_length", "segments", "bptt", "passes"):
+        counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
+        for name in (*counts, "repeats", "average_last", "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(
@@ -128,21 +116,24 @@ class TrainingConfig:
                 raise ValueError(f"training.{name}=true is about training.initial_weights, which are not given")
         if self.average_last > self.keep:
             raise ValueError(
-                f"training.average_last={self.average_last} checkpoints are averaged, and "
-                f"training.keep={self.keep} stay; "
-                "keep as many"
+                f"training.average_last={self.average_last} checkpoints are averaged, and training.keep={self.keep} "
+                "stay; keep as many"
             )
         if self.average_last > 1 and self.ema_decay is not None:
             raise ValueError(
                 f"training.average_last={self.average_last} and training.ema_decay={self.ema_decay} both average "
-                f"weights; "
-                "take one of them"
+                "weights; take one of them"
             )
         if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
             )
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of an evaluation batch."""
+        return self.evaluation_batch_size or self.batch_size
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context in which the model runs."""

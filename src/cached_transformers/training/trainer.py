@@ -17,23 +17,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cached_transformers.config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
-from cached_transformers.training.averaging import WeightAverage
-from cached_transformers.training.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    capture_rng,
-    read_checkpoint,
-    restore_rng,
-    seed_everything,
-)
-from cached_transformers.training.distributed import World
-from cached_transformers.training.interruption import Interrupted, stop_requests
-from cached_transformers.training.loader import mixed_seed
-from cached_transformers.training.metrics import EventFiles, MetricsFile, tallies
-from cached_transformers.training.optim import build_optimizer, learning_rate, set_learning_rate
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.tasks import make_task
+from .averaging import WeightAverage
+from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
+from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
+from .distributed import World
+from .interruption import Interrupted, stop_requests
+from .loader import mixed_seed
+from .metrics import EventFiles, MetricsFile, tallies
+from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
+from .progress import Reporter
+from .scores import goodness
+from .task import Task
+
+_KEPT = ("best", "latest", "skipped", "bad_in_a_row", "train_seconds")
+"""Attributes of a trainer that a checkpoint keeps under their names."""
 
 
 class Trainer:
@@ -41,35 +38,23 @@ class Trainer:
 
     Args:
         config: the resolved configuration.
-        model: any module of the model protocol (logits, or a `ModelOutput`), on any device.
-        training_data, validation_data: datasets of the data protocol.
+        task: the model, on any device, with its data and scores.
         folder: the run folder.
         world: the processes that train together; only the main one writes.
         reporter: what shows the progress.
 
     Raises:
-        ValueError: settings that this model, data or machine cannot satisfy.
+        ValueError: settings that this model or machine cannot satisfy.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: nn.Module,
-        training_data: Any,
-        validation_data: Any,
-        folder: Path,
-        world: World,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, folder: Path, world: World, reporter: Reporter) -> None:
         self.config = config
         self.settings = settings = config.training
         self.world, self.folder, self.reporter = world, folder, reporter
-        self.validation_data = validation_data
         check_precision(settings.precision, world.device)
         if settings.activation_checkpointing:
-            enable_activation_checkpointing(model)
-        self.model = model.to(world.device)
-        self.task = make_task(config, self.model, training_data, validation_data, world)
+            enable_activation_checkpointing(task.model)
+        self.task, self.model = task, task.model.to(world.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
@@ -94,8 +79,6 @@ class Trainer:
     def evaluated(self) -> nn.Module:
         """The model that is evaluated and saved: that of averaged weights, where there is an average of a step."""
         return self.average.module if self.average is not None and self.average.updates else self.model
-
-    # ------------------------------------------------------------------------------------------- resume
 
     def resume(self, mode: str) -> None:
         """Continue from a checkpoint: "auto" (the newest valid one, if any), "never", or a path.
@@ -150,9 +133,9 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = self._saved_step = checkpoint.step
-        self.best, self.latest = state["best"], state["latest"]
-        self.skipped, self.bad_in_a_row = state["skipped"], state["bad_in_a_row"]
-        self.train_seconds, self._seconds_before = (state["train_seconds"], state["seconds"])
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self._seconds_before = state["seconds"]
         self._total, self._tallies = state["total"], state.get("tallies", {})
         self.task.load_state_dict(state.get("carried", {}))
         if self.world.rank < len(state["rng"]):
@@ -171,11 +154,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": rng,
-            "best": self.best,
-            "latest": self.latest,
-            "skipped": self.skipped,
-            "bad_in_a_row": self.bad_in_a_row,
-            "train_seconds": self.train_seconds,
+            **{name: getattr(self, name) for name in _KEPT},
             "seconds": self.seconds,
             "total": self._total,
             "tallies": self._tallies,
@@ -189,8 +168,6 @@ class Trainer:
             self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, best)
         self._saved_step = self.step
         self.world.barrier()
-
-    # --------------------------------------------------------------------------------------------- loop
 
     @property
     def seconds(self) -> float:
@@ -208,6 +185,8 @@ class Trainer:
         settings = self.settings
         batches = self.task.batches(self.step)
         wrapped, runner = self.task.runner()
+        if note := warmup_note(self.config.schedule, settings.steps):
+            self.reporter.message(note)
         with self._open_files(), stop_requests() as stop, self.reporter:
             self.reporter.advance(self.step)
             while self.step < settings.steps:
@@ -276,8 +255,6 @@ class Trainer:
                 f"The newest checkpoint is step {self._saved_step}."
             )
 
-    # ------------------------------------------------------------------------------------------ metrics
-
     @contextlib.contextmanager
     def _open_files(self) -> Iterator[None]:
         self._files: list[MetricsFile | EventFiles] = []
@@ -319,20 +296,14 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""
-        values, _ = self.task.evaluate(self.evaluated, self.validation_data)
+        values, _ = self.task.evaluate(self.evaluated, self.task.validation)
         self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
         self.latest = {"step": self.step, **values}
-        improved = self.best is None or self._score(self.latest) > self._score(self.best)
+        metric = self.settings.metric
+        improved = self.best is None or goodness(metric, self.latest[metric]) > goodness(metric, self.best[metric])
         if improved:
             self.best = self.latest
         return improved
-
-    def _score(self, values: dict[str, Any]) -> float:
-        """What the best step has most of; a loss that is not a number is worse than all."""
-        value = values[self.settings.metric]
-        if math.isnan(value):
-            return -math.inf
-        return value if self.settings.metric in ("accuracy", "box_ap", "mask_ap", "bleu", "chrf") else -value
 
     def _stop_if_asked(self, stop: list[int]) -> None:
         """Save and leave when any process was asked to stop; all processes decide alike."""
@@ -353,14 +324,10 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them.
-
-    Raises:
-        ValueError: the model does not offer it.
-    """
-    for name, argument in (("set_activation_checkpointing", True), ("set_grad_checkpointing", True)):
+    """Recompute activations in the backward pass instead of keeping them (ValueError: the model does not offer it)."""
+    for name in ("set_activation_checkpointing", "set_grad_checkpointing"):
         if hasattr(model, name):
-            getattr(model, name)(argument)
+            getattr(model, name)(True)
             return
     raise ValueError(
         f"training.activation_checkpointing=true: {type(model).__name__} does not offer it; set it to false"

@@ -1,0 +1,1 @@
+"""What several attentions are made of."""

@@ -1,1 +1,0 @@
-"""Measurements of speed and memory; run them by `cached benchmark NAME`."""

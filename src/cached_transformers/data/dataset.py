@@ -1,0 +1,95 @@
+"""What a data set is to the rest of the library: the batch, the protocol, and the majority-class baseline.
+
+Shape legend: B batch, N tokens (padded), C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """A collated batch.
+
+    Attributes:
+        inputs: images float (B, C, H, W), or tokens long (B, N).
+        targets: class indices long (B,).
+        padding: bool (B, N), True where a token is padding; None for images.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    padding: Tensor | None
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Map-style data set for classification: item i is always the same, unless `augment` is set.
+
+    Attributes:
+        classes: number of classes.
+        augment: whether `__getitem__` draws from the global random generators of Python, numpy and torch; whoever
+            iterates seeds them per item.
+    """
+
+    classes: int
+    augment: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]: ...
+
+    def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch: ...
+
+    def describe(self) -> dict[str, object]: ...
+
+
+class LabelledDataset:
+    """Shared by the data sets here: labels known without loading items, and the baselines that follow from them.
+
+    Args:
+        name: the registered name.
+        split: one of `SPLITS`.
+        labels: one class index per item, integers (size,).
+        classes: number of classes.
+    """
+
+    augment = False
+
+    def __init__(self, name: str, split: str, labels: np.ndarray, classes: int) -> None:
+        self.name = name
+        self.split = split
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def describe(self) -> dict[str, object]:
+        """Facts for reports and for building a model; subclasses add the shape of an input."""
+        return {"name": self.name, "split": self.split, "size": len(self), "classes": self.classes}
+
+    def baselines(self, train: LabelledDataset) -> dict[str, float]:
+        """Accuracies (0..1) on this split of guessers fitted to `train` that learn nothing of the task."""
+        return {"majority class": majority_accuracy(train.labels, self.labels)}
+
+    def position(self, index: int) -> int:
+        """`index` counted from the start; negative ones count from the end.
+
+        Raises:
+            IndexError: out of range. (Iteration by index ends on this error.)
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} items of {self.name!r}")
+        return index % len(self)
+
+
+def majority_accuracy(train_labels: np.ndarray, test_labels: np.ndarray) -> float:
+    """Accuracy on `test_labels` of always answering the commonest of `train_labels` (ties: the smallest)."""
+    if not len(train_labels) or not len(test_labels):
+        raise ValueError("the majority-class baseline needs at least one label on each side")
+    return float(np.mean(test_labels == np.bincount(train_labels).argmax()))

@@ -1,0 +1,1 @@
+"""What is done with runs: comparing, probing, reproducing, measuring and reporting."""

@@ -1,0 +1,211 @@
+"""Every stream memory as a language model of one size: training and streaming speed, kept activations, state.
+
+They stand beside the same model without a memory, and beside the published implementation of the same memory where one
+is installed (`peers`). A training step reads all segments of a batch, with the gradient across segments where the paper
+has one. Streaming is the same without gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import state as states
+from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
+from cached_transformers.experiments.probes.settings import stream_memories
+from cached_transformers.experiments.reports.markdown import table
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.memories import MemorySpec
+from cached_transformers.models.segments import read_segments
+from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+from .interleaved import Ratio, compare, training_step
+from .peers import PEERS, Peer, Sizes, detached, random_tokens, scratch_folder
+
+OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
+    "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
+    "crtn": lambda s: {"segment": s.segment, "regions": 4, "topk": 1},
+    "ernie_doc": lambda s: {"length": s.memory, "relative": False},
+    "feedback": lambda s: {"length": s.memory},
+    "grc_stream": lambda s: {"length": s.segment},
+    "infinity_former": lambda s: {"length": s.memory, "chunk": s.segment, "relative": False},
+    "memformer": lambda s: {"length": s.tokens},
+    "memorizing": lambda s: {"length": s.store, "k": s.neighbours},
+    "memory_transformer": lambda s: {"length": s.tokens},
+    "rmt": lambda s: {"length": s.tokens},
+    "segatron": lambda s: {"length": s.memory},
+    "transformer_xl": lambda s: {"length": s.memory, "relative": False},
+}
+"""Sizes of the memories that have a say in it; others keep their defaults."""
+ACROSS = frozenset({"grc_stream", "memformer", "read_twice", "rmt"})
+"""Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measurements of one memory; speeds in tokens a second of processor time.
+
+    `plain` is the time of a training step over that of the model without a memory, `peer` the time of the peer's step
+    over ours: above 1 ours is faster.
+    """
+
+    memory: str
+    parameters: int
+    train_speed: float
+    plain: Ratio
+    stream_speed: float
+    activations_mib: float
+    state_kib: float
+    peer: Ratio | None
+    peer_name: str
+    peer_parameters: int | None
+
+
+def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
+    """The language model that is measured."""
+    torch.manual_seed(0)
+    return create_model(
+        "language_model",
+        vocabulary=sizes.vocabulary,
+        width=sizes.width,
+        depth=sizes.depth,
+        heads=sizes.heads,
+        feed_forward=4 * sizes.width,
+        memory=memory,
+    )
+
+
+def our_step(model: nn.Module, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
+    """One optimiser step over all segments, with the state of the step before, as in training on a stream."""
+    loop = SegmentLoop(model, sizes.segment, bptt=bptt)
+    state: Any = None
+
+    def mean_loss() -> Tensor:
+        nonlocal state
+        loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
+        return loss
+
+    return training_step(model, mean_loss)
+
+
+def peer_step(peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
+    """The same of a peer."""
+    memory: Any = None
+
+    def mean_loss() -> Tensor:
+        nonlocal memory
+        losses = []
+        for index in range(sizes.segments):
+            begin = index * sizes.segment
+            if index % bptt == 0:
+                memory = detached(memory)
+            inputs, targets = (tokens[:, begin + k : begin + k + sizes.segment] for k in (0, 1))
+            loss, memory = peer.read(inputs, targets, memory)
+            losses.append(loss)
+        return torch.stack(losses).mean()
+
+    return training_step(peer.module, mean_loss)
+
+
+def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], None]:
+    """All segments without gradient, the state carried on."""
+    state: Any = None
+
+    def read(segment_BN: Tensor, before: Any, reset_B: Tensor | None) -> ModelOutput:
+        return model(segment_BN, before)  # type: ignore[no-any-return]
+
+    def run() -> None:
+        nonlocal state
+        model.eval()
+        with torch.no_grad():
+            for out in read_segments(read, tokens[:, :-1].split(sizes.segment, 1), state):
+                state = out.state
+
+    return run
+
+
+def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
+    """All that is measured of one memory."""
+    spec = {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
+    model, tokens = build(spec, sizes), random_tokens(sizes)
+    bptt = sizes.segments if memory in ACROSS else 1
+    cases = {"ours": our_step(model, sizes, tokens, bptt), "plain": our_step(build(None, sizes), sizes, tokens, 1)}
+    peer = _peer(memory, sizes)
+    if peer is not None:
+        cases["peer"] = peer_step(peer, sizes, tokens, bptt)
+    train = compare(cases, "ours", rounds)
+    stream = compare({"ours": streaming(model, sizes, tokens)}, "ours", rounds)["ours"]
+    loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)
+    kept = saved_activation_bytes(lambda: loop(tokens[:, :-1], tokens[:, 1:])[0], model, tokens)
+    per_step = sizes.tokens_per_step
+    seconds = train["ours"].seconds
+    return Row(
+        memory,
+        count_parameters(model),
+        per_step / seconds,
+        _inverse(train["plain"]),
+        per_step / stream.seconds,
+        kept / 2**20,
+        states.nbytes(model.init_state(1)) / 2**10,  # type: ignore[operator]
+        train.get("peer"),
+        PEERS[memory].distribution if memory in PEERS else "",
+        count_parameters(peer.module) if peer is not None else None,
+    )
+
+
+def _inverse(ratio: Ratio) -> Ratio:
+    return dataclasses.replace(ratio, median=1 / ratio.median, low=1 / ratio.high, high=1 / ratio.low)
+
+
+def _peer(memory: str, sizes: Sizes) -> Peer | None:
+    if memory not in PEERS:
+        return None
+    module = PEERS[memory].distribution.replace("-", "_")
+    if importlib.util.find_spec(module) is None:
+        return None
+    return PEERS[memory].build(sizes)
+
+
+def run(rounds: int, only: str = "all") -> list[Row]:
+    """Measure every stream memory, or those named in `only` (by commas)."""
+    names = stream_memories() if only == "all" else only.split(",")
+    with warnings.catch_warnings(), scratch_folder():
+        warnings.simplefilter("ignore")  # of the peers
+        return [measure(name, Sizes(), rounds) for name in names]
+
+
+def as_markdown(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    head = (
+        "memory | parameters (M) | training (tokens/s) | step, no memory = 1 | streaming (tokens/s) | "
+        "kept activations (MiB) | state a row (KiB) | peer's step, ours = 1 | peer"
+    )
+    lines = []
+    for r in rows:
+        peer, name = "", ""
+        if r.peer is not None:
+            peer, name = str(r.peer), f"{r.peer_name} ({(r.peer_parameters or 0) / 1e6:.2f} M)"
+        elif r.peer_name:
+            name = f"{r.peer_name} is not installed"
+        lines.append(
+            [
+                r.memory,
+                f"{r.parameters / 1e6:.2f}",
+                f"{r.train_speed:,.0f}",
+                str(r.plain),
+                f"{r.stream_speed:,.0f}",
+                f"{r.activations_mib:.0f}",
+                f"{r.state_kib:,.1f}",
+                peer,
+                name,
+            ]
+        )
+    return table(head.split(" | "), lines)

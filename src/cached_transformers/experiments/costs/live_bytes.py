@@ -1,0 +1,52 @@
+"""Bytes of tensors that are alive, counted while code runs: peak memory without a device that reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside the `with` made and that are still alive.
+
+    Attributes:
+        peak: the most that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in given:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self) -> int:
+        """Bytes alive."""
+        self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> int:
+    """Bytes that were alive at once and were not before, at most, while `call` ran."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        call()
+    return live.peak

@@ -1,0 +1,35 @@
+"""What results depend on beside the code: versions, device, date and commit."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    """Versions, device and date, for the record."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": f"{torch.device(device).type} ({name})",
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the source tree that the package runs from; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None

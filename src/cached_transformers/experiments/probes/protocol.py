@@ -1,0 +1,185 @@
+"""How a memory is probed: a small language model is trained on one task, and its answers are counted at every distance.
+
+Each memory is tried three times with the same sizes, seeds and steps: with options that put the cue within its reach,
+with options that put it beyond, where its theory knows such a bound, and without the memory, which must stay at chance.
+
+Legend: B rows, N tokens of an episode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.memories import MemorySpec
+from cached_transformers.models.segments import read_segments
+from cached_transformers.state import State, reorder
+from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+from .tasks import IGNORED, Episode, ProbeTask
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model that is trained, and for how long. Training ends early when `enough` is reached."""
+
+    width: int = 32
+    depth: int = 2
+    heads: int = 4
+    feed_forward: int = 64
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    steps: int = 1500
+    check_every: int = 100
+    enough: float = 0.995
+    rows: int = 512
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all."""
+
+    accuracy: float
+    steps: int
+    seconds: float
+    parameters: int
+    distances: dict[int, float]
+
+
+def probe(
+    task: ProbeTask,
+    memory: MemorySpec,
+    distance: int,
+    *,
+    seed: int = 0,
+    sizes: Sizes | None = None,
+    passes: int = 1,
+    distances: Sequence[int] = (),
+) -> Outcome:
+    """Train a model with a memory on a task, and count its right answers.
+
+    The gradient crosses the whole episode; a memory that cuts it itself has to do without. Every episode begins with
+    a fresh state.
+
+    Args:
+        distance: segments between cue and question in training.
+        passes: readings of each episode (memories that read twice).
+        distances: where the trained model is tried too.
+    """
+    sizes = sizes or Sizes()
+    started = time.perf_counter()
+    torch.manual_seed(seed)
+    model = build_model(task, memory, sizes)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes)
+    by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
+    parameters = sum(p.numel() for p in model.parameters())
+    return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance)
+
+
+def train(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    sizes: Sizes,
+    *,
+    seed: int = 0,
+    passes: int = 1,
+    bptt: int | None = None,
+) -> tuple[float, int]:
+    """Train a model on a task, until its accuracy is enough or the steps are over.
+
+    Args:
+        seed: of the episodes.
+        bptt: segments that a gradient may cross; None for all.
+
+    Returns:
+        The accuracy at the trained distance, and the steps done.
+    """
+    loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
+    optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
+    generator = torch.Generator().manual_seed(seed)
+    accuracy, step = 0.0, 0
+    for step in range(1, sizes.steps + 1):
+        episode = task.draw(sizes.batch_size, distance, generator)
+        optimizer.zero_grad()
+        loop(*episode)[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % sizes.check_every == 0 or step == sizes.steps:
+            accuracy = measure(model, task, distance, sizes.rows, passes)
+            if accuracy >= sizes.enough:
+                break
+    return accuracy, step
+
+
+def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
+    """The language model that is probed."""
+    return create_model(
+        "language_model",
+        vocabulary=task.vocabulary,
+        width=sizes.width,
+        depth=sizes.depth,
+        heads=sizes.heads,
+        feed_forward=sizes.feed_forward,
+        memory=memory,
+        **sizes.model,
+    )
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    rows: int,
+    passes: int = 1,
+    seed: int = 10**6,
+    *,
+    forget: bool = False,
+    shuffle: bool = False,
+) -> float:
+    """Share of right answers on `rows` episodes that no training draws.
+
+    Two ways to ask whether it is the state that answers; where it is, either leaves a guess.
+
+    Args:
+        forget: the last segment begins with no state.
+        shuffle: each row begins the last segment with the state of the row before it.
+    """
+    training = model.training
+    model.eval()
+    episode = task.draw(rows, distance, torch.Generator().manual_seed(seed + distance))
+
+    def before_last(state: State) -> State | None:
+        if forget:
+            return None
+        return reorder(state, torch.arange(rows).roll(1)) if shuffle else state
+
+    guesses, answers = _answers(model, task, episode, passes, before_last)
+    model.train(training)
+    return (guesses == answers).double().mean().item()
+
+
+def _answers(
+    model: nn.Module, task: ProbeTask, episode: Episode, passes: int, before_last: Callable[[State], State | None]
+) -> tuple[Tensor, Tensor]:
+    """Best guess and truth at every place that is asked; `before_last` gives the state of the last segment."""
+    segments = episode.inputs_BN.split(task.segment, 1)
+    last = len(segments) - 1
+
+    def read(index: int, state: State, reset_B: Tensor | None) -> ModelOutput:
+        out: ModelOutput = model(segments[index], before_last(state) if index and index == last else state)
+        return out
+
+    state = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
+    guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
+    asked = episode.targets_BN != IGNORED
+    return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]

@@ -1,0 +1,192 @@
+"""Many probes: every memory on every task, within its reach, out of it, and left out; each result in a file.
+
+Finished trainings are kept, with all that determines their results, so that the same probes go on where they stopped,
+and a changed setting makes its trainings anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cached_transformers.experiments.environment import environment
+from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.training.run_files import json_text, write_whole
+
+from .protocol import Sizes, probe
+from .settings import setting, stream_memories
+
+NEEDS_FILES = "facts"
+"""The task that reads files: bAbI's, and books."""
+
+
+class Trial(NamedTuple):
+    """One training: a task, a memory ("none" for none), how far it reaches, a seed."""
+
+    task: str
+    memory: str
+    arm: str
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """Where its result is kept."""
+        name = "no_memory" if self.arm == "no memory" else self.memory
+        return f"{self.task}/{name}/{self.arm.replace(' ', '_')}_{self.seed}.json"
+
+    def sentence(self, result: dict[str, Any]) -> str:
+        """Its result in a line."""
+        what = self.arm if self.arm == "no memory" else f"{self.memory}, {self.arm}"
+        return (
+            f"{self.task}: {what}, seed {self.seed}: {100 * result['accuracy']:.1f} % right after "
+            f"{result['steps']} steps, {result['seconds']:.0f} s"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """What is probed; `files` are "babi" and "books", which the task of facts reads, `steps` the most of a training."""
+
+    memories: Sequence[str]
+    tasks: Sequence[str]
+    distance: int
+    seeds: int
+    steps: int
+    folder: Path
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def all(self) -> list[Trial]:
+        """Every training, seed by seed and task by task."""
+        trials = []
+        for seed, task in itertools.product(range(self.seeds), self.tasks):
+            trials.append(Trial(task, "none", "no memory", seed))
+            for memory in self.memories:
+                trials.append(Trial(task, memory, "within reach", seed))
+                if setting(memory).beyond is not None:
+                    trials.append(Trial(task, memory, "out of reach", seed))
+        return trials
+
+    def missing(self) -> list[Trial]:
+        """Those without a result of their settings."""
+        return [trial for trial in self.all() if not _finished(self.folder / trial.path, self.settings(trial))]
+
+    def settings(self, trial: Trial) -> dict[str, Any]:
+        """Everything that determines the result of a trial; kept beside it, so that a change makes it be trained anew.
+
+        Raises:
+            ValueError: the task or the memory's options do not go with the distance.
+        """
+        files = self.files if trial.task == NEEDS_FILES else {}
+        task, sizes = PROBES.create(trial.task, **files), Sizes(steps=self.steps)
+        spec, passes = None, 1
+        if trial.arm != "no memory":
+            chosen = setting(trial.memory)
+            options = chosen.within if trial.arm == "within reach" else chosen.beyond
+            assert options is not None
+            spec, passes = {"name": trial.memory, **options(task.segment, self.distance, sizes.depth)}, chosen.passes
+            if chosen.learning_rate is not None:
+                sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+        settings = {"files": files, "distance": self.distance, "memory": spec, "passes": passes}
+        whole = {**settings, "sizes": dataclasses.asdict(sizes)}
+        return json.loads(json.dumps(whole))  # as it will be read back
+
+    def train(self, trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, dict[str, Any]]]:
+        """Train some of them, so many at a time, and give each with its result when it is done."""
+        if jobs == 1 or len(trials) < 2:
+            for trial in trials:
+                yield trial, _train(trial, self.settings(trial), self.folder)
+            return
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            settings = [self.settings(trial) for trial in trials]
+            yield from zip(trials, pool.map(_train, trials, settings, itertools.repeat(self.folder)), strict=True)
+
+    def write(self, command: str) -> dict[str, Any]:
+        """Write probe.json, and return what it holds."""
+        results = []
+        for trial in self.all():
+            stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
+            results.append({**trial._asdict(), **stored, "options": stored["memory"], "memory": trial.memory})
+        result = {
+            "command": command,
+            "date": datetime.date.today().isoformat(),
+            "environment": environment("cpu"),
+            "distance": self.distance,
+            "memories": list(self.memories),
+            "tasks": list(self.tasks),
+            "notes": self._notes(),
+            "results": results,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / "probe.json", json_text(result))
+        return result
+
+    def _notes(self) -> dict[str, str]:
+        """What else to know, by memory and task."""
+        notes = {memory: setting(memory).why for memory in self.memories if setting(memory).why}
+        for name in self.tasks:
+            task = PROBES.create(name) if name != NEEDS_FILES else None
+            if task is not None and task.without_first(self.distance) > task.chance:
+                share = 100 * task.without_first(self.distance)
+                notes[name] = f"a memory that falls short of the first segment alone is right in {share:.1f} %"
+        return notes
+
+
+def chosen_memories(text: str) -> list[str]:
+    """Memories from names with commas between them, or "all"."""
+    able = stream_memories()
+    names = able if text == "all" else text.split(",")
+    for name in names:
+        MEMORIES.entry(name)
+        if name not in able:
+            raise ValueError(
+                f"memory {name!r} keeps nothing for each row of a stream, so there is nothing to probe; "
+                f"take one of {', '.join(able)}"
+            )
+    return names
+
+
+def chosen_tasks(text: str, files: bool) -> list[str]:
+    """Tasks from names with commas between them, or "all"."""
+    names: list[str] = PROBES.names() if text == "all" else text.split(",")
+    if text == "all" and not files:
+        names = [name for name in names if name != NEEDS_FILES]
+    for name in names:
+        if name not in PROBES:
+            raise ValueError(unknown_name("probe task", name, PROBES.names()))
+    if NEEDS_FILES in names and not files:
+        raise ValueError("the task 'facts' reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
+    return names
+
+
+def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train one, and keep its result."""
+    torch.set_num_threads(1)
+    task, distance = PROBES.create(trial.task, **settings["files"]), settings["distance"]
+    farthest = min(2 * distance, 6) if trial.task == "recall" else 2 * distance
+    outcome = probe(
+        task,
+        settings["memory"],
+        distance,
+        seed=trial.seed,
+        sizes=Sizes(**settings["sizes"]),
+        passes=settings["passes"],
+        distances=range(max(task.shortest, 1), farthest + 1),
+    )
+    result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **dataclasses.asdict(outcome)}
+    path = folder / trial.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json_text(result))
+    return result
+
+
+def _finished(path: Path, settings: dict[str, Any]) -> bool:
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["settings"] == settings

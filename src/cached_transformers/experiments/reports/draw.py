@@ -1,0 +1,97 @@
+"""One figure of runs and comparisons that exist already, by the folders they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .figures import gates_and_maps
+from .figures.curves import learning_curves
+from .figures.scores import Point, metric_against_flops
+from .run_folder import Comparison, Run, find_comparisons, is_comparison, is_run, read_comparison, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def curves(folders: Sequence[Path]) -> Figure:
+    """Learning curves of runs and comparisons."""
+    runs, comparisons = _read(folders)
+    records = {name: [run.records for run in group] for name, group in runs.items()}
+    first = comparisons[0] if comparisons else None
+    return learning_curves(records, first.metric if first else "accuracy", _reference(comparisons))
+
+
+def gates(folders: Sequence[Path]) -> Figure:
+    """Share of the memory in every head and layer."""
+    runs, comparisons = _read(folders)
+    by_name = {name: [run.gates for run in group if run.gates] for name, group in runs.items()}
+    layers = {name: group for name, group in by_name.items() if group}
+    if not layers:
+        raise ValueError(f"no gates.json in {listed(folders)}: only models with a gated memory have gates")
+    return gates_and_maps.gates(layers, _reference(comparisons))
+
+
+def maps(folders: Sequence[Path]) -> Figure:
+    """Feature maps of one run."""
+    if len(folders) != 1 or not is_run(folders[0]):
+        raise ValueError(f"`cached plot maps` draws one run; {listed(folders)} is not the folder of one run")
+    found = read_run(folders[0]).feature_maps()
+    if found is None:
+        raise ValueError(f"no feature_maps.npz in {folders[0]}: only image models with a memory have feature maps")
+    return gates_and_maps.feature_maps(found["image"], found["self"], found["memory"])
+
+
+def flops(folders: Sequence[Path]) -> Figure:
+    """Metric against operations, of comparisons."""
+    comparisons = [comparison for folder in folders for comparison in find_comparisons(folder)]
+    metrics = sorted({comparison.metric for comparison in comparisons})
+    if len(metrics) > 1:
+        raise ValueError(f"the comparisons have different metrics ({', '.join(metrics)}); draw them one by one")
+    points = [
+        Point(label(row["name"], c, comparisons), float(variant["flops"]), row["mean"], row["low"], row["high"])
+        for c in comparisons
+        for variant, row in zip(c.variants, c.statistics, strict=True)
+        if variant.get("flops")
+    ]
+    if not points:
+        raise ValueError(f"compare.json in {listed(folders)} counts no operations (flops)")
+    return metric_against_flops(points, metrics[0], _reference(comparisons))
+
+
+def _read(folders: Sequence[Path]) -> tuple[dict[str, list[Run]], list[Comparison]]:
+    """Runs by name: those of comparisons under their variant; single runs of one variant count as its seeds."""
+    comparisons = [read_comparison(folder) for folder in folders if is_comparison(folder)]
+    runs: dict[str, list[Run]] = {}
+    for comparison in comparisons:
+        for name, group in comparison.runs().items():
+            runs.setdefault(label(name, comparison, comparisons), []).extend(group)
+    for run in single_runs(folders):
+        runs.setdefault(str(run.summary.get("name") or run.folder.resolve().name), []).append(run)
+    return runs, comparisons
+
+
+def single_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs among the folders, without those of comparisons."""
+    runs = []
+    for folder in folders:
+        if is_run(folder) and not is_comparison(folder):
+            runs.append(read_run(folder))
+        elif not is_comparison(folder):
+            raise ValueError(f"{folder} is neither a run (metrics.jsonl) nor a comparison (compare.json)")
+    return runs
+
+
+def label(name: str, comparison: Comparison, comparisons: Sequence[Comparison]) -> str:
+    """The name of a variant, behind that of its comparison's folder where there are several."""
+    return name if len(comparisons) == 1 else f"{comparison.folder.resolve().name}: {name}"
+
+
+def _reference(comparisons: list[Comparison]) -> str | None:
+    return comparisons[0].reference if len(comparisons) == 1 else None
+
+
+def listed(folders: Sequence[Path]) -> str:
+    """Folders in a message."""
+    return ", ".join(map(str, folders))

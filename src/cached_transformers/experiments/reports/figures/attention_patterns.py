@@ -1,0 +1,173 @@
+"""Which keys each query attends, as a picture that the mechanism draws itself.
+
+Every attention here is linear in its values once queries and keys are given. So with values that are one-hot vectors
+(value j is 1 at place j and 0 elsewhere), what comes out for query i is the row of its weights: w_i1 .. w_iN. Nothing
+is told to the picture by a mask or a formula; a mechanism that sees through a summary of tokens shows the shares that
+these have in it, and one without a softmax shows its weights the same way, negative ones, too.
+
+Where a mechanism also mixes the channels of its values (by a convolution, say), a weight is a matrix, out_i = sum_j
+W_ij v_j. Its size |W_ij| / sqrt(V), which is |w| where W is w times the identity, is measured with random values.
+
+Legend: B draws, H heads, N tokens, V value width, D model width.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cached_transformers.attentions import Attention, AttentionSpec, create_attention
+from cached_transformers.extras import require
+from cached_transformers.registry import ATTENTIONS
+
+from .style import MUTED, SERIES, blank_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOKENS, DRAWS, HEADS = 64, 4, 2
+GIVEN = ("width", "heads", "length", "prefix", "size", "causal", "index", "depth", "dropout", "norm", "sequence")
+"""Options that a model fills in: no choice of the reader's, so the title leaves them out."""
+FULL = 0.99
+"""Share of the weights that are told apart by colour; those above have the darkest one."""
+NEVER = 1e-12
+"""A mean weight below it is no weight, but a rounding."""
+
+
+class Pattern(NamedTuple):
+    """Weights of one form of a mechanism: row i is what query i takes of each token, mean over draws and heads."""
+
+    title: str
+    weights_NN: Tensor
+
+
+@torch.no_grad()
+def attention_weights(
+    attention: AttentionSpec, tokens: int = TOKENS, *, causal: bool = False, draws: int = DRAWS, seed: int = 0
+) -> Tensor:
+    """(N, N), float64: the weight that each query gives each token, mean over draws of queries and keys and over heads.
+
+    Or its size, where channels are mixed.
+
+    The core is built once, as it is before training; queries, keys and the layer's input are standard normal.
+
+    Args:
+        attention: name, or {"name": ..., option: value}.
+        draws: rows of the batch. seed: of the core's own randomness and of the draws.
+    """
+    for name, value in {"tokens": tokens, "draws": draws}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        core = _core(attention, tokens, causal=causal)
+        q_BHNV, k_BHNV = torch.randn(2, draws, HEADS, tokens, tokens, dtype=torch.double)
+        x_BND = torch.randn(draws, tokens, HEADS * tokens, dtype=torch.double)
+
+        def run(v_BHNV: Tensor, rows: slice = slice(None)) -> Tensor:
+            q, k, x = (t[rows].expand(len(v_BHNV), *t.shape[1:]) for t in (q_BHNV, k_BHNV, x_BND))
+            generator = torch.Generator().manual_seed(seed)
+            out: Tensor = core(q, k, v_BHNV, causal=causal, x_BND=x, generator=generator).out_BHNV
+            return out
+
+        one_hot_BHNN = torch.eye(tokens, dtype=torch.double).expand(draws, HEADS, tokens, tokens)
+        weights_BHNN = run(one_hot_BHNN)
+        if torch.allclose(run(one_hot_BHNN.roll(1, -1)), weights_BHNN.roll(1, -1), rtol=0, atol=1e-9):
+            return weights_BHNN.mean((0, 1))
+        sizes_NN = torch.zeros(tokens, tokens, dtype=torch.double)
+        for row in range(draws):
+            # A row of the batch for each key, which alone has a value.
+            value_HNV = torch.randn(HEADS, tokens, tokens, dtype=torch.double)
+            alone_NHNV = value_HNV * torch.eye(tokens, dtype=torch.double)[:, None, :, None]
+            change_NHNV = run(alone_NHNV, slice(row, row + 1)) - run(torch.zeros_like(alone_NHNV), slice(row, row + 1))
+            sizes_NN += change_NHNV.square().mean(-1).sqrt().mean(1).T / draws
+        return sizes_NN
+
+
+def attention_patterns(
+    attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0
+) -> list[Pattern]:
+    """The pattern over all keys, and the causal one where there is such a form; arguments and errors as above."""
+    with torch.random.fork_rng(devices=[]):
+        core = _core(attention, max(tokens, 1), causal=False)
+    forms = {"all keys": (False, "bidirectional" in core.can), "causal": (True, "causal" in core.can)}
+    return [
+        Pattern(title, attention_weights(attention, tokens, causal=causal, draws=draws, seed=seed))
+        for title, (causal, there) in forms.items()
+        if there
+    ]
+
+
+def _core(attention: AttentionSpec, tokens: int, *, causal: bool) -> Attention:
+    """The core of a layer whose heads are as wide as the text is long: one may want values as wide as keys."""
+    height = max(h for h in range(1, int(tokens**0.5) + 1) if tokens % h == 0)
+    facts = {"length": tokens, "prefix": 0, "size": (height, tokens // height), "index": 0, "depth": 1}
+    return create_attention(attention, width=HEADS * tokens, heads=HEADS, causal=causal, **facts).double().eval()
+
+
+def pattern_figure(attention: AttentionSpec, tokens: int = TOKENS, *, draws: int = DRAWS, seed: int = 0) -> Figure:
+    """Heat maps of `attention_patterns` side by side on one scale; what no draw ever attends stays blank.
+
+    Colour grows with the square root of the weight, which shows weights of very different sizes. Where content decides
+    what is seen, one draw shows a pattern and many show how often.
+    """
+    colours = require("matplotlib.colors", extra="plot")
+    patterns = attention_patterns(attention, tokens, draws=draws, seed=seed)
+    figure, axes = blank_figure(0.9 + 4.0 * len(patterns), 4.8, 1, len(patterns))
+    shown = [pattern.weights_NN.masked_fill(pattern.weights_NN.abs() < NEVER, torch.nan) for pattern in patterns]
+    sizes = torch.cat([t.abs().flatten() for t in shown])
+    # The first causal queries see little else than themselves: with the whole range all others would be pale.
+    greatest = float(sizes.nan_to_num().max()) or 1.0
+    most = greatest if sizes.isnan().all() else float(sizes.nanquantile(FULL))
+    signed = any(bool((t < 0).any()) for t in shown)
+    blues = ["#d3e5f0", "#56a3cf", "#0b3d63"]
+    if signed:
+        ramp = colours.LinearSegmentedColormap.from_list("signed weight", ["#7a2f00", SERIES[1], "#f6e3d6", *blues])
+    else:
+        ramp = colours.LinearSegmentedColormap.from_list("weight", blues)
+    norm = colours.FuncNorm((_signed_root, _signed_square), vmin=-most if signed else 0, vmax=most)
+    with style():
+        for ax, pattern, weights_NN in zip(axes[0], patterns, shown, strict=True):
+            image = ax.imshow(weights_NN.numpy(), cmap=ramp, norm=norm, interpolation="nearest")
+            ax.set_title(pattern.title)
+            ax.set(xlabel="key", ylabel="query")
+            ax.grid(False)
+            ax.spines[:].set_visible(True)
+            ax.tick_params(length=2)
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.get_major_locator().set_params(integer=True)
+        above = greatest > most
+        extend = "both" if above and signed else "max" if above else "neither"
+        bar = figure.colorbar(image, ax=list(axes[0]), shrink=0.72, pad=0.02, aspect=28, extend=extend)
+        bar.set_label(
+            f"weight, mean of {draws} draw{'' if draws == 1 else 's'} and {HEADS} heads", color=MUTED, fontsize=9
+        )
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(length=2)
+        bar.set_ticks([most * part for part in ((-1, -0.25, 0, 0.25, 1) if signed else (0, 0.04, 0.25, 1))])
+        bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+        title = textwrap.fill(describe(attention), 46 * len(patterns))
+        figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def describe(attention: AttentionSpec) -> str:
+    """Name, options with their values, and the order of growth, e.g. "star (radius=1): order N R"."""
+    given: Mapping[str, Any] = {"name": attention} if isinstance(attention, str) else attention
+    entry = ATTENTIONS.entry(str(given.get("name")))
+    options = {name: given.get(name, option.default) for name, option in entry.options.items()}
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
+    return f"{entry.name}{f' ({shown})' if shown else ''}: order {entry.info.get('order', 'unknown')}"
+
+
+def _signed_root(weight: Any) -> Any:
+    return np.sign(weight) * np.sqrt(np.abs(weight))
+
+
+def _signed_square(height: Any) -> Any:
+    return np.sign(height) * np.square(height)

@@ -1,0 +1,69 @@
+"""What a run folder gets beside checkpoints and metrics: figures, bad files, scores of an evaluation, the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from cached_transformers.tasks.kinds import task_of
+from cached_transformers.training.distributed import World
+from cached_transformers.training.metrics import untouched
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
+
+from .reports.collect import collect_feature_maps, collect_gates
+from .reports.run_page import write_run_report
+
+MAPPED_IMAGES = 8
+"""Images whose feature maps a run keeps."""
+
+
+def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World) -> None:
+    """Write `gates.json` and, for images, `feature_maps.npz`, when the model has a gated memory."""
+    with untouched(model):
+        gates = collect_gates(model)
+        if not gates:
+            return
+        write_whole(folder / "gates.json", json_text({"layers": gates}))
+        images = task_of(dataset).images(dataset, MAPPED_IMAGES)
+        if images is None:
+            return
+        maps = collect_feature_maps(model, images.to(processes.device))
+    if maps is not None:
+        arrays = {key: np.asarray(value) for key, value in maps.items()}
+        np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
+
+
+def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
+    """Files that the data sets of all processes have skipped, with what is wrong."""
+    own = {file: why for data in datasets for file, why in getattr(data, "bad_found", {}).items()}
+    return {file: why for found in processes.gather(own) for file, why in found.items()}
+
+
+def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
+    """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
+    path = folder / BAD_FILES
+    files = {**(json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}), **found}
+    if files:
+        write_whole(path, json_text({"count": len(files), "files": files}))
+    return len(files)
+
+
+def write_evaluation(folder: Path, result: dict[str, Any]) -> None:
+    """Write `evaluation.json`: scores by way of treating the memory, and the loss by place in the document."""
+    write_whole(folder / "evaluation.json", json_text(result))
+
+
+def write_report(folder: Path, reporter: Reporter) -> None:
+    """Write `report.html`, or say why not."""
+    try:
+        path = write_run_report(folder)
+    except ImportError as error:
+        reporter.message(f"no report: {error}")
+        return
+    reporter.message(f"report: {path}")

@@ -1,0 +1,162 @@
+"""Models of others by name, with a memory added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.extras import require
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.memories import OneMemory
+from cached_transformers.models.generation import Generation, generate
+from cached_transformers.registry import MODELS
+from cached_transformers.state import State
+from cached_transformers.state import reset as reset_rows
+
+from .adapters import add_memory
+
+
+@MODELS.register("timm")
+class TimmModel(nn.Module):
+    """A timm image classifier by name, through `add_memory`.
+
+    Args:
+        architecture: name in timm, e.g. "vit_small_patch16_224", or of `integrations.timm`, e.g. "pvt_tiny_grc".
+        classes: number of outputs.
+        memory: None, a name, or {"name": ..., option: value}.
+        pretrained: load timm's published weights (needs network).
+        options: passed on to timm.create_model (drop_path_rate, img_size, ...).
+    """
+
+    def __init__(
+        self,
+        architecture: str = "vit_small_patch16_224",
+        classes: int = 1000,
+        memory: OneMemory | None = None,
+        pretrained: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        timm = require("timm", extra="vision")
+        from cached_transformers.integrations.timm import timm_models  # noqa: F401  (registers our models in timm)
+
+        if not timm.is_model(architecture):
+            raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
+        self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
+        if memory is not None:
+            add_memory(self.model, memory)
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """timm's own gradient checkpointing."""
+        self.model.set_grad_checkpointing(enabled)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm exempts from weight decay: positions, class tokens, tables of relative positions."""
+        exempt = getattr(self.model, "no_weight_decay", set)
+        return {f"model.{name}" for name in exempt()}
+
+    def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
+        """Logits (B, classes) of images (B, C, H, W)."""
+        logits = self.model(inputs_BCHW)
+        return ModelOutput(logits, (), logits.new_zeros(()))
+
+
+@MODELS.register("transformers")
+class TransformersModel(nn.Module):
+    """A decoder of transformers as a language model of this package, through `add_memory`.
+
+    It goes into `SegmentLoop`, `read_stream` and recipes, and is one segment a call; positions begin anew with each.
+
+    Args:
+        vocabulary: V. Ignored where `pretrained` is given, which has its own.
+        architecture: type of the model in transformers, "gpt2" or "llama".
+        memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
+            {"name": ..., option: value}.
+        pretrained: published weights by name, or a folder (may need network); None for random ones.
+        options: of transformers' config (n_embd, n_layer, hidden_size, ...).
+
+    Raises:
+        ValueError: unknown architecture, options beside `pretrained`, or what `add_memory` refuses.
+    """
+
+    scores_last = True
+    """`forward` takes `last_only`, which `generate` uses."""
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        architecture: str = "gpt2",
+        memory: OneMemory | None = None,
+        pretrained: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        transformers = require("transformers", extra="language")
+        if pretrained is not None:
+            if options:
+                raise ValueError(f"pretrained={pretrained!r} has a config of its own; leave out {', '.join(options)}")
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
+        else:
+            if vocabulary is None:
+                raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
+            config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.vocabulary = int(self.model.config.vocab_size)
+        self.remembers = memory is not None
+        if memory is not None:
+            add_memory(self.model, memory)
+            if not hasattr(self.model, "init_memory_state"):
+                raise ValueError(
+                    f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take a "
+                    "decoder that does, architecture='gpt2' or 'llama'"
+                )
+
+    def set_activation_checkpointing(self, enabled: bool = True) -> None:
+        """transformers' own activation checkpointing, of the kind that the state can pass."""
+        old, new = ("gradient_checkpointing", "activation_checkpointing")  # in earlier and later versions
+        name = new if hasattr(self.model, f"{new}_enable") else old
+        if enabled:
+            getattr(self.model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+        else:
+            getattr(self.model, f"{name}_disable")()
+
+    def init_state(self, batch_size: int) -> State:
+        """State of rows that have seen nothing; an empty one without a memory."""
+        return self.model.init_memory_state(batch_size) if self.remembers else ()
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        last_only: bool = False,
+    ) -> ModelOutput:
+        """Logits (B, N, V) for the next token at each place of the segment.
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the last segment; None for the start of a stream.
+            reset: (B,) bool, rows that begin a new document and forget.
+            padding: (B, N) bool, True = padding.
+            last_only: outputs of the last place alone, (B, 1, V).
+
+        Raises:
+            ValueError: a state of another model or number of rows.
+        """
+        more: dict[str, Any] = {}
+        if self.remembers:
+            rows = inputs_BN.shape[0]
+            state = self.init_state(rows) if state is None else state
+            more["memory_state"] = state if reset is None else reset_rows(state, self.init_state(rows), reset)
+        mask = None if padding is None else (~padding).to(torch.long)
+        keep = 1 if last_only else 0
+        out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)
+        return ModelOutput(out.logits, out.memory_state if self.remembers else (), out.logits.new_zeros(()))
+
+    def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
+        """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
+        return generate(self, prompt_BN, state, **options)

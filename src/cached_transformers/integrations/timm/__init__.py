@@ -1,0 +1,1 @@
+"""Memories and attentions in timm's models."""

@@ -1,0 +1,174 @@
+"""Adapters for timm's attention layers, ViT and DeiT, Swin, PVTv2, and for our PVT. Imports nothing of timm."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from cached_transformers.integrations.hosts import Host, HostAttention, Site, register_adapter
+from cached_transformers.integrations.masks import map_size, no_mask
+from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
+from cached_transformers.seam.memory import Query
+
+
+@register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+def vit_attention(site: Site) -> Host:
+    """ViT and DeiT: class tokens in front of the grid of patches, a slot for every token."""
+    layer, body = site.layer, site.holder("patch_embed")
+    patches = getattr(body, "patch_embed", None)
+    prefix = int(getattr(body, "num_prefix_tokens", 0))
+    facts: dict[str, Any] = _branch(layer, layer.qkv) | {"prefix": prefix}
+    grid = Grid(patches, prefix) if getattr(patches, "grid_size", None) is not None else None
+    if grid is not None and "length" not in site.settings:
+        height, width = grid.built
+        facts |= {"length": height * width + prefix, "size": (height, width)}
+    else:
+        facts |= {"length": site.length()}
+    width, query = layer.qkv.in_features, partial(_vit_query, grid)
+    host = Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer))
+    host.refusal = _other_width(layer, width, layer.proj.in_features)
+    if grid is not None and getattr(body, "dynamic_img_size", False):
+        host.watch = (grid.patches, grid.see)
+    return host
+
+
+class Grid:
+    """Which map the tokens of a ViT are: that of the image seen last, or the one that the model was built for.
+
+    Args:
+        patches: timm's patch embedding. prefix: class tokens in front of the map.
+    """
+
+    def __init__(self, patches: Any, prefix: int) -> None:
+        self.patches, self.prefix = patches, prefix
+        self.seen: tuple[int, int] | None = None
+
+    @property
+    def built(self) -> tuple[int, int]:
+        """(height, width) that the model was built for; timm's `set_input_size` changes it."""
+        return int(self.patches.grid_size[0]), int(self.patches.grid_size[1])
+
+    def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
+        """Hook of the patch embedding: note the map of the images that enter (with dynamic_img_size)."""
+        height, width = patches.dynamic_feat_size(tuple(args[0].shape[-2:]))
+        self.seen = (int(height), int(width))
+
+    def of(self, tokens: int) -> tuple[int, int] | None:
+        """The map of so many tokens, or None where they are none (patch dropout)."""
+        if self.seen is not None and self.seen[0] * self.seen[1] + self.prefix == tokens:
+            return self.seen
+        return map_size(tokens, self.prefix, self.built)
+
+
+def _vit_query(grid: Grid | None, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Query:
+    no_mask(attn_mask, is_causal)
+    return Query(x, size=grid.of(x.shape[1]) if grid is not None else None)
+
+
+@register_adapter("timm.models.swin_transformer.WindowAttention")
+def swin_attention(site: Site) -> Host:
+    """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
+    layer = site.layer
+    window = (int(layer.window_size[0]), int(layer.window_size[1]))
+    width, query = layer.qkv.in_features, partial(_swin_query, window)
+    facts = _branch(layer, layer.qkv) | {"length": window[0] * window[1], "size": window}
+    if site.settings.get("variant") == "released":  # there the memory branch has a table of relative positions, too
+        facts["window"] = window
+    refusal = _other_width(layer, width, layer.proj.in_features)
+    return Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer, "bias"), refusal=refusal)
+
+
+def _swin_query(window: tuple[int, int], x: Tensor, mask: Tensor | None = None) -> Query:
+    return Query(x, size=window)
+
+
+@register_adapter("timm.models.pvt_v2.Attention")
+def pvt_v2_attention(site: Site) -> Host:
+    """PVTv2: the cache holds unreduced tokens of the stage; keys and values are reduced as those of the self branch."""
+    layer = site.layer
+    size = _stage_size(site)
+    reduction: nn.Module | None = None
+    if site.memory and layer.pool is not None:
+        reduction = PooledReduction(_cache_width(site, layer.dim))
+    elif site.memory and layer.sr is not None:
+        reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
+    facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
+    attention = _attention(layer, *_cross(layer.pool is not None or layer.sr is not None))
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
+
+
+def _pvt_v2_query(x: Tensor, feat_size: Any) -> Query:
+    return Query(x, size=(int(feat_size[0]), int(feat_size[1])))
+
+
+@register_adapter("cached_transformers.models.pvt.layers.SpatialReductionAttention")
+def pvt_attention(site: Site) -> Host:
+    """PVT: as PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
+    layer = site.layer
+    height, width = _pvt_size(site)
+    reduction = None
+    if site.memory and layer.sr is not None:
+        reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
+    facts = _branch(layer, layer.q) | {"reduction": reduction, "size": (height, width), "prefix": layer.prefix}
+    facts["length"] = height * width + layer.prefix
+    asks = frozenset({"bidirectional", *_cross(layer.sr is not None)})
+    attention = HostAttention(asks, float(layer.attn_drop.p))
+    return Host(layer.dim, layer.num_heads, layer.proj, _pvt_query, facts, attention=attention)
+
+
+def _pvt_size(site: Site) -> tuple[int, int]:
+    """(height, width) of the map of this layer: that which it was built for, or that of images of `input_size`."""
+    size, named = site.settings.get("input_size"), re.search(r"\bblock(\d+)\b", site.name)
+    if size is None or named is None:
+        return int(site.layer.size[0]), int(site.layer.size[1])
+    stages: Any = site.holder("feature_info").feature_info
+    stride = int(stages[int(named[1]) - 1]["reduction"])
+    return int(size[0]) // stride, int(size[1]) // stride
+
+
+def _pvt_query(x_BND: Tensor, size: tuple[int, int]) -> Query:
+    return Query(x_BND, size=size)
+
+
+def _branch(layer: Any, query: Any) -> dict[str, Any]:
+    """What the memory branch has in common with the layer: dropout of weights, biases of queries, keys and values."""
+    return {"dropout": float(layer.attn_drop.p), "bias": query.bias is not None}
+
+
+def _cache_width(site: Site, width: int) -> int:
+    """Channels of the cache of a layer so wide; ratios that do not fit are refused by the memory itself."""
+    return max(int(site.settings.get("ratio", 0.5) * width + 1e-6), 1)
+
+
+def _stage_size(site: Site) -> tuple[int, int]:
+    """(height, width) of the token map in the stage of this layer, for the model's usual image."""
+    usual = getattr(site.holder("pretrained_cfg"), "pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+    height, width = (int(side) for side in site.settings.get("input_size") or usual)
+    named = re.search(r"\bstages[._](\d+)", site.name)  # timm's features_only=True names them stages_0, ...
+    for index in range(int(named[1]) + 1 if named else 1):
+        stride = 4 if index == 0 else 2
+        height, width = -(-height // stride), -(-width // stride)
+    return height, width
+
+
+def _attention(layer: Any, *asks: str) -> HostAttention:
+    """timm's layers have attention of their own beside the fused one, which Swin takes unless told otherwise."""
+    words = frozenset({"bidirectional", *asks})
+    return HostAttention(words, float(layer.attn_drop.p), switches={"fused_attn": True})
+
+
+def _cross(fewer: bool) -> tuple[str, ...]:
+    """What fewer keys than queries ask of an attention."""
+    return ("cross",) if fewer else ()
+
+
+def _other_width(layer: nn.Module, width: int, merged: int) -> str | None:
+    if width == merged:
+        return None
+    return (
+        f"{type(layer).__name__}: heads of {merged} channels in all on tokens of {width}; the memory reads the "
+        "first channels of the tokens for each head and needs them equal"
+    )

@@ -1,0 +1,131 @@
+"""`past_key_values` of a decoder with a memory: the keys and values of the open segment, and the memory behind it.
+
+Legend: B rows, N tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cached_transformers.state import State, map_state, named_tensors, signature
+
+try:
+    from transformers.cache_utils import Cache, DynamicCache
+except ImportError:  # this module is of use to those alone who hold a model of transformers, but imports without it
+    Cache = DynamicCache = object
+
+
+class MemoryState(NamedTuple):
+    """State of a host: of the memory that spans its layers, and of each layer that has one."""
+
+    model: State
+    layers: State
+
+
+class MemoryCache(Cache):  # type: ignore[misc]
+    """A text that is read piece by piece. Keys and values do not outlive their segment: what does is the memory.
+
+    Args:
+        given, state: the memory's state before the text, as the caller gave it (or not) and as it is.
+        work_out: gives the state after all tokens.
+
+    Attributes:
+        given: the state before the text, as the first call had it. state: that before the open segment.
+        after: the state after all tokens, None where nobody has needed it yet.
+        tokens: columns read in all. length: those of the open segment.
+        host_cache: keys and values of the open segment; the host's own cache.
+        open: what the open segment was called with, each (B, length, ...). padding_BN: of the open segment.
+    """
+
+    def __init__(self, given: State | None, state: State, work_out: Callable[[MemoryCache], State]) -> None:
+        super().__init__(layers=[])
+        self.given, self.state = given, state
+        self.after: State | None = state
+        self.work_out = work_out
+        self.tokens = self.length = 0
+        self.host_cache: DynamicCache | None = None
+        self.open: dict[str, Tensor] = {}
+        self.padding_BN: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
+        memo[id(self.work_out)] = self.work_out  # of the model, which is not to be copied along
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__dict__ = copy.deepcopy(dict(vars(self)), memo)
+        return new
+
+    @property
+    def memory_state(self) -> State:
+        """State after all tokens that were read. A segment that grew token by token is read once more for it."""
+        if self.after is None:
+            self.after = self.work_out(self)
+        return self.after
+
+    def began_with(self, state: State) -> bool:
+        """Whether the text began with this state, or with a copy of it on another device."""
+        if state is self.given or self.given is None or signature(state) != signature(self.given):
+            return state is self.given
+        pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
+        return all(torch.equal(a.to(b.device), b) for (_, a), (_, b) in pairs)
+
+    def take(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
+        """The open segment grows by these columns; `padding_BN` is that of all of it."""
+        if self.length:
+            new = {name: torch.cat([self.open[name], t], 1) for name, t in new.items()}
+        self.open, self.padding_BN = new, padding_BN
+        longer = next(iter(new.values())).shape[1]
+        self.tokens += longer - self.length
+        self.length = longer
+
+    def close(self, state: State) -> None:
+        """The open segment is full: the memory moves on, its keys and values are forgotten."""
+        self.state = self.after = state
+        self.length, self.open, self.padding_BN, self.host_cache = 0, {}, None, None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read in all."""
+        return self.tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """A memory that was written cannot be taken back."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: ValueError: always."""
+        raise ValueError(
+            "what a memory has read cannot be taken back, as assisted generation and prompt lookup do; generate "
+            "greedily, by sampling or by beams"
+        )
+
+    def reset(self) -> None:
+        """Raises: ValueError: always."""
+        raise ValueError("a text that was read begins again with its memory_state and without past_key_values")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in this order, state and all, as beam search asks for."""
+        self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)), lambda cache: cache.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times in a row."""
+        self._rows(lambda t: t.repeat_interleave(repeats, 0), lambda cache: cache.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows."""
+        self._rows(lambda t: t[indices], lambda cache: cache.batch_select_indices(indices))
+
+    def _rows(self, pick: Callable[[Tensor], Tensor], pick_in: Callable[[Any], None]) -> None:
+        self.state = map_state(pick, self.state)
+        self.after = None if self.after is None else map_state(pick, self.after)
+        self.open = {name: pick(t) for name, t in self.open.items()}
+        self.padding_BN = None if self.padding_BN is None else pick(self.padding_BN)
+        if self.host_cache is not None:
+            pick_in(self.host_cache)

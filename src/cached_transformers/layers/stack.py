@@ -1,0 +1,229 @@
+"""The stack of blocks that every model of this package is made of.
+
+It threads the state: it hands each layer memory its part, lets the model memory lead a segment through the blocks, and
+seals what leaves.
+
+Legend: B rows, N tokens, D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.state import State, seal
+
+from .block import Block
+from .context_attention import ContextAttention
+from .reversible import reversible
+
+
+class StackState(NamedTuple):
+    """State of a whole model: tokens seen by each row, the model memory's state, each layer memory's state."""
+
+    clock_B: Tensor
+    model: State
+    layers: State
+
+
+class ModelOutput(NamedTuple):
+    """What every model returns: outputs, the state after the segment, and the sum of auxiliary losses (a scalar)."""
+
+    outputs: Tensor
+    state: Any
+    auxiliary_loss: Tensor
+
+
+class Passage:
+    """One segment's way through the blocks of a stack; see `seam.memory.Through`.
+
+    Attributes:
+        layers: projections of every layer.
+        states: of the layer memories, as the last call that writes has left them.
+        losses: auxiliary losses of the calls that write. calls: how many there were.
+    """
+
+    def __init__(self, stack: Stack, states: Sequence[State], size: tuple[int, int] | None) -> None:
+        self.stack, self.states, self.size = stack, list(states), size
+        self.layers: list[Any] = [block.attention for block in stack.blocks]
+        self.losses: list[Tensor] = []
+        self.calls = 0
+
+    def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]:
+        """The last block's output and the traces of all blocks."""
+        tokens, blocks = entry.tokens, self.stack.blocks
+        options = {
+            "padding_BN": tokens.padding_BN,
+            "visible_NN": entry.visible_NN,
+            "consecutive": tokens.consecutive,
+            "size": self.size,
+        }
+        if self.stack.reversible:
+            x_BND, loss = self._reversibly(tokens, options)
+            return self._keep(x_BND, self.states, [], [loss], write)
+        options |= {"slots": entry.slots, "segment": entry.segment}
+        x_BND, states, traces, losses = tokens.x_BND, [], [], []
+        contexts = entry.contexts if entry.contexts is not None else [None] * len(blocks)
+        for block, state, context in zip(blocks, self.states, contexts, strict=True):
+            more = {"state": state, "context": context, **options}
+            x_BND, state, trace, loss = self.stack.run(block, x_BND, tokens.positions_BNP, **more)
+            states.append(state)
+            traces.append(trace)
+            if loss is not None:
+                losses.append(loss)
+        return self._keep(x_BND, states, traces, losses, write)
+
+    def _reversibly(self, tokens: Tokens, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        branches = [
+            branch
+            for block, state in zip(self.stack.blocks, self.states, strict=True)
+            for branch in block.sublayers(tokens.positions_BNP, state=state, **options)  # type: ignore[operator]
+        ]
+        return reversible(branches, tokens.x_BND)
+
+    def _keep(
+        self, x_BND: Tensor, states: list[State], traces: list[Trace], losses: list[Tensor], write: bool
+    ) -> tuple[Tensor, list[Trace]]:
+        if write:
+            self.states, self.calls = states, self.calls + 1
+            self.losses += losses
+        return x_BND, traces
+
+    def auxiliary_loss(self, last: Tensor | None, zero: Tensor) -> Tensor:
+        """Sum of the layers' losses, as a mean over the calls: it does not depend on how a segment is cut; and `last`,
+        that of the model memory."""
+        losses = [loss / self.calls for loss in self.losses] if self.calls > 1 else self.losses
+        return torch.stack([zero, *losses, *([] if last is None else [last])]).sum()
+
+
+class Stack(nn.Module):
+    """Blocks, an optional model memory round them, and a final norm.
+
+    Args:
+        blocks: one factory call a layer; `make_block(index)` returns a `Block`.
+        depth: number of layers.
+        model_memory: a memory that spans the layers.
+        width: D, for a LayerNorm behind the last block; None for none, or for `norm`.
+        norm_eps: what the final norm adds to the variance.
+        norm: another final norm than that.
+        reversible: two streams that add to each other by turns (`layers.reversible`): in training activations are
+            computed again from the result, whatever the depth. For memories that carry no state: none, or a shared
+            cache.
+
+    Raises:
+        ValueError: there is no layer; the blocks cannot take what the model memory offers, or cannot be reversed.
+    """
+
+    def __init__(
+        self,
+        make_block: Callable[[int], Block],
+        depth: int,
+        *,
+        model_memory: ModelMemory | None = None,
+        width: int | None = None,
+        norm_eps: float = 1e-5,
+        norm: nn.Module | None = None,
+        reversible: bool = False,
+    ) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth={depth} must be at least 1 layer")
+        self.blocks = nn.ModuleList(make_block(i) for i in range(depth))
+        self.model_memory = model_memory if model_memory is not None else ModelMemory()
+        self.norm = norm if norm is not None else nn.LayerNorm(width, norm_eps) if width is not None else nn.Identity()
+        self.activation_checkpointing = False
+        self.reversible = reversible
+        _check_blocks(self.model_memory, list(self.blocks))
+        if reversible:
+            _check_reversible(self.model_memory, list(self.blocks))
+
+    def layer_memories(self) -> list[LayerMemory]:
+        """The memory of each layer, from the first to the last."""
+        return [block.attention.memory for block in self.blocks]  # type: ignore[union-attr, misc]
+
+    def init_state(self, batch_size: int, like: Tensor | None = None) -> StackState:
+        """State of `batch_size` rows that have seen nothing; device and dtype are those of `like` (or the weights)."""
+        like = like if like is not None else next(self.parameters())
+        clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        layers = tuple(block.attention.init_state(batch_size, like) for block in self.blocks)  # type: ignore[union-attr, operator]
+        return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
+
+    @staticmethod
+    def clock_positions(state: StackState, length: int, padding_BN: Tensor | None = None) -> Tensor:
+        """(B, length, 1): positions of the next tokens, from where each row's clock stands; padding is not counted."""
+        if padding_BN is None:
+            steps = torch.arange(length, device=state.clock_B.device)
+        else:
+            steps = ((~padding_BN).cumsum(1) - 1).clamp(min=0)
+        return (state.clock_B[:, None] + steps)[..., None]
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        state: StackState | None = None,
+        *,
+        positions_BNP: Tensor | None = None,
+        padding_BN: Tensor | None = None,
+        inputs: Tensor | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> ModelOutput:
+        """Run one segment.
+
+        Args:
+            x_BND: embedded tokens.
+            state: what `init_state` or the last segment gave; None for rows that have seen nothing.
+            positions_BNP: positions of the tokens; by default they continue where each row's clock stands.
+            padding_BN: bool, True = padding.
+            inputs: the model's raw inputs, for model memories that look at them.
+            size: (height, width) of the token map.
+        """
+        if state is None:
+            state = self.init_state(x_BND.shape[0], x_BND)
+        clocked = self.clock_positions(state, x_BND.shape[1], padding_BN) if positions_BNP is None else positions_BNP
+        consecutive = positions_BNP is None and padding_BN is None
+        passage = Passage(self, state.layers, size)
+        tokens = Tokens(x_BND, clocked, padding_BN, inputs, consecutive)
+        steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
+        counted = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
+        after = seal(StackState(state.clock_B + counted, model_state, tuple(passage.states)))
+        outputs = [self.norm(x) for x in steps]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return ModelOutput(out, after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))
+
+    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The result of one block, whose activations are computed again in backward where that was asked."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+        return block(*args, **kwargs)
+
+
+def _check_reversible(memory: ModelMemory, blocks: list[Any]) -> None:
+    if type(memory) is not ModelMemory:
+        reason: str | None = f"memory {type(memory).__name__} spans the layers"
+    else:
+        reason = next(filter(None, (block.cannot_reverse() for block in blocks)), None)
+    if reason is not None:
+        raise ValueError(
+            f"reversible=True: {reason}; leave it out, or use set_activation_checkpointing() to save memory"
+        )
+
+
+def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
+    name = f"memory {type(memory).__name__}"
+    for index, block in enumerate(blocks):
+        core = block.attention.core
+        needs = {word: name for word in memory.needs if word in CORE_WORDS}
+        way_out = "`cached list attentions` shows which can"
+        refuse_misfit(needs, core.can, core.title, way_out)
+        if "own_weights" in memory.needs and block.memory_weights is None:
+            raise ValueError(f"{name} has weights of its own, which no block holds; give every Block memory_weights")
+        if "context_alone" in memory.needs and not isinstance(block.attention, ContextAttention):
+            raise ValueError(f"{name} lets tokens attend the memory alone; make layer {index} a ContextAttention")
+    if "slots" in memory.needs and all(block.slot_attention is None for block in blocks):
+        raise ValueError(f"{name} offers slots, which nothing would read; give every Block a slot_attention")

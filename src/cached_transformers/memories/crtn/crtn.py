@@ -1,0 +1,328 @@
+"""Cache-based recurrent transformer network (github.com/xyz961014/longterm, folder CRTN, docs/method-XL.tex, 2019).
+
+A store of whole segments, each under one key; a query picks some, and the layers attend them as Transformer-XL
+(arXiv:1901.02860) attends its memory, with values weighted by how well the keys match.
+
+    alpha, Z  = topk(softmax(summary(X) Keys^T))                      Z: the inputs of all layers over a stored segment
+    layer n   : keys of [SG(Z^{n-1}), h^{n-1}],  values of [alpha SG(Z^{n-1}), h^{n-1}],  positions as distances
+    renew     : drop the oldest segment, store SG(h^{0..m-1}) under the key summary(h^m)
+
+Where the defaults leave the text, and why:
+
+* X in the query is the segment before (`scope="previous"`). The text's own X_t lets the last token choose what the
+  first one recalls: scope="segment" does so, and a causal model refuses it. The authors' later text asks anew at every
+  token: scope="token".
+* SG covers Z, not alpha. To the letter it covers both, and then nothing ever trains the summary (alpha_grad=False).
+* A key is one vector, so the summary sees its segment as one row of L D numbers (as the authors' code does).
+* Empty places take no part. The code's zero keys compete with the real ones (empty="compete").
+* Logits are divided by the root of the head's width, and norms and residual sums are those of the model's blocks.
+
+Legend: B rows, N tokens, L places of a segment, R regions, S = R L slots in the store, M slots recalled, V layers,
+D model width, K key width, P position channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_sizes
+from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
+
+from .choice import choose
+from .store import CRTNState, masked_softmax, pack, renew, stored, windows
+from .summaries import make_summary
+
+
+def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
+    regions = distance + 1
+    return {"segment": segment, "regions": regions, "topk": regions, "scale": True, "rescale": True}
+
+
+def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
+    """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
+    return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
+
+
+@MEMORIES.register(
+    "crtn",
+    paper="github.com/xyz961014/longterm",
+    title="CRTN",
+    carries="whole segments under a key each; the best few are recalled",
+    purpose="a choice out of a long past",
+    equations="alpha, Z = topk(softmax(summary(X) Keys^T)); keys of [SG(Z), h], values of "
+    "[alpha SG(Z), h] in every layer",
+    state="per row: R (4 L S D + 4 K + 8 S + 8) + 4 S D bytes, R = regions + short_memory, S = segment, K = key_width",
+    cost="per token and layer: 2 D^2 M / N + 2 M D multiply-adds, M = (topk + short_memory) S, and for relative "
+    "positions D^2 + H D (M + N) (packed: M D); compute_first: twice the model; scope='token': M = R S, one after the "
+    "other, and the product with the values regions + 1 times",
+    reach="regions x segment tokens, any of them at once",
+    gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    probe=Probing(_all_regions, _one_region),
+)
+class CRTN(ModelMemory):
+    """Whole past segments under one key each; the best few are recalled in all layers, weighted by their match.
+
+    Args:
+        width: D. heads: H. depth: V, layers of the model.
+        segment: L, places of a region; no segment of the stream may be longer.
+        regions: how many segments are kept to choose from. topk: how many of them are recalled.
+        query: "standard" asks with embeddings, "compute_first" with the top layer of a first run without the regions.
+        scope: whose embeddings (or top layer): "previous" segment; "token", each token with the `segment` tokens that
+            end with it; "segment", the present one as a whole, which shows every token the rest of its segment.
+        allow_leak: let a causal model have scope="segment", for comparisons with the text; its loss means nothing.
+        first: memory of the first run of "compute_first": "none", or "selection", what was recalled last: the top layer
+            of the real run is then taken, no second run is made, and only scope="previous" can have it.
+        summary: "linear" (flatten, linear, ReLU), "mlp" (`layers` of these), "bilstm" (`layers` of it), "affine" (no
+            ReLU), "identity" (flatten alone), "last" (token) or "mean" (of tokens).
+        key_width: K; D by default. layers: 2 for "mlp", 1 for "bilstm" by default.
+        fill: behind the tokens of a short segment the summary sees "zeros" or their "mean".
+        weighted: multiply values by alpha. Without it nothing trains the summary.
+        alpha_grad: gradient through alpha. False is the text to the letter.
+        renormalise: over what is recalled: "none", "sum" (alpha sums to 1) or "softmax" (a second one, over alpha).
+        rescale: multiply alpha by the number of regions recalled, so that the mean is 1 where alpha sums to 1. Without
+            it alpha sums to 1 at most, and a fresh model hardly hears what it recalls.
+        scale: divide scores by the root of K. temperature: divides scores.
+        empty: empty regions are "masked", or "compete" for alpha and the first `topk` places with keys of zeros.
+        placed: recalled tokens stand at their own positions ("slot"), or right before the segment ("packed").
+        order: of packed regions, by "age" or by "score", the best first.
+        short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
+            draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
+            that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
+        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme.
+
+    Raises:
+        ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
+            longer than `segment`.
+
+    A linear summary costs L D K multiply-adds a segment, and with scope="token" a token, whose windows are B N L D
+    numbers. Options that are those of the authors' last code: query="compute_first", scope="token", summary="last",
+    short_memory=1, renormalise="softmax", rescale=True, scale=True. Its distances go wrong across unrecalled regions
+    (a shift runs over the gap); here they are right.
+    """
+
+    needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        depth: int,
+        segment: int = 80,
+        regions: int = 5,
+        topk: int = 2,
+        query: str = "standard",
+        scope: str = "previous",
+        allow_leak: bool = False,
+        first: str = "none",
+        summary: str = "linear",
+        key_width: int | None = None,
+        layers: int | None = None,
+        fill: str = "zeros",
+        weighted: bool = True,
+        alpha_grad: bool = True,
+        renormalise: str = "none",
+        rescale: bool = False,
+        scale: bool = False,
+        temperature: float = 1.0,
+        empty: str = "masked",
+        placed: str = "slot",
+        order: str = "age",
+        short_memory: int = 0,
+        relative: bool = True,
+    ) -> None:
+        super().__init__()
+        check_sizes(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
+        if topk > regions:
+            raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
+        if short_memory < 0:
+            raise ValueError(f"short_memory={short_memory} is a number of segments, 0 for none")
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be above 0; 1 leaves the scores as they are")
+        check_choices(
+            query=(query, ("standard", "compute_first")),
+            scope=(scope, ("previous", "token", "segment")),
+            first=(first, ("none", "selection")),
+            renormalise=(renormalise, ("none", "sum", "softmax")),
+            empty=(empty, ("masked", "compete")),
+            placed=(placed, ("slot", "packed")),
+            order=(order, ("age", "score")),
+        )
+        if first == "selection" and (query, scope) != ("compute_first", "previous"):
+            raise ValueError(
+                "first='selection' takes the top layer of the segment before; it needs query='compute_first' and "
+                f"scope='previous', not {query!r} and {scope!r}"
+            )
+        if placed == "packed" and scope == "token":
+            raise ValueError("placed='packed' would give each token its own distances; take 'slot' with scope='token'")
+        if order == "score" and placed != "packed":
+            raise ValueError("order='score' matters only to packed positions; take placed='packed', or order='age'")
+        if allow_leak and scope != "segment":
+            raise ValueError(f"allow_leak=True is for scope='segment'; scope={scope!r} shows no token its future")
+        self.width, self.heads, self.depth, self.relative = width, heads, depth, relative
+        self.segment, self.regions, self.topk, self.short_memory = segment, regions, topk, short_memory
+        self.query, self.scope, self.first = query, scope, first
+        self.weighted, self.alpha_grad, self.renormalise, self.rescale = weighted, alpha_grad, renormalise, rescale
+        self.empty, self.placed, self.order = empty, placed, order
+        if scope == "token":
+            self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
+        elif scope == "segment" and not allow_leak:
+            self.needs = self.needs | {"whole_segment"}
+        self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
+        self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
+
+    def position_scheme(self) -> Positions | None:
+        return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
+
+    def init_state(self, batch_size: int, like: Tensor) -> CRTNState:
+        regions, slots = self.regions + self.short_memory, (self.regions + self.short_memory) * self.segment
+        counts = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return CRTNState(
+            like.new_zeros(batch_size, regions, self.summary.key_width),
+            like.new_zeros(batch_size, self.depth, slots, self.width),
+            counts.new_zeros(batch_size, slots, 1),
+            counts.new_zeros(batch_size, regions),
+            like.new_zeros(batch_size, self.segment, self.width),
+        )
+
+    def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
+        x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
+        if n > self.segment:
+            raise ValueError(
+                f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
+                f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
+            )
+        source_BND = x_BND
+        if self.query == "compute_first" and self.first == "none":
+            recent = None
+            if self.short_memory:
+                recent = self._recall(state, tokens.positions_BNP, self._recent(x_BND.shape[0], x_BND.device))
+            source_BND, _ = through(Entry(tokens, recent), write=False)
+        contexts, state = self._ask(state, tokens, source_BND)
+        x_BND, state, _ = self.exit(state, *through(Entry(tokens, contexts)))
+        return [x_BND], state, None
+
+    def _ask(self, state: CRTNState, tokens: Tokens, source_BND: Tensor) -> tuple[list[Offer], CRTNState]:
+        """What the layers attend, given what queries are made of; and the state that knows the latter."""
+        positions_BNP, padding_BN = tokens.positions_BNP, tokens.padding_BN
+        source_BLD, size_B = pack(source_BND, padding_BN, self.segment)
+        if self.scope == "token":
+            x_BNLD, size_BN = windows(state, source_BND, padding_BN)
+            query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
+            offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
+        else:
+            present = self.scope == "segment"
+            before_BLD, before_B = (source_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
+            offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
+        wrote_B11 = (size_B > 0)[:, None, None]
+        source_BLD = torch.where(wrote_B11, source_BLD.to(state.source_BLD.dtype), state.source_BLD)
+        return offers, state._replace(source_BLD=source_BLD)
+
+    def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""
+        valid_BR = state.size_BR[:, : self.regions] > 0
+        keys_BRK = torch.where(valid_BR[..., None], state.keys_BRK[:, : self.regions], 0).to(query_BNK.dtype)
+        score_BNR = self.factor * query_BNK @ keys_BRK.mT
+        alpha_BNR = masked_softmax(score_BNR, valid_BR[:, None] if self.empty == "masked" else None)
+        # Equal weights go to the newer region; a sort that keeps the order makes this the same everywhere.
+        best_BNR = alpha_BNR.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        chosen_BNR = self.regions - 1 - best_BNR[..., : self.topk]
+        recalled_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True) & valid_BR[:, None]
+        if self.renormalise == "sum":
+            kept_BNR = torch.where(recalled_BNR, alpha_BNR, 0)
+            tiny = torch.finfo(alpha_BNR.dtype).tiny
+            alpha_BNR = kept_BNR / kept_BNR.sum(-1, keepdim=True).clamp(min=tiny)
+        elif self.renormalise == "softmax":
+            alpha_BNR = masked_softmax(alpha_BNR, recalled_BNR)
+        if self.rescale:
+            alpha_BNR = alpha_BNR * recalled_BNR.sum(-1, keepdim=True)
+        alpha_BNR = torch.where(recalled_BNR, alpha_BNR, 0)
+        return alpha_BNR if self.alpha_grad else alpha_BNR.detach(), chosen_BNR
+
+    def _by_segment(self, state: CRTNState, positions_BNP: Tensor, query_BK: Tensor) -> list[Offer]:
+        """All tokens recall what one query chooses."""
+        alpha_BNR, chosen_BNR = self._alpha(state, query_BK[:, None])
+        chosen_BC = chosen_BNR[:, 0]
+        if self.order == "age":
+            chosen_BC = chosen_BC.sort(1).values
+        regions_BC = torch.cat([chosen_BC, self._recent(chosen_BC.shape[0], chosen_BC.device)], 1)
+        weight_BR = F.pad(alpha_BNR[:, 0], (0, self.short_memory), value=1.0) if self.weighted else None
+        return self._recall(state, positions_BNP, regions_BC, weight_BR)
+
+    def _by_token(self, state: CRTNState, positions_BNP: Tensor, query_BNK: Tensor) -> list[Offer]:
+        """Each token chooses: all regions are offered, with what each token sees of them."""
+        alpha_BNR, chosen_BNR = self._alpha(state, query_BNK)
+        rows, every = alpha_BNR.shape[0], torch.arange(self.regions + self.short_memory, device=chosen_BNR.device)
+        visible_BNR = torch.zeros_like(alpha_BNR, dtype=torch.bool).scatter(-1, chosen_BNR, True)
+        weight_BNR = alpha_BNR if self.weighted else None
+        chosen = partial(choose, visible_BNR=visible_BNR, weight_BNR=weight_BNR)
+        return self._recall(state, positions_BNP, every.expand(rows, -1), choice=chosen)
+
+    def _recent(self, rows: int, device: torch.device) -> Tensor:
+        """(B, short_memory): the regions that are always recalled."""
+        return torch.arange(self.regions, self.regions + self.short_memory, device=device).expand(rows, -1)
+
+    def _recall(
+        self,
+        state: CRTNState,
+        positions_BNP: Tensor,
+        regions_BC: Tensor,
+        weight_BR: Tensor | None = None,
+        choice: Callable[..., Context] | None = None,
+    ) -> list[Offer]:
+        """What the layers attend of some regions, all tokens alike or by a choice of their own."""
+        slots = stored(state, regions_BC)
+        positions_BMP, count = slots.positions_BMP, slots.valid_BM.shape[1]
+        if self.placed == "packed":
+            steps_MP = torch.arange(-count, 0, device=positions_BMP.device)[:, None]
+            positions_BMP = (positions_BNP[:, :1, :1] + steps_MP).expand_as(positions_BMP)
+        # All regions, or the recent ones alone, are the tokens right before the segment, one after the other.
+        whole = regions_BC.shape[1] in (self.short_memory, self.regions + self.short_memory)
+        consecutive = whole or self.placed == "packed"
+        weight_BM = None if weight_BR is None else weight_BR.gather(1, slots.region_BM)
+        offers = [
+            partial(
+                recalled,
+                hidden_BMD=hidden_BMD,
+                positions_BMP=positions_BMP,
+                valid_BM=slots.valid_BM,
+                weight_BM=weight_BM,
+                consecutive=consecutive,
+            )
+            for hidden_BMD in slots.hidden_BVMD.unbind(1)
+        ]
+        if choice is None:
+            return list(offers)
+        region_BM = slots.region_BM.clamp(max=self.regions)
+        return [partial(_chosen, offer, choice, region_BM) for offer in offers]
+
+    def exit(self, state: CRTNState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, CRTNState, None]:
+        positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
+        assert positions_BNP is not None
+        top_BLD, size_B = pack(x_BND, padding_BN, self.segment)
+        key_BK = self.summary(top_BLD, size_B)
+        hidden_BVLD = torch.stack([pack(trace.x_BND.detach(), padding_BN, self.segment)[0] for trace in traces], 1)
+        positions_BLP, _ = pack(positions_BNP[..., :1].expand(x_BND.shape[0], -1, -1), padding_BN, self.segment)
+        source_BLD = top_BLD if self.first == "selection" else state.source_BLD
+        return (
+            x_BND,
+            renew(state, CRTNState(key_BK[:, None], hidden_BVLD, positions_BLP, size_B[:, None], source_BLD)),
+            None,
+        )
+
+
+def _chosen(
+    offer: Callable[[ProjectKV], Context], choice: Callable[..., Context], region_BM: Tensor, project_kv: ProjectKV
+) -> Context:
+    """The context, with what each token sees and weights of it."""
+    return choice(offer(project_kv), region_BM)

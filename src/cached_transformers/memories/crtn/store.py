@@ -1,0 +1,115 @@
+"""The store of CRTN: whole segments, first in, first out, with what is needed to read some of them.
+
+Legend: B rows, N tokens, L places of a segment, R regions, C regions recalled, S = R L slots in the store,
+M = C L slots recalled, V layers, D model width, K key width, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class CRTNState(NamedTuple):
+    """The regions, newest last; the tokens of a region stand in front of it. What is behind them counts as empty.
+
+    Attributes:
+        keys_BRK: summaries.
+        hidden_BVSD: inputs of each layer.
+        positions_BSP: positions of the tokens.
+        size_BR: tokens in each region; 0 for an empty one.
+        source_BLD: what the next query is made of: embeddings (or top layer) of the newest region.
+    """
+
+    keys_BRK: Tensor
+    hidden_BVSD: Tensor
+    positions_BSP: Tensor
+    size_BR: Tensor
+    source_BLD: Tensor
+
+
+class Slots(NamedTuple):
+    """Slots of some regions: hidden states for each layer, positions, which are real, and the region of each."""
+
+    hidden_BVMD: Tensor
+    positions_BMP: Tensor
+    valid_BM: Tensor
+    region_BM: Tensor
+
+
+def renew(state: CRTNState, new: CRTNState) -> CRTNState:
+    """Drop the oldest region and add a new one (a store of one region), in the rows in which it holds any token."""
+    wrote_B = new.size_BR[:, 0] > 0
+
+    def push(old: Tensor, one: Tensor, dim: int, keep: int) -> Tensor:
+        shifted = torch.cat([old.narrow(dim, old.shape[dim] - keep, keep), one.to(old.dtype)], dim)
+        return torch.where(wrote_B.view(-1, *[1] * (old.dim() - 1)), shifted, old)
+
+    length, regions = state.source_BLD.shape[1], state.size_BR.shape[1]
+    return CRTNState(
+        push(state.keys_BRK, new.keys_BRK, 1, regions - 1),
+        push(state.hidden_BVSD, new.hidden_BVSD, 2, (regions - 1) * length),
+        push(state.positions_BSP, new.positions_BSP, 1, (regions - 1) * length),
+        push(state.size_BR, new.size_BR, 1, regions - 1),
+        push(state.source_BLD, new.source_BLD, 1, 0),
+    )
+
+
+def stored(state: CRTNState, regions_BC: Tensor) -> Slots:
+    """The slots of some regions, in their order; empty ones are brought to the front."""
+    length, layers, width = state.source_BLD.shape[1], *state.hidden_BVSD.shape[1::2]
+    places_L = torch.arange(length, device=regions_BC.device)
+    valid_BM = (places_L < state.size_BR.gather(1, regions_BC)[..., None]).flatten(1)
+    index_BM = (regions_BC[..., None] * length + places_L).flatten(1)
+    region_BM = regions_BC.repeat_interleave(length, 1)
+    order_BM = valid_BM.to(torch.uint8).argsort(dim=1, stable=True)
+    valid_BM, index_BM, region_BM = (t.gather(1, order_BM) for t in (valid_BM, index_BM, region_BM))
+    hidden_BVMD = state.hidden_BVSD.gather(2, index_BM[:, None, :, None].expand(-1, layers, -1, width))
+    return Slots(hidden_BVMD, state.positions_BSP.gather(1, index_BM[..., None]), valid_BM, region_BM)
+
+
+def windows(state: CRTNState, source_BND: Tensor, padding_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The last L tokens up to each token, itself included, (B, N, L, D), zeros behind them; and how many, (B, N).
+
+    They reach into the newest region, of which `state.source_BLD` is taken, and no further.
+    """
+    n, length = source_BND.shape[1], state.source_BLD.shape[1]
+    source_BLD, source_B = pack(source_BND, padding_BN, length)
+    before_B = state.size_BR[:, -1]
+    # Both segments without gaps: token i of the second stands at the size of the first plus i.
+    places_L = torch.arange(length, device=source_B.device)
+    real_BT = torch.cat([places_L < before_B[:, None], places_L < source_B[:, None]], 1)
+    both_BTD = torch.where(real_BT[..., None], torch.cat([state.source_BLD.to(source_BLD.dtype), source_BLD], 1), 0)
+    order_BT = (~real_BT).to(torch.uint8).argsort(dim=1, stable=True)
+    count_BN = torch.arange(1, n + 1, device=source_B.device)[None] if padding_BN is None else (~padding_BN).cumsum(1)
+    end_BN = before_B[:, None] + count_BN
+    start_BN = (end_BN - length).clamp(min=0)
+    place_BNL = (start_BN[..., None] + places_L).clamp(max=2 * length - 1)
+    index_BT1 = order_BT.gather(1, place_BNL.flatten(1))[..., None]
+    x_BNLD = both_BTD.gather(1, index_BT1.expand(-1, -1, both_BTD.shape[2])).unflatten(1, (n, length))
+    return x_BNLD, end_BN - start_BN
+
+
+def pack(t_BNX: Tensor, padding_BN: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """(B, length, X): the real tokens in front, zeros behind; and how many there are in each row."""
+    rows, n = t_BNX.shape[:2]
+    if padding_BN is None:
+        size_B = torch.full((rows,), n, device=t_BNX.device)
+    else:
+        order_BN1 = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
+        real_BN1 = ~padding_BN[..., None].gather(1, order_BN1)
+        t_BNX = torch.where(real_BN1, t_BNX.gather(1, order_BN1.expand_as(t_BNX)), 0)
+        size_B = real_BN1.sum((1, 2))
+    return F.pad(t_BNX, (0, 0, 0, length - n)), size_B
+
+
+def masked_softmax(score_BNR: Tensor, valid_BNR: Tensor | None) -> Tensor:
+    """Softmax over what is valid, 0 elsewhere; zeros where nothing is."""
+    if valid_BNR is None:
+        return score_BNR.softmax(-1)
+    # Not minus infinity: a row without any region would be NaN, in the gradient too.
+    masked_BNR = score_BNR.masked_fill(~valid_BNR, torch.finfo(score_BNR.dtype).min)
+    return torch.where(valid_BNR, masked_BNR.softmax(-1), 0)

@@ -1,0 +1,1 @@
+"""What several memories are made of."""

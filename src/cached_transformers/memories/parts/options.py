@@ -1,0 +1,29 @@
+"""What memories ask of their options, with one message for each question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NO_MEMORY = "; a model without memory takes memory=None"
+"""The way out for who asks for a memory of size 0."""
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    """`value`, or a ValueError that names the option and what it may be."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
+    return value
+
+
+def check_choices(**given: tuple[Any, tuple[Any, ...]]) -> None:
+    """Refuse (ValueError) an option that is none of its choices: `option=(value, choices)`; None may be one of them."""
+    for name, (value, choices) in given.items():
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def check_sizes(way_out: str = "", **sizes: int | None) -> None:
+    """Refuse (ValueError) a size below 1; None, where an option may be left to its default, is none."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1{way_out}")

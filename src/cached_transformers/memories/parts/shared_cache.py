@@ -1,0 +1,326 @@
+"""A cache shared by all rows and steps: a buffer of the model that training updates and evaluation reads.
+
+What the update is, a subclass says (`gated_recurrent_cache.py`, `attention_cache.py`). What is here are the rules of
+every such cache (arXiv:2312.12742, Algorithm 1, lines 2-6): tokens are interpolated to slots, forward leaves a proposal
+and never writes the buffer, and the proposal is committed once, never during recomputation, never in evaluation, and
+never when it is not finite.
+
+Legend: B rows, N tokens, M slots, C cache width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .interpolation import Interpolation, interpolate
+from .options import one_of
+
+Sync = Literal["broadcast", "mean", "none"]
+Attend = Literal["mean", "sample", "stored"]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, that is, whether a forward now is a recomputation by activation checkpointing."""
+    if _graph_task is not None:
+        return _graph_task() != -1
+    try:  # installing a callback is an error outside of a backward pass
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True
+
+
+# PyTorch has no public question for this, and may drop the private one.
+_graph_task = getattr(torch._C, "_current_graph_task_id", None)
+
+
+@torch.library.custom_op("cached_transformers::commit_cache", mutates_args=("cache", "fresh"))
+def commit_cache(cache: Tensor, proposal: Tensor, fresh: Tensor, keep: bool) -> None:
+    """Copy `proposal` into `cache` when `fresh`, then clear `fresh` unless told to `keep` it; nothing during
+    recomputation.
+
+    A custom operator, so that the question is asked when compiled code runs, not when it is traced.
+    """
+    if not in_backward():
+        cache.copy_(torch.where(fresh, proposal, cache))
+        if not keep:
+            fresh.zero_()
+
+
+@torch.library.custom_op("cached_transformers::propose_cache", mutates_args=("proposal", "fresh"))
+def propose_cache(proposal: Tensor, fresh: Tensor, new: Tensor, current: Tensor, sync: str) -> None:
+    """Store `new` as the next cache, averaged or broadcast over processes; `current` again if `new` is not finite."""
+    if in_backward():
+        return
+    proposal.copy_(torch.where(torch.isfinite(new).all(), new.to(proposal.dtype), current))
+    if sync != "none" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if sync == "mean":
+            dist.all_reduce(proposal)
+            proposal.div_(dist.get_world_size())
+        else:
+            dist.broadcast(proposal, 0)
+    fresh.fill_(True)
+
+
+class CacheSlots(nn.Module):
+    """The way from tokens to the slots of a cache.
+
+    Args:
+        width: C, channels of the cache.
+        length: M, slots.
+        interpolation: "nearest", "linear" or "area", where tokens and slots differ in number.
+        size: (height, width) of the cache as a map, for two-dimensional interpolation; None for one dimension.
+        prefix: class tokens in front of the map, which keep slots of their own.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        length: int,
+        *,
+        interpolation: Interpolation = "nearest",
+        size: tuple[int, int] | None = None,
+        prefix: int = 0,
+    ) -> None:
+        super().__init__()
+        one_of("interpolation", interpolation, ("nearest", "linear", "area"))
+        if length < 1:
+            raise ValueError(f"cache length={length} must be at least 1 slot")
+        _check_size(length, size, prefix)
+        self.width, self.length, self.size, self.prefix = width, length, size, prefix
+        self.interpolation = interpolation
+
+    def slots(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
+        """(B, M, C): the tokens interpolated to the number of slots, each row over its own valid tokens."""
+        return interpolate(
+            x_BNC, self.length, self.interpolation, padding_BN, size=size, to_size=self.size, prefix=self.prefix
+        )
+
+
+class SharedCache(CacheSlots):
+    """A cache shared by all rows and steps: a buffer in the state dict, updated once per training step.
+
+    Forward never writes the buffer. In training it leaves a proposal, which is committed when the next training forward
+    begins, or earlier by `commit`, `eval()` or `state_dict()`; a training loop need not know. During the
+    recomputation of activation checkpointing and in evaluation nothing is proposed or committed. The buffer stays
+    float32 (or float64) in half-precision models. In evaluation the cache is constant.
+
+    A subclass gives `update`, and `mean_update` where the mean over rows can be had for less.
+
+    Args:
+        attend: what rows read in training: the batch "mean" of the update (Algorithm 1), each row ("sample") its own
+            update, or the cache as it was "stored" before it; the mean is what is stored in any case.
+        sync: what distributed processes do with their proposals: all take rank 0's ("broadcast", as batch norm), the
+            mean of all, or each keeps its own ("none").
+        width, length, others: see `CacheSlots`.
+    """
+
+    cache_MC: Tensor
+
+    def __init__(
+        self, width: int, length: int, *, attend: Attend = "mean", sync: Sync = "broadcast", **slots: Any
+    ) -> None:
+        super().__init__(width, length, **slots)
+        self.attend = attend
+        self.sync = one_of("sync", sync, ("broadcast", "mean", "none"))
+        self.held = False
+        self.register_buffer("cache_MC", torch.zeros(length, width, dtype=_wide(torch.get_default_dtype())))
+        self._set_pending(self.cache_MC)
+
+    def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
+        """(B, M, C): the cache after each row's slots alone, in the dtype of `cache_MC`, which is a constant."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is updated")
+
+    def mean_update(self, s_BMC: Tensor, cache_MC: Tensor, weight_B: Tensor | None) -> Tensor:
+        """(M, C): mean of `update` over the rows marked in `weight_B`, all when None; the cache when there is none."""
+        return cache_MC + row_mean(self.update(s_BMC, cache_MC) - cache_MC, weight_B)
+
+    def mean_update_by(
+        self, x_BNC: Tensor, padding_BN: Tensor | None, size: tuple[int, int] | None, cache_MC: Tensor
+    ) -> Tensor:
+        """`mean_update` by tokens that are not spread over the slots yet; rows without any have no part in it."""
+        weight_B = None if padding_BN is None else (~padding_BN).any(1)
+        return self.mean_update(self.slots(x_BNC, padding_BN, size), cache_MC, weight_B)
+
+    @property
+    def constant_in_evaluation(self) -> bool:
+        """Whether evaluation reads the stored cache as it is, so that keys and values of it may be folded."""
+        return self.attend != "sample"
+
+    def forward(self, x_BNC: Tensor, padding_BN: Tensor | None = None, size: tuple[int, int] | None = None) -> Tensor:
+        """The cache to attend: (M, C), or (B, M, C) with attend="sample".
+
+        In training the update by `x_BNC` is made and proposed for the next step. In evaluation the rows' own update is
+        computed with attend="sample" and thrown away after use, and the stored cache is returned otherwise.
+        """
+        if (self.training and not self.held) or self.sync == "none":
+            self.commit()
+        if not self.training and self.constant_in_evaluation:
+            return self.cache_MC
+        # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
+        # that.
+        cache_MC = self.cache_MC.clone() if self.training else self.cache_MC
+        if self.attend == "sample":
+            weight_B = None if padding_BN is None else (~padding_BN).any(1)
+            attended = self.update(self.slots(x_BNC, padding_BN, size), cache_MC)
+            new_MC = cache_MC + row_mean(attended - cache_MC, weight_B) if self.training else cache_MC
+        else:
+            new_MC = self.mean_update_by(x_BNC, padding_BN, size, cache_MC)
+            attended = new_MC if self.attend == "mean" else cache_MC
+        if self.training and not self.held:
+            propose_cache(self._proposal_MC, self._fresh, new_MC.detach(), cache_MC, self.sync)
+        return attended
+
+    def commit(self) -> None:
+        """Make the last proposal, if there is one, the cache."""
+        # With sync="none" the proposal stays in force: DDP may broadcast rank 0's buffer over ours before any forward.
+        commit_cache(self.cache_MC, self._proposal_MC, self._fresh, keep=self.sync == "none")
+
+    @torch.no_grad()
+    def reset_cache(self) -> None:
+        """Empty the cache: zeros, no proposal pending."""
+        self._fresh.zero_()
+        self.cache_MC.zero_()
+
+    @torch.no_grad()
+    def resize_cache(self, length: int, size: tuple[int, int] | None = None) -> None:
+        """Interpolate the stored cache to another number of slots (and map size)."""
+        _check_size(length, size, self.prefix)
+        self.commit()
+        mode: Interpolation = "nearest" if self.interpolation == "nearest" else "linear"
+        two_d = self.size is not None and size is not None
+        cache_BMC = interpolate(
+            self.cache_MC[None],
+            length,
+            mode,
+            size=self.size if two_d else None,
+            to_size=size if two_d else None,
+            prefix=self.prefix if two_d else 0,
+        )
+        self.length, self.size = length, size
+        self.cache_MC = cache_BMC[0].clone()
+        self._set_pending(self.cache_MC)
+
+    def train(self, mode: bool = True) -> SharedCache:
+        """As nn.Module.train; leaving training commits what is pending."""
+        if not mode and self.training:
+            self.commit()
+        return super().train(mode)
+
+    def _set_pending(self, like: Tensor) -> None:
+        # Plain attributes, not buffers: DDP broadcasts buffers from rank 0, which would defeat sync="none" and "mean".
+        self._proposal_MC = torch.zeros_like(like)
+        self._fresh = torch.zeros((), dtype=torch.bool, device=like.device)
+
+    def _settle(self) -> None:
+        """Pending tensors in the place and kind of the buffer, after whatever moved or exchanged it."""
+        if self.cache_MC.dtype != _wide(self.cache_MC.dtype):
+            self.cache_MC = self.cache_MC.to(_wide(self.cache_MC.dtype))
+        if self._fresh.is_meta and not self.cache_MC.is_meta:  # built on the meta device: nothing can be pending
+            self._set_pending(self.cache_MC)
+        self._proposal_MC = self._proposal_MC.to(self.cache_MC.device, self.cache_MC.dtype)
+        self._fresh = self._fresh.to(self.cache_MC.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy (EMA, pickle) starts with what is committed; our pending proposal must not overwrite its cache later.
+        self.commit()
+        return {**self.__dict__, "_fresh": torch.zeros_like(self._fresh)}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SharedCache:
+        before = self.cache_MC
+        super()._apply(fn, recurse)
+        if self.cache_MC.dtype != _wide(self.cache_MC.dtype):  # .half(), .bfloat16(): the recurrence needs the digits
+            self.cache_MC = before.to(self.cache_MC.device, _wide(self.cache_MC.dtype))
+        self._settle()
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.commit()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        stored = state_dict.get(prefix + "cache_MC")
+        if stored is not None and stored.shape != self.cache_MC.shape:
+            raise ValueError(
+                f"{prefix}cache_MC: the checkpoint holds a cache of {tuple(stored.shape)} (slots, channels), this "
+                f"model has {tuple(self.cache_MC.shape)}; build the model with length={stored.shape[0]}, or call "
+                f"resize_caches(model, {stored.shape[0]}) before loading and resize_caches(model, {self.length}) after "
+                "it, or drop the key from the checkpoint and call reset_caches(model)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._settle()
+        self._fresh.zero_()
+
+
+def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
+    """Mean over rows; with `weight_B` (bool) over the marked rows only, zeros when there is none."""
+    if weight_B is None:
+        return x_BMC.mean(0)
+    weight = weight_B.to(x_BMC.dtype)
+    return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
+
+
+def _check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:
+    if size is not None and size[0] * size[1] + prefix != length:
+        raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def caches(model: nn.Module) -> Iterator[SharedCache]:
+    """Every shared cache in `model`."""
+    return (m for m in model.modules() if isinstance(m, SharedCache))
+
+
+def commit_caches(model: nn.Module) -> None:
+    """Commit what is pending in every cache of `model`."""
+    for cache in caches(model):
+        cache.commit()
+
+
+def reset_caches(model: nn.Module) -> None:
+    """Empty every cache of `model`, as the paper does before fine-tuning a detector."""
+    for cache in caches(model):
+        cache.reset_cache()
+
+
+def resize_caches(model: nn.Module, length: int, size: tuple[int, int] | None = None) -> None:
+    """Interpolate every cache of `model` to `length` slots."""
+    for cache in caches(model):
+        cache.resize_cache(length, size)
+
+
+def shuffle_caches(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Permute all entries of every cache: a control that keeps the values and destroys their meaning."""
+    for cache in caches(model):
+        cache.commit()
+        flat = cache.cache_MC.flatten()
+        order = torch.randperm(flat.numel(), generator=generator).to(flat.device)
+        with torch.no_grad():
+            cache.cache_MC.copy_(flat[order].view_as(cache.cache_MC))
+
+
+@contextlib.contextmanager
+def hold_caches(model: nn.Module) -> Iterator[None]:
+    """Inside, training forwards compute with the caches as they are and leave no proposals.
+
+    For extra forwards that must not count as a step (probing a batch, a second view of the same images), and when
+    several forwards share one backward under activation checkpointing.
+    """
+    before = [(c, c.held) for c in caches(model)]
+    for cache, _ in before:
+        cache.commit()
+        cache.held = True
+    try:
+        yield
+    finally:
+        for cache, held in before:
+            cache.held = held

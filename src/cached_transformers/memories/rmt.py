@@ -1,0 +1,150 @@
+"""Recurrent Memory Transformer (Bulatov, Kuratov, Burtsev 2022, arXiv:2207.06881; github.com/booydar/LM-RMT).
+
+The same vectors stand in front of a segment, to be read, and behind it, to be written; what the last layer makes of the
+latter is the memory of the next segment, with gradient.
+
+    X_t = [memory_t; segment_t; memory_t],   [., Y_t, memory_{t+1}] = transformer(X_t)
+    bidirectional models: X_t = [memory_t; segment_t],   [memory_{t+1}, Y_t] = transformer(X_t)
+
+Who sees whom in a causal model ("full"; "causal" makes both blocks of the memory triangular, one order for all):
+
+    row \\ key   cache            read   segment   write
+    read        if read_cache    all    -         -
+    segment i   all              all    j <= i    -
+    write       if read_cache    all    all       all
+
+Legend: B rows, N tokens, M memory tokens, C cached tokens, D model width, F width of the feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .parts.memory_tokens import (
+    carried_norm,
+    check_cache,
+    check_tokens,
+    surround,
+    visible_round,
+)
+from .transformer_xl import CacheBeforeTokens
+
+
+class MemoryTokens(NamedTuple):
+    """What was written last, and how many segments the row has seen; before the first one nothing was written."""
+
+    tokens_BMD: Tensor
+    segments_B: Tensor
+
+
+@MEMORIES.register(
+    "rmt",
+    paper="arXiv:2207.06881",
+    title="Recurrent Memory Transformer",
+    carries="memory tokens, written behind a segment and read before the next",
+    purpose="a state of fixed size, written by what training needs",
+    equations="[., Y_t, memory_{t+1}] = transformer([memory_t; segment_t; memory_t])",
+    state="per row: 4 M D + 8 bytes; with a cache, per layer C (4 D + 8) + 8 bytes more",
+    cost="per token and layer: 2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds on top of the layer",
+    reach="unbounded; what fits into M vectors",
+    gradient="through the memory, over `bptt` segments; none into the cache",
+    probe=Probing(fixed(length=4)),
+)
+class RMT(ModelMemory):
+    """Memory tokens in front of the segment are read, as many behind it are written and carried to the next one.
+
+    Gradient flows through what is carried: how far is the `bptt` of the segment loop. Memory tokens stand at the places
+    right before and behind the segment, which keeps its own; cached tokens move M places back. What a layer memory
+    stores are the segment's tokens alone.
+
+    In models with norms before the sublayers the residual stream would grow from segment to segment, so what is carried
+    passes through a LayerNorm of the memory; with norms behind the sums it is normalised already.
+
+    State: 4 M D + 8 bytes per row, and C (4 D + 8) + 8 per layer with a cache. A token costs
+    2 M / N (4 D^2 + 2 D F) + 4 D M (2 + 2 M / N) multiply-adds more in each layer.
+
+    Args:
+        width: D. heads: H.
+        length: M, memory tokens.
+        mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
+        cache: C, tokens of a Transformer-XL memory in every layer; 0 for none.
+        read_cache: whether memory tokens see the cache.
+        causal: whether the model is causal (models say it themselves); in others the memory is in front only, and its
+            outputs there are carried.
+        norm: "pre" or "post", where the model's norms are (models say it themselves).
+
+    Raises:
+        ValueError: a length below 1, an unknown mask or norm, a cache below 0, `read_cache` without a cache.
+    """
+
+    needs = frozenset({"state", "tokens_round"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 10,
+        *,
+        mask: str = "full",
+        cache: int = 0,
+        read_cache: bool = False,
+        causal: bool = True,
+        norm: str = "pre",
+    ) -> None:
+        super().__init__()
+        check_tokens(length, mask)
+        check_cache(cache)
+        if read_cache and not cache:
+            raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
+        self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache
+        self.full, self.causal_model, self.behind = mask == "full", causal, length if causal else 0
+        self.extra_tokens = length + self.behind
+        self.hides_cache = cache > 0 and not read_cache
+        self.masks = (causal and self.full) or self.hides_cache
+        self.needs |= ({"bias"} if self.masks else set()) | (CacheBeforeTokens.needs if cache else set())
+        self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
+        self.norm = carried_norm(norm, width)
+
+    def layer_memory(self, index: int) -> LayerMemory:
+        if not self.cache:
+            return LayerMemory()
+        sides = {"front": self.length, "back": self.behind}
+        return CacheBeforeTokens(self.width, self.heads, self.cache, read_by_all=self.read_cache, **sides)
+
+    def init_state(self, batch_size: int, like: Tensor) -> MemoryTokens:
+        segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return MemoryTokens(like.new_zeros(batch_size, self.length, self.width), segments_B)
+
+    def enter(self, state: MemoryTokens, tokens: Tokens) -> Entry:
+        # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
+        memory_BMD = torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
+        n, device = tokens.x_BND.shape[1], tokens.x_BND.device
+        surrounded = surround(tokens, memory_BMD, memory_BMD if self.behind else None)
+        return Entry(surrounded, segment=(self.length, n), visible_NN=self._visible(n, device))
+
+    def _visible(self, n: int, device: torch.device) -> Tensor | None:
+        """What each token sees of the others."""
+        if not self.masks:
+            return None
+        total = self.length + n + self.behind
+        if not self.causal_model:
+            return torch.ones(total, total, dtype=torch.bool, device=device)
+        if self.full:
+            return visible_round(self.length, n, self.length, device)
+        return torch.ones(total, total, dtype=torch.bool, device=device).tril()
+
+    def exit(self, state: MemoryTokens, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemoryTokens, None]:
+        m, n = self.length, x_BND.shape[1] - self.length - self.behind
+        written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m]).to(state.tokens_BMD.dtype)
+        padding_BN = traces[0].query.padding_BN
+        wrote_B = torch.ones_like(state.segments_B) if padding_BN is None else (~padding_BN).any(1).long()
+        tokens_BMD = torch.where(wrote_B[:, None, None] > 0, written_BMD, state.tokens_BMD)
+        return x_BND[:, m : m + n], MemoryTokens(tokens_BMD, state.segments_B + wrote_B), None

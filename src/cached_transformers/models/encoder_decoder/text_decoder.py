@@ -1,0 +1,220 @@
+"""The decoder of an encoder-decoder, and what it keeps of a text that it writes token by token.
+
+Legend: B rows (sentences), K continuations of each, T target tokens, N source tokens, S kept keys, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
+from cached_transformers.seam.positions import BucketedPositions, Positions
+from cached_transformers.state import State
+
+from ..stack_model import feed_forward_of
+from ..stack_options import StackOptions
+
+BLOCK = 32
+"""Steps for which memory is taken at once."""
+
+
+class Encoded(NamedTuple):
+    """What the encoder made of the sources; the auxiliary loss is a scalar."""
+
+    hidden_BND: Tensor
+    padding_BN: Tensor | None
+    state: State
+    auxiliary_loss: Tensor
+
+
+class Kept:
+    """Keys and values of one layer for all continuations, one slot for each continuation and step.
+
+    Slots never move: a continuation that is given up leaves its slots unseen, and one that is forked lets several see
+    the same. A layer then reads each key once for all K continuations, and nothing is copied when they change.
+    """
+
+    def __init__(self) -> None:
+        self.keys: KeysValues | None = None
+        self.used = 0
+
+    def extend(self, new: KeysValues) -> KeysValues:
+        """All slots up to and with the new ones."""
+        first, last = self.used, self.used + new.k_BHSE.shape[2]
+        if self.keys is None or self.keys.k_BHSE.shape[2] < last:
+            self.keys = KeysValues(*(self._widened(index, t) for index, t in enumerate(new)))
+        for kept, t in zip(self.keys, new, strict=True):
+            kept[:, :, first:last] = t
+        self.used = last
+        k, v = (t[:, :, :last] for t in self.keys)
+        return KeysValues(k, v)
+
+    def _widened(self, index: int, new: Tensor) -> Tensor:
+        """What is kept (keys 0, values 1), with room for `BLOCK` steps, or as many as there were, more."""
+        b, h, k, e = new.shape
+        room = new.new_empty(b, h, max(BLOCK * k, self.used), e)
+        return room if self.keys is None else torch.cat([self.keys[index][:, :, : self.used], room], 2)
+
+    def choose(self, rows: Tensor) -> None:
+        """Sentences in this order."""
+        if self.keys is not None:
+            self.keys = KeysValues(*(t.index_select(0, rows) for t in self.keys))
+
+
+class DecoderCache:
+    """Keys and values of source and target so far, for K continuations of each sentence.
+
+    Attributes:
+        visible_BKS: which slots a continuation sees.
+        step_S: the step that a slot belongs to.
+    """
+
+    def __init__(self, source: list[KeysValues], source_mask: Tensor | None, rows: int, device: torch.device) -> None:
+        self.source, self.source_mask = source, source_mask
+        self.layers = [Kept() for _ in source]
+        self.step = 0
+        self.visible_BKS = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
+        self.step_S = torch.zeros(0, dtype=torch.long, device=device)
+
+    @property
+    def continuations(self) -> int:
+        """K."""
+        return self.visible_BKS.shape[1]
+
+    def multiply(self, times: int) -> None:
+        """Each continuation `times` times, one behind the other."""
+        self.visible_BKS = self.visible_BKS.repeat_interleave(times, 1)
+
+    def choose(self, rows_B: Tensor, parent_BK: Tensor) -> None:
+        """Sentences in the order of `rows_B`, and of each the continuations `parent_BK`."""
+        if len(rows_B) != len(self.visible_BKS) or bool(
+            (rows_B != torch.arange(len(rows_B), device=rows_B.device)).any()
+        ):
+            self.visible_BKS = self.visible_BKS.index_select(0, rows_B)
+            self.source = [KeysValues(*(t.index_select(0, rows_B) for t in keys)) for keys in self.source]
+            if self.source_mask is not None:
+                self.source_mask = self.source_mask.index_select(0, rows_B)
+            for kept in self.layers:
+                kept.choose(rows_B)
+        self.visible_BKS = self.visible_BKS.gather(1, parent_BK[..., None].expand(-1, -1, self.visible_BKS.shape[2]))
+
+    def grow(self) -> None:
+        """Slots for one more token of each continuation, which sees its own alone."""
+        b, k, _ = self.visible_BKS.shape
+        own = torch.eye(k, dtype=torch.bool, device=self.visible_BKS.device).expand(b, -1, -1)
+        self.visible_BKS = torch.cat([self.visible_BKS, own], 2)
+        self.step_S = torch.cat([self.step_S, self.step_S.new_full((k,), self.step)])
+        self.step += 1
+
+
+class Decoder(nn.Module):
+    """Blocks over embedded target tokens, with a final norm.
+
+    Args:
+        blocks: depth of them. positions: embedded, or `BucketedPositions` as a bias of all layers.
+        norm: behind the last block; identity when None. embedding_norm: behind the embedding; likewise.
+        dropout: after the embedding.
+    """
+
+    def __init__(
+        self,
+        blocks: list[DecoderBlock],
+        *,
+        positions: Positions,
+        norm: nn.Module | None,
+        embedding_norm: nn.Module | None,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.positions = positions
+        self.norm = norm if norm is not None else nn.Identity()
+        self.embedding_norm = embedding_norm if embedding_norm is not None else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.activation_checkpointing = False
+
+    def forward(self, x_BTD: Tensor, encoded: Encoded, padding_BT: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Results for embedded tokens, each of which sees itself and those before, and auxiliary losses.
+
+        Padding (bool, True = padding) matters to experts alone.
+        """
+        t = x_BTD.shape[1]
+        place_1T1 = torch.arange(t, device=x_BTD.device)[None, :, None]
+        mask = None
+        if isinstance(self.positions, BucketedPositions):
+            visible = torch.ones(t, t, dtype=torch.bool, device=x_BTD.device).tril()
+            mask = hide(self.positions.bias(None, place_1T1, place_1T1), visible, x_BTD.dtype)
+        x_BTD = self._enter(x_BTD, place_1T1)
+        losses, source = [], source_mask(encoded)
+        for block in self.blocks:
+            x_BTD, loss = self._run(block, x_BTD, encoded.hidden_BND, mask, source, None, padding_BT)
+            if loss is not None:
+                losses.append(loss)
+        return self.norm(x_BTD), losses
+
+    def begin(self, encoded: Encoded) -> DecoderCache:
+        """What `step` needs of the sources; nothing is read of the target yet."""
+        keys = [block.cross_attention.keys_values(encoded.hidden_BND) for block in self.blocks]  # type: ignore[operator, union-attr]
+        return DecoderCache(keys, source_mask(encoded), len(encoded.hidden_BND), encoded.hidden_BND.device)
+
+    def step(self, x_BKD: Tensor, cache: DecoderCache) -> Tensor:
+        """Results for the next token of each continuation, (B, K, D); the cache takes it in."""
+        place = cache.step_S.new_full((1, 1, 1), cache.step)
+        cache.grow()
+        mask = None
+        if isinstance(self.positions, BucketedPositions):
+            bias = self.positions.bias(None, place, cache.step_S[None, :, None])
+            mask = hide(bias, cache.visible_BKS[:, None], x_BKD.dtype)
+        elif cache.continuations > 1:
+            mask = cache.visible_BKS[:, None]
+        x_BKD = self._enter(x_BKD, place)
+        for block, source, kept in zip(self.blocks, cache.source, cache.layers, strict=True):
+            x_BKD, _ = block(x_BKD, source, mask, cache.source_mask, kept)
+        return self.norm(x_BKD)  # type: ignore[no-any-return]
+
+    def _enter(self, x_BTD: Tensor, place_1T1: Tensor) -> Tensor:
+        placed = self.positions.embed(place_1T1)
+        x_BTD = x_BTD if placed is None else x_BTD + placed.to(x_BTD.dtype)
+        return self.dropout(self.embedding_norm(x_BTD))  # type: ignore[no-any-return]
+
+    def _run(self, block: nn.Module, *args: Any) -> Any:
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, *args, use_reentrant=False)
+        return block(*args)
+
+
+def source_mask(encoded: Encoded) -> Tensor | None:
+    """(B, 1, 1, N) bool, True = visible; None where all is."""
+    return None if encoded.padding_BN is None else ~encoded.padding_BN[:, None, None]
+
+
+def make_decoder(options: StackOptions, *, positions: Positions, embedding_norm: bool) -> Decoder:
+    """A decoder of `options.depth` blocks, which have no memory; other arguments as of `EncoderDecoder`."""
+    width, heads = options.width, options.heads
+    inner = width if options.head_width is None else heads * options.head_width
+    common: dict[str, Any] = {
+        "bias": options.bias,
+        "scale": options.attention_scale,
+        "dropout": options.dropout,
+        "attention_dropout": options.attention_dropout,
+    }
+    blocks = [
+        DecoderBlock(
+            CausalAttention(width, inner, heads, norm=options.norm_before(), **common),
+            CrossAttention(width, inner, heads, norm=options.norm_before(), **common),
+            feed_forward_of(options, index),
+            make_norm=options.make_norm if options.norm == "post" else None,
+        )
+        for index in range(options.depth)
+    ]
+    return Decoder(
+        blocks,
+        positions=positions,
+        norm=options.make_norm() if options.normed else None,
+        embedding_norm=options.make_norm() if embedding_norm else None,
+        dropout=options.dropout,
+    )

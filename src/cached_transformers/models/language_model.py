@@ -1,0 +1,227 @@
+"""Causal language model that carries a memory from segment to segment.
+
+Legend: B rows, N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.checks import insist
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.registry import MODELS
+from cached_transformers.seam.positions import make_positions, share_biases
+from cached_transformers.state import State, map_state
+from cached_transformers.state import check as check_state
+from cached_transformers.state import reset as reset_rows
+
+from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from .generation import Generation, generate
+from .initial_weights import initialise
+from .stack_model import StackModel, embed_places, make_stack
+from .stack_options import StackKeywords, StackOptions, takes_stack_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+IGNORED = -100
+"""Target that takes no part, as in torch.nn.functional.cross_entropy."""
+
+
+@MODELS.register("language_model")
+class LanguageModel(StackModel):
+    """Decoder-only language model over segments of a stream.
+
+    Args:
+        vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
+        options: of the stack, as the signature names them; see `StackOptions`. The attention must have a causal form.
+            `positions` are "rotary", "relative", "alibi", "sinusoidal" or "none", and all count from the beginning of
+            the stream; None takes the memory's own scheme, or else "rotary".
+        scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
+        tied: whether the output projection shares the embedding's weights.
+        cutoffs: token ids at which a rarer cluster begins, for an adaptive embedding and softmax
+            (`models/adaptive.py`); [] for a single cluster, None for a plain embedding and a linear output without
+            bias. An adaptive model gives log-probabilities, and has a bias for each token.
+        embedding_width: of the first cluster, D when None; given, it makes the model adaptive. div_value: how many
+            times narrower each further cluster is.
+        tied_projections: whether embedding and softmax share the projections, for all clusters or for each.
+        shared_biases: one pair of biases u, v for the relative positions of all layers.
+        initial_std: normal initial weights of this deviation, as Transformer-XL's 0.02; None for Xavier weights.
+        projection_std: the same for the projections of an adaptive embedding; only with `initial_std`.
+        output_dropout: on what the output projection reads.
+
+    Raises:
+        ValueError: sizes that do not fit, unknown names, or a memory that would show a token its future.
+    """
+
+    scores_last = True
+    """`forward` takes `last_only`, which `generate` uses."""
+
+    @takes_stack_options(
+        *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
+        *("reversible", "experts"),
+    )
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int = 256,
+        depth: int = 4,
+        heads: int = 4,
+        feed_forward: int = 1024,
+        *,
+        scale_embedding: bool = False,
+        tied: bool = True,
+        cutoffs: list[int] | None = None,
+        embedding_width: int | None = None,
+        div_value: int = 1,
+        tied_projections: bool | list[bool] = True,
+        shared_biases: bool = False,
+        initial_std: float | None = None,
+        projection_std: float = 0.01,
+        output_dropout: float = 0.0,
+        **options: Unpack[StackKeywords],
+    ) -> None:
+        super().__init__()
+        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        self.vocabulary = vocabulary
+        adaptive = cutoffs is not None or embedding_width is not None
+        if not adaptive and (div_value != 1 or tied_projections is not True):
+            raise ValueError(
+                f"div_value={div_value} and tied_projections={tied_projections} are for an adaptive embedding; set "
+                "cutoffs or embedding_width"
+            )
+        sizes: dict[str, Any] = {"embedding_width": embedding_width, "div_value": div_value}
+        self.embedding: nn.Embedding | AdaptiveEmbedding = (
+            AdaptiveEmbedding(vocabulary, width, cutoffs or (), **sizes)
+            if adaptive
+            else nn.Embedding(vocabulary, width)
+        )
+        self.embedding_scale = width**0.5 if scale_embedding else 1.0
+        embedded = stack.positions == "sinusoidal"
+        self.positions = make_positions("sinusoidal" if embedded else "none", width=width, heads=heads)
+        self.dropout, self.output_dropout = nn.Dropout(stack.dropout), nn.Dropout(output_dropout)
+        in_layers = "none" if embedded else stack.positions
+        self.stack = make_stack(
+            stack, positions=in_layers, fallback="rotary", causal=True, gives=("token_ids", "pieces"), sequence=True
+        )
+        if shared_biases:
+            share_biases(block.attention.positions for block in self.stack.blocks if isinstance(block, Block))
+        self.head: nn.Linear | AdaptiveSoftmax = (
+            AdaptiveSoftmax(self.embedding, tied=tied, tied_projections=tied_projections)
+            if isinstance(self.embedding, AdaptiveEmbedding)
+            else nn.Linear(width, vocabulary, bias=False)
+        )
+        initialise(self, initial_std, projection_std)
+        if tied and isinstance(self.embedding, nn.Embedding):
+            self.head.weight = self.embedding.weight
+        self._fresh: dict[torch.dtype, State] = {}
+
+    @property
+    def scores_targets(self) -> bool:
+        """Whether `token_losses` should ask for losses (`targets`) rather than make them of all V results."""
+        return isinstance(self.head, AdaptiveSoftmax)
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: StackState | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        targets: Tensor | None = None,
+        last_only: bool = False,
+    ) -> ModelOutput:
+        """Logits (B, N, V) for the next token at each place of the segment; log-probabilities of an adaptive model.
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the last segment; None for the start of a stream.
+            reset: (B,) bool, rows that begin a new document and forget.
+            padding: (B, N) bool, True = padding.
+            targets: (B, N) next tokens; then the outputs are their losses (B, N) in nats, in float32 or wider, 0 where
+                the target is -100.
+            last_only: outputs of the last place alone, (B, 1, V).
+
+        Raises:
+            ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
+                assertion of the device later elsewhere) a token that the vocabulary has not.
+        """
+        rows = inputs_BN.shape[0]
+        self._check(inputs_BN, state, reset, padding, targets)
+        if state is None:
+            state = self.init_state(rows)
+        if reset is not None:
+            state = reset_rows(state, self.init_state(rows), reset)
+        x_BND = self.embedding(inputs_BN)
+        if self.embedding_scale != 1:
+            x_BND = x_BND * self.embedding_scale
+        places_BN1 = self.stack.clock_positions(state, inputs_BN.shape[1], padding)
+        x_BND = self.dropout(embed_places(x_BND, self.positions, places_BN1))
+        out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
+        h_BND = self.output_dropout(out.outputs[:, -1:] if last_only else out.outputs)
+        return out._replace(outputs=self.head(h_BND) if targets is None else self._losses(h_BND, targets))
+
+    def _losses(self, h_BND: Tensor, targets_BN: Tensor) -> Tensor:
+        if isinstance(self.head, AdaptiveSoftmax):
+            return self.head.losses(h_BND, targets_BN, IGNORED)
+        logits_BNV = self.head(h_BND)
+        wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
+        losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view_as(targets_BN)
+
+    def _check(
+        self,
+        inputs_BN: Tensor,
+        state: StackState | None,
+        reset: Tensor | None,
+        padding: Tensor | None,
+        targets: Tensor | None,
+    ) -> None:
+        if inputs_BN.dim() != 2 or inputs_BN.shape[1] == 0 or inputs_BN.is_floating_point():
+            raise ValueError(
+                f"inputs of shape {tuple(inputs_BN.shape)} and dtype {inputs_BN.dtype} must be token ids, "
+                "(rows, tokens), with at least one token"
+            )
+        shape = inputs_BN.shape
+        for name, t in {"padding": padding, "targets": targets}.items():
+            if t is not None and t.shape != shape:
+                raise ValueError(f"{name} of shape {tuple(t.shape)} must have the shape of the inputs, {tuple(shape)}")
+        if padding is not None and padding.dtype != torch.bool:
+            raise ValueError(f"padding of dtype {padding.dtype} must be bool, True = padding")
+        if reset is not None and (reset.shape != shape[:1] or reset.dtype != torch.bool):
+            raise ValueError(
+                f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one for each of the "
+                f"{shape[0]} rows"
+            )
+        insist(_known(inputs_BN, self.vocabulary), self._stranger("a token id", "a vocabulary"))
+        if targets is not None:
+            known = _known(targets.masked_fill(targets == IGNORED, 0), self.vocabulary)
+            insist(known, self._stranger("a target", f"{IGNORED} (no part in the loss) or a vocabulary"))
+        if state is not None and not torch.compiler.is_compiling():
+            check_state(state, self._layout(), shape[0])
+
+    def _stranger(self, what: str, where: str) -> str:
+        last = self.vocabulary - 1
+        return (
+            f"{what} is not in {where} of {self.vocabulary} tokens, 0 to {last}; encode the text with that vocabulary"
+        )
+
+    def _layout(self) -> State:
+        """What a state of this model looks like, without contents."""
+        dtype = next(self.stack.parameters()).dtype
+        if dtype not in self._fresh:
+            self._fresh[dtype] = map_state(lambda t: t.to("meta"), self.init_state(1))
+        return self._fresh[dtype]
+
+    def generate(self, prompt_BN: Tensor, state: StackState | None = None, **options: Any) -> Generation:
+        """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
+        return generate(self, prompt_BN, state, **options)
+
+
+def _known(tokens: Tensor, vocabulary: int) -> Tensor:
+    return ((tokens >= 0) & (tokens < vocabulary)).all()

@@ -1,0 +1,51 @@
+"""Several contexts as one, for a core that attends all of them.
+
+Legend: B rows, N tokens, M slots, H heads, E head width, P position channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .memory import Context
+
+
+def join(first: Context | None, second: Context | None) -> Context | None:
+    """Both contexts, one behind the other; a context of one row serves all rows.
+
+    Raises:
+        ValueError: both have values wider than a head, of which no one can make one result.
+    """
+    if first is None or second is None:
+        return first if second is None else second
+    if first.gather is not None and second.gather is not None:
+        raise ValueError("two memories of one layer gather values wider than a head; take one of them")
+    rows, width = (max(a, b) for a, b in zip(*(c.v_BHME.shape[::3] for c in (first, second)), strict=True))
+    k_BHME, v_BHME, positions_BMP, valid_BM = (
+        torch.cat([t.expand(rows, *t.shape[1:]) for t in pair], dim)
+        for pair, dim in (
+            ((first.k_BHME, second.k_BHME), 2),
+            ([F.pad(c.v_BHME, (width - c.v_BHME.shape[-1], 0)) for c in (first, second)], 2),
+            ((first.positions_BMP, second.positions_BMP), 1),
+            ((first.valid_BM, second.valid_BM), 1),
+        )
+    )
+    visible = None
+    if first.visible_BHNM is not None or second.visible_BHNM is not None:
+        visible = torch.cat(_alike(first, second), -1)
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=first.gather or second.gather)
+
+
+def _alike(first: Context, second: Context) -> list[Tensor]:
+    """What is visible of two contexts, for the same rows and tokens; at least one of them says it."""
+    masks = [c.visible_BHNM for c in (first, second)]
+    rows, tokens = (max(m.shape[dim] for m in masks if m is not None) for dim in (0, 2))
+    device = first.valid_BM.device
+    return [
+        torch.ones(1, 1, 1, c.k_BHME.shape[2], dtype=torch.bool, device=device).expand(rows, 1, tokens, -1)
+        if m is None
+        else m.expand(rows, 1, tokens, -1)
+        for m, c in zip(masks, (first, second), strict=True)
+    ]

@@ -1,0 +1,65 @@
+"""How a memory is probed, as its own file says at the registration: `@MEMORIES.register(..., probe=Probing(...))`.
+
+A probe task puts a cue into one segment and the question some segments later. A memory says with which options the cue
+is within its reach, and with which it is beyond. Bounds are those of the theory: tokens that an output can depend on,
+given the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Options = Callable[[int, int, int], Mapping[str, Any]]
+"""Options of a memory, given (segment, distance, depth): tokens of a segment, segments between cue and question, layers
+of the model."""
+
+
+def _defaults(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How one memory is probed. Without one it is probed with its own defaults, and no claim about a bound.
+
+    Attributes:
+        within: options with which the cue is in reach.
+        beyond: options with which it is not; None where the theory knows no bound.
+        passes: readings of each episode.
+        learning_rate: in place of that of the probed model.
+        why: why there is no bound, or what else to know.
+    """
+
+    within: Options = _defaults
+    beyond: Options | None = None
+    passes: int = 1
+    learning_rate: float | None = None
+    why: str = ""
+
+
+def fixed(**options: Any) -> Options:
+    """The same options for every task."""
+    return lambda segment, distance, depth: options
+
+
+def whole_episode(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
+    """A store that holds all tokens from the cue to the question."""
+    return {"length": (distance + 1) * segment}
+
+
+def one_segment(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
+    """A store of one segment of L tokens in each of N layers.
+
+    It reaches L - 1 + N L tokens back, short of a cue that is N + 1 segments away.
+
+    Raises:
+        ValueError: the cue is nearer.
+    """
+    if distance <= depth:
+        raise ValueError(
+            f"distance={distance} is within reach of a memory of one segment in {depth} layers; "
+            f"take at least {depth + 1}"
+        )
+    return {"length": segment}

@@ -1,0 +1,1 @@
+"""One label a row: images and token sequences."""

@@ -1,0 +1,1 @@
+"""ListOps of the Long Range Arena."""

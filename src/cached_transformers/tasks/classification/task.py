@@ -1,0 +1,69 @@
+"""Classification: rows with a label each.
+
+Legend: B rows, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.training.config import RunConfig
+from cached_transformers.training.distributed import World
+from cached_transformers.training.loader import TrainingOrder, evaluation_batches
+from cached_transformers.training.task import Task, sums_of
+
+from .mixing import Mixing, make_mixing
+from .scores import averages, evaluate, forward, score_width, sums
+
+
+class Classification(Task):
+    """One label a row; nothing is carried from step to step."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
+        super().__init__(config, model, train, validation, world)
+        if self.settings.metric not in ("accuracy", "loss"):
+            raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
+        self.width = score_width(train.classes)
+        settings = self.settings
+        self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        self.mixing = make_mixing(settings, train.classes, world.size)
+
+    def batches(self, step: int) -> Iterator[Any]:
+        batches = self._loaded(self.order, step)
+        return batches if self.mixing is None else self._mixed(batches, self.mixing, step)
+
+    def _mixed(self, batches: Iterator[Any], mixing: Mixing, step: int) -> Iterator[Any]:
+        pieces = self.settings.accumulate
+        for number, batch in enumerate(batches):
+            yield mixing(batch, self.world.device, step + number // pieces)
+
+    def backward(self, runner: Callable[..., Any], batch: Any, scaler: torch.amp.GradScaler) -> Tensor:
+        settings, device = self.settings, self.world.device
+        with settings.autocast(device):
+            logits_BK, targets, auxiliary = forward(runner, batch, device)
+        loss = F.cross_entropy(logits_BK.float(), targets, label_smoothing=settings.label_smoothing)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        scaler.scale(loss / settings.accumulate).backward()
+        return sums_of(loss, *sums(logits_BK.detach(), targets))
+
+    def averages(self, total: Tensor) -> dict[str, float]:
+        return averages(total)
+
+    def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+        return evaluate(model, dataset, self.world, self.settings.evaluation_rows, self.settings.workers), []
+
+    @classmethod
+    def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
+        """Accuracies, whatever decides which checkpoint is the best."""
+        return scored.baselines(train) if hasattr(scored, "baselines") else None
+
+    @classmethod
+    def images(cls, dataset: Any, count: int) -> Tensor | None:
+        inputs = next(evaluation_batches(dataset, count)).inputs
+        return inputs if inputs.is_floating_point() else None

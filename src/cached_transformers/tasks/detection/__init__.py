@@ -1,0 +1,1 @@
+"""Objects in images, as boxes and masks."""

@@ -1,0 +1,55 @@
+"""Which task a data set calls for: rows with a label each, streams of text, pairs, or images with objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from cached_transformers.data.pairs import PairBatch
+from cached_transformers.training.config import RunConfig
+from cached_transformers.training.distributed import World
+from cached_transformers.training.task import Arguments, Task
+
+from .classification.task import Classification
+from .detection.task import Detection
+from .language.task import LanguageModelling
+from .translation.task import Translation
+
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "language": LanguageModelling,
+    "detection": Detection,
+    "translation": Translation,
+}
+"""Tasks by what a data set calls its `task`."""
+
+
+def task_name(dataset: Any) -> str:
+    """What the data set says it is for; one that says nothing has a label for each row."""
+    return getattr(dataset, "task", "classification")
+
+
+def task_of(dataset: Any) -> type[Task]:
+    """The task that the data set calls for."""
+    return TASKS[task_name(dataset)]
+
+
+def make_task(config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> Task:
+    """The task that the data set calls for, with a model to train (ValueError: settings that do not suit it)."""
+    return task_of(train)(config, model, train, validation, world)
+
+
+def baselines(config: RunConfig, train: Any, scored: Any) -> dict[str, float] | None:
+    """Scores, in the metric of the run, of guessers that the data set offers; None where it offers none."""
+    return task_of(train).baselines(train, scored, config.training.metric)
+
+
+def example_inputs(dataset: Any, config: RunConfig) -> Arguments:
+    """Arguments of the model for the first row or image, or one segment of text: what FLOPs are counted on."""
+    return task_of(dataset).example_inputs(dataset, config)
+
+
+def model_arguments(batch: Any) -> Arguments:
+    """Arguments with which a model makes logits of a batch of rows or pairs."""
+    return (Translation if isinstance(batch, PairBatch) else Classification).arguments(batch)

@@ -1,0 +1,160 @@
+"""Reading a text with a trained language model, and going on where reading stopped, with the numbers of one reading.
+
+What has to be kept is the model's state, the place in the file and the sums so far: a `Bookmark`, which is saved whole
+or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import state as states
+from cached_transformers.data.tokenizers import Tokenizer
+
+from .streaming import Progress, read_stream
+from .text_pieces import Piece, text_pieces
+
+
+class Bookmark(NamedTuple):
+    """Where reading stands: the model's state and, as tensors of one number, the place and the sums so far.
+
+    `begin` is the byte at which the piece of the next token begins, `skip` counts the tokens of that piece that are
+    read. `what` tells the run, the file and the segments it belongs to. As one state it is saved whole or not at all.
+    """
+
+    state: states.State
+    begin: Tensor
+    skip: Tensor
+    tokens: Tensor
+    nats: Tensor
+    what: Tensor
+
+
+class Places:
+    """Remembers in which piece of the file the next token of the stream stands."""
+
+    def __init__(self, pieces: Iterator[Piece], skip: int) -> None:
+        self._pieces, self._skip = pieces, skip
+        self._starts: list[tuple[int, int]] = []  # tokens handed out before a piece, byte at which it begins
+        self._handed, self.end = -skip, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for piece in self._pieces:
+            self._starts.append((self._handed, piece.begin))
+            self._handed += len(piece.ids)
+            self.end = piece.end
+            yield piece.ids[self._skip :]
+            self._skip = 0
+
+    def place(self, consumed: int) -> tuple[int, int]:
+        """Byte at which the piece of the token after `consumed` ones begins, and that token's place in it."""
+        while len(self._starts) > 1 and self._starts[1][0] <= consumed:
+            self._starts.pop(0)
+        handed, begin = self._starts[0]
+        return begin, consumed - handed
+
+
+class Lap(NamedTuple):
+    """What is told of a reading from time to time.
+
+    Attributes:
+        now: where reading stands.
+        tokens, nats: of the time since the last telling.
+        rate: tokens a second in that time.
+    """
+
+    now: Progress
+    tokens: int
+    nats: float
+    rate: float
+
+
+class TextReader:
+    """A text that is read with a model, from the beginning or from where a saved state stands.
+
+    Args:
+        model: a language model. tokenizer: of the model.
+        file: the text. length: tokens of a segment.
+        path: file of the state. what: its `fingerprint`; a state of another is refused.
+
+    Attributes:
+        first: tokens that were read before.
+        now: where it stands; None before anything is read.
+
+    Raises:
+        ValueError: the state belongs to something else.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, file: Path, length: int, path: Path, what: Tensor
+    ) -> None:
+        self.model, self.file, self.length, self.path, self.what = model, file, length, path, what
+        self.now: Progress | None = None
+        begin = skip = 0
+        if (before := _load(path, model, what)) is not None:
+            begin, skip = int(before.begin), int(before.skip)
+            self.now = Progress(int(before.tokens), float(before.nats), 0, 0.0, 0, before.state)
+        self.first = 0 if self.now is None else self.now.tokens
+        self.places = Places(text_pieces(file, tokenizer, begin), skip)
+
+    def laps(self, every: int, tokens: int | None = None) -> Iterator[Lap]:
+        """Read on; the state is saved, and a lap given, whenever `every` tokens are read, and saved at the end.
+
+        Args:
+            tokens: stop after about so many; None reads to the end.
+        """
+        done, nats = self.first, 0.0 if self.now is None else self.now.nats
+        clock = time.perf_counter()
+        for now in read_stream(self.model, self.places, self.length, start=self.now):
+            self.now = now
+            if now.tokens - done >= every:
+                count = now.tokens - done
+                yield Lap(now, count, now.nats - nats, count / (time.perf_counter() - clock))
+                self._save(now)
+                done, nats, clock = now.tokens, now.nats, time.perf_counter()
+            if tokens is not None and now.tokens - self.first >= tokens:
+                break
+        if self.now is not None and self.now.tokens > self.first:
+            self._save(self.now)
+
+    def _save(self, now: Progress) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        place = self.places.place(now.consumed)
+        states.save(_bookmark(now.state, *place, now.tokens, now.nats, self.what), self.path)
+
+
+def fingerprint(checkpoint: Path, file: Path, length: int) -> Tensor:
+    """32 bytes that change with the weights, the beginning of the file, and the segments.
+
+    Args:
+        checkpoint: folder of the weights. file: the text. length: tokens of a segment.
+    """
+    digest = hashlib.sha256(f"{length}".encode())
+    digest.update((checkpoint / "meta.json").read_bytes())
+    with file.open("rb") as opened:
+        digest.update(opened.read(4096))
+    return torch.tensor(list(digest.digest()), dtype=torch.uint8)[None]
+
+
+def _bookmark(state: states.State, begin: int, skip: int, tokens: int, nats: float, what: Tensor) -> Bookmark:
+    place_1, skip_1, tokens_1 = (torch.tensor([n], dtype=torch.long) for n in (begin, skip, tokens))
+    return Bookmark(state, place_1, skip_1, tokens_1, torch.tensor([nats], dtype=torch.float64), what)
+
+
+def _load(path: Path, model: nn.Module, what: Tensor) -> Bookmark | None:
+    if not path.is_file():
+        return None
+    empty = _bookmark(model.init_state(1), 0, 0, 0, 0.0, what)  # type: ignore[operator]
+    stored: Bookmark = states.load(path, empty)
+    if not torch.equal(stored.what, what):
+        raise ValueError(
+            f"{path} belongs to another run, checkpoint, file or segment length; give another --state, or remove it"
+        )
+    return stored

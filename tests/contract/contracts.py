@@ -1,0 +1,433 @@
+"""The one place for what the tests need said about a memory, `CONTRACTS`: small sizes, the formulas of its state's size
+and of its cost, and the rules that it is exempt from, each with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+DEPTH = 2
+"""Layers of the models that are held to the contract."""
+B, N, D, H, F, LAYERS = 3, 8, 32, 4, 48, 2
+"""Of models whose costs are counted: rows, tokens of a segment, width, heads, width of the feed-forward, layers; all
+different from a memory's sizes."""
+M, K, R = 20, 5, 4
+"""Slots of a memory; neighbours; regions."""
+RELATIVE = {"positions": "relative"}
+
+
+class Cost(NamedTuple):
+    """Multiply-adds a token in the whole model, with the memory's options and the model's."""
+
+    options: dict[str, Any]
+    formula: Callable[[], float]
+    model: dict[str, Any] | None = None
+
+
+class ImageCost(NamedTuple):
+    """Multiply-adds a row and layer in training and in evaluation, with the memory's options."""
+
+    options: dict[str, Any]
+    train: float
+    evaluate: float
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What has to be said about one memory.
+
+    Attributes:
+        options: small sizes; what is not named here keeps its default.
+        beside: other memories in the same model.
+        bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
+        exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
+        models: the models that take these options; None for all that suit the memory.
+        model: options of the model, with and without the memory, where the model offers them.
+        detached: no gradient flows through the state, whatever `bptt` says.
+        exempt: name of a rule, or rule:model, -> why it does not apply.
+        cost: what a token of a language model costs. image_cost: what an image costs. Each memory has one of them.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[dict[str, Any], ...] = ()
+    bytes_per_row: Callable[[int], int] | None = None
+    exact: Mapping[str, Any] | None = None
+    models: tuple[str, ...] | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    detached: bool = False
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    cost: Cost | None = None
+    image_cost: ImageCost | None = None
+
+    def spec(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
+        """What a model takes as `memory`, with other options than the row's where some are given."""
+        memory = {"name": name, **self.options, **(options or {})}
+        return [memory, *self.beside] if self.beside else memory
+
+
+def window(slots: int) -> float:
+    """Keys and values of hidden states, scores, values, scores of positions, and the table of these for all rows."""
+    return 2 * D * D * slots / N + 3 * slots * D + D * D * slots / (B * N)
+
+
+def side(slots: int) -> float:
+    """A second attention over `slots` vectors, with projections of its own."""
+    return 2 * D * D * (1 + slots / N) + 2 * slots * D
+
+
+def own_positions(slots: int) -> float:
+    """What relative positions cost a model without memory, where those of the memory take their place."""
+    return D * (N + 1) + D * D / B
+
+
+def layer(tokens: float) -> float:
+    """Projections and feed-forward of one layer, for `tokens` more a token."""
+    return tokens * (4 * D * D + 2 * D * F)
+
+
+def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
+    signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
+    refits = 2 * (samples + chunk) * basis * D / chunk
+    return LAYERS * (window(M + chunk - 1) + signal + refits)
+
+
+def crtn(topk: int, key_width: int = 24) -> float:
+    slots = topk * N
+    positions = D * D + H * D * (slots + N) - own_positions(slots)
+    summaries = 2 * N * D * key_width / N + R * key_width / N
+    return LAYERS * (2 * D * D * slots / N + 2 * slots * D + positions) + summaries
+
+
+def crtn_by_token(key_width: int = 24) -> float:
+    slots = R * N
+    attention = window(slots) - slots * D + (R + 1) * (slots + N) * D - N * D
+    return LAYERS * attention + (N + 1) * D * key_width + R * key_width
+
+
+TOKENS, C = 17, 16
+"""Tokens of an image, its class token among them, which is as many as the cache has slots; and its channels."""
+READ = TOKENS * C * C + 2 * TOKENS * TOKENS * C
+"""Queries, scores and values."""
+ONCE = TOKENS * C * C / B
+"""One product of the cache with a matrix, which serves all rows."""
+
+
+UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
+SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
+DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
+NOTHING = "nothing crosses from one segment to the next"
+LEARNED = "the first segment reads learned vectors, which are part of the definition"
+FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}
+
+
+def crtn_bytes(d: int, regions: int, segment: int = 9) -> int:
+    """Keys, hidden states of all layers, positions, sizes; and the source of the next query."""
+    return regions * (4 * DEPTH * segment * d + 4 * d + 8 * segment + 8) + 4 * segment * d
+
+
+# "name/label" holds the memory to the contract a second time, with other options.
+CONTRACTS: dict[str, Contract] = {
+    "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
+    "convolution": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={
+            "remembers": "a control that keeps nothing",
+            "empty": "a control: its convolution acts from the first segment on",
+            "learns:vision_transformer": UNREAD,
+        },
+        image_cost=ImageCost({}, 9 * (TOKENS - 1) * D / 0.5, 9 * (TOKENS - 1) * D / 0.5),
+    ),
+    "grc": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={
+            "remembers": SHARED,
+            "empty": "a cache of zeros is read and mixed like any other (Algorithm 1 starts so)",
+        },
+        image_cost=ImageCost({}, READ + 4 * TOKENS * C * C + 4 * ONCE, READ),
+    ),
+    "grc/released": Contract(
+        options={"variant": "released"},
+        models=("vision_transformer",),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as grc", "learns": UNREAD},
+    ),
+    "grc_stream": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8,
+        cost=Cost(
+            {"length": M, "ratio": 0.5},
+            lambda: LAYERS * (D / 2) * (6 * M * D / 2 / N + D / 2 + 2 * M * D / 2 / N + 2 * M),
+        ),
+    ),
+    "grc_stream/beside_transformer_xl": Contract(
+        options={"length": 4},
+        beside=({"name": "transformer_xl", "length": 8},),
+        bytes_per_row=lambda d: 2 * 4 * (d // 2) * 4 + 8 + 8 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+    ),
+    "transformer_xl": Contract(
+        options={"length": 8},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M}, lambda: LAYERS * window(M), RELATIVE),
+    ),
+    "transformer_xl/absolute": Contract(
+        options={"length": 8, "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64},
+        detached=True,
+        cost=Cost({"length": M, "relative": False}, lambda: LAYERS * (2 * D * D * M / N + 2 * M * D)),
+    ),
+    "transformer_xl/same_length": Contract(
+        options={"length": 8, "same_length": True, "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 8},
+        detached=True,
+    ),
+    "segatron": Contract(
+        options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 64},
+        detached=True,
+        exempt={"empty": "tokens of one segment know their distance in sentences too; tests/memories has the rule"},
+        cost=Cost(
+            {"length": M},
+            lambda: LAYERS * (2 * D * D * M / N + 2 * M * D + 3 * D * (M + N) + D * D * (M + N) / (B * N)),
+        ),
+    ),
+    "segatron/given_positions": Contract(
+        options={"length": 8, "sentence_ends": (1,), "same_length": True},
+        bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
+        exact={"length": 8},
+        model={"positions": "relative"},
+        detached=True,
+    ),
+    "ernie_doc": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M}, lambda: LAYERS * window(M), RELATIVE),
+    ),
+    "ernie_doc/zeros": Contract(
+        options={"length": 4, "start": "zeros", "longest": 10},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        detached=True,
+        exempt={"empty": "the release's start: rows of zeros that are attended"},
+    ),
+    "infinity_former": Contract(
+        options={"length": 4, "chunk": 2, "basis": 8, "widths": (0.1, 0.2), "kl_weight": 0.0},
+        bytes_per_row=lambda d: 5 * (4 * d + 8) + 8 + 4 * 8 * d + 8,
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, "chunk": 4, "basis": 12, "samples": 10}, infinity_former, RELATIVE),
+    ),
+    "infinity_former/uniform": Contract(
+        options={
+            **{"length": 1, "chunk": 4, "basis": 12, "widths": (0.05, 0.1), "samples": 9, "kl_weight": 0.0},
+            **{"sampling": "uniform", "relative": False, "normalise": False},
+        },
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8 + 4 * 12 * d + 8,
+        detached=True,
+    ),
+    "memorizing": Contract(
+        options={"length": 8, "k": 4},
+        bytes_per_row=lambda d: (8 * 8 * d + 8) // DEPTH,  # one layer of the two has it
+        detached=True,
+        cost=Cost({"length": M, "k": K}, lambda: M * D + 2 * K * D),
+    ),
+    "memorizing/joint": Contract(
+        options={"length": 16, "k": 16, "joint": True},  # all: half precision puts near neighbours in another order
+        bytes_per_row=lambda d: (16 * 8 * d + 8) // DEPTH,
+        detached=True,
+    ),
+    "memorizing/layer": Contract(
+        options={"length": 64, "k": 3, "layer": 1},
+        bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
+        detached=True,
+        exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
+    ),
+    "memory_transformer": Contract(
+        options={"length": 3},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED},
+        cost=Cost({"length": M}, lambda: LAYERS * (layer(M / N) + 2 * D * M * (2 + M / N))),
+    ),
+    "memory_transformer/control": Contract(
+        options={"length": 3, "control": True, "mask": "causal"},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
+    ),
+    "memory_transformer/cache": Contract(
+        options={"length": 3, "cache": 4},
+        bytes_per_row=lambda d: DEPTH * (4 * (4 * d + 8) + 8),
+        model={"positions": "relative"},
+        detached=True,
+        exempt={"empty": LEARNED},
+    ),
+    "memory_transformer/encoder": Contract(
+        options={"length": 3},
+        models=("sequence_classifier", "vision_transformer"),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED},
+    ),
+    "memory_transformer/back": Contract(
+        options={"length": 3, "place": "back", "control": True},
+        models=("sequence_classifier", "vision_transformer"),
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": NOTHING, "empty": LEARNED, "learns": DROPPED},
+    ),
+    "rmt": Contract(
+        options={"length": 3},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost({"length": M}, lambda: LAYERS * (layer(2 * M / N) + 4 * D * M * (2 + 2 * M / N))),
+    ),
+    "rmt/causal": Contract(
+        options={"length": 3, "mask": "causal"},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        model={"norm": "post", "positions": "relative"},
+        exempt={"empty": LEARNED},
+    ),
+    "rmt/cache": Contract(
+        options={"length": 3, "cache": 4},
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
+        model={"positions": "relative"},
+        exempt={"empty": LEARNED},
+    ),
+    "rmt/read_cache": Contract(
+        options={"length": 3, "cache": 4, "read_cache": True, "mask": "causal"},
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
+        exempt={"empty": LEARNED},
+    ),
+    "memformer": Contract(
+        options={"length": 3},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost({"length": M}, lambda: LAYERS * side(M) + side(M)),
+    ),
+    "crtn": Contract(
+        options={"segment": 9, "regions": 4, "topk": 2, "rescale": True},
+        bytes_per_row=lambda d: crtn_bytes(d, 4),
+        model={"positions": "relative"},
+        cost=Cost({"segment": N, "regions": R, "topk": 2, "key_width": 24}, lambda: crtn(2), RELATIVE),
+    ),
+    "crtn/compute_first": Contract(
+        options={"segment": 9, "query": "compute_first", "summary": "bilstm", "regions": 3, "placed": "packed"},
+        bytes_per_row=lambda d: crtn_bytes(d, 3),
+        model={"positions": "relative"},
+        exempt={"recomputes": "the last segment's first run serves the next one; no backward asks for it"},
+        cost=Cost(
+            {"segment": N, "regions": R, "topk": 2, "key_width": 24, "query": "compute_first"},
+            lambda: crtn(2) + LAYERS * (layer(1) + 2 * N * D + own_positions(0)),
+            RELATIVE,
+        ),
+    ),
+    "crtn/token": Contract(
+        options={"segment": 9, "scope": "token", "summary": "mlp", "regions": 3, "relative": False, "empty": "compete"},
+        bytes_per_row=lambda d: crtn_bytes(d, 3),
+        cost=Cost({"segment": N, "regions": R, "key_width": 24, "scope": "token"}, crtn_by_token, RELATIVE),
+    ),
+    "crtn/draft": Contract(
+        options={
+            **{"segment": 9, "regions": 3, "query": "compute_first", "scope": "token", "summary": "mean"},
+            **{"short_memory": 1, "renormalise": "softmax", "rescale": True, "scale": True},
+        },
+        bytes_per_row=lambda d: crtn_bytes(d, 4),
+        model={"positions": "relative"},
+    ),
+    "crtn/segment": Contract(
+        options={"segment": 15, "scope": "segment"},
+        bytes_per_row=lambda d: crtn_bytes(d, 5, 15),
+        models=("sequence_classifier",),
+        exempt={"learns": "the first sequence of a row has no region to choose among"},
+    ),
+    "compressive": Contract(
+        options={"length": 4, "compressed": 3, "rate": 2},
+        bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, "compressed": 6, "rate": 2}, lambda: LAYERS * (window(M + 1 + 6) + D * D), RELATIVE),
+    ),
+    "compressive/dilated": Contract(
+        options={
+            "length": 2,
+            "compressed": 3,
+            "rate": 3,
+            "function": "dilated",
+            "loss": "autoencoding",
+            "positions": "age",
+            "relative": False,
+        },
+        bytes_per_row=lambda d: (2 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
+    "compressive/most_used": Contract(
+        options={"length": 4, "compressed": 3, "rate": 3, "function": "most_used", "relative": False},
+        bytes_per_row=lambda d: (4 + 2 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64},
+        detached=True,
+    ),
+    "feedback": Contract(
+        options={"length": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
+        cost=Cost(
+            {"length": M},
+            lambda: LAYERS * (3 * M * D - 2 * N * D - 2 * D * D) + 2 * D * D * (1 + M / N) + 2 * D * D / (B * N),
+        ),
+    ),
+    "feedback/separate": Contract(
+        options={"length": 4, "shared_kv": False, "positions": "relative", "start": "zeros"},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
+        cost=Cost(
+            {"length": M, "shared_kv": False},
+            lambda: LAYERS * (3 * M * D - 2 * N * D + 2 * D * D * M / N + 2 * D * D / (B * N)),
+        ),
+    ),
+    "feedback/kv": Contract(
+        options={"length": 4, "positions": None, "keep": "kv"},
+        bytes_per_row=lambda d: 4 * (8 * d + 8) + 8,
+        exact={"length": 4},
+        exempt=FEEDBACK,
+    ),
+    "attention_cache": Contract(
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as grc: a cache of zeros is read and mixed like any other"},
+        image_cost=ImageCost({}, READ + 4 * TOKENS * C * C + 4 * TOKENS * TOKENS * C + 5 * ONCE, READ),
+    ),
+    "attention_cache/store": Contract(
+        options={"update": "store"},
+        bytes_per_row=lambda d: 0,
+        exempt={"remembers": SHARED, "empty": "as attention_cache"},
+        image_cost=ImageCost({"update": "store"}, READ + 2 * ONCE, READ),
+    ),
+    "read_twice": Contract(
+        options={"slots": 4},
+        bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
+        cost=Cost({"slots": M}, lambda: LAYERS * side(M) + D),
+    ),
+    "read_twice/joint": Contract(
+        options={"slots": 4, "attention": "joint", "summary": "mean", "every": 4, "after": "tanh"},
+        bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
+    ),
+    "read_twice/side": Contract(
+        options={"slots": 4, "summary": "ends", "every": 4, "after": "place", "top_k": 3, "clip": 2, "layer": 1},
+        bytes_per_row=lambda d: 4 * (4 * d + 16) + 16,
+    ),
+    "outside_infini": Contract(bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8),
+    "example_window": Contract(
+        options={"length": 8}, bytes_per_row=lambda d: 8 * (4 * d + 8) + 8, exact={"length": 64}
+    ),
+    "example_tokens": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
+    "example_slots": Contract(bytes_per_row=lambda d: 4 * 3 * d + 8),
+}

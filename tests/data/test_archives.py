@@ -1,0 +1,152 @@
+"""Archives hold what folders hold, whatever their kind, and are indexed once."""
+
+from __future__ import annotations
+
+import zipfile
+
+import pytest
+import torch
+from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
+
+from cached_transformers.data import BadFile, archives
+from cached_transformers.data.archives import Listing, Tar, open_listing, plain_tar
+from cached_transformers.tasks import ImageFolder
+
+OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_files(tmp_path / "folder", class_folders())
+
+
+@pytest.fixture(params=["tar", "tar.xz", "zip", "nested.tar"])
+def archive(request, tmp_path):
+    files = class_folders()
+    if request.param == "nested.tar":
+        return write_tar(tmp_path / "nested.tar", {f"./top/{name}": content for name, content in files.items()})
+    write = {"tar": write_tar, "tar.xz": write_tar_xz, "zip": write_zip}[request.param]
+    return write(tmp_path / f"made.{request.param}", files)
+
+
+def test_an_archive_gives_the_items_of_its_folder(folder, archive):
+    for split in ("train", "validation", "test"):
+        ours, theirs = (ImageFolder(split, path=path, augment=False, **OPTIONS) for path in (archive, folder))
+        assert len(ours) == len(theirs) and ours.class_names == theirs.class_names
+        for index in range(len(ours)):
+            assert torch.equal(ours[index][0], theirs[index][0]) and ours[index][1] == theirs[index][1]
+            assert ours.file(index).parts[-2:] == theirs.file(index).parts[-2:]
+            assert str(ours.file(index)).startswith(str(archive))
+
+
+def test_an_index_is_made_once_and_again_when_the_archive_changes(tmp_path, monkeypatch):
+    path = write_tar(tmp_path / "a.tar", {"x/0.png": b"abc"}, folders=("empty/",))
+    index = Tar(path)
+    assert (index.names, index.folders, index.sizes.tolist()) == (["x/0.png"], ["empty"], [3])
+    made = archives._index_arrays
+    calls = []
+    monkeypatch.setattr(archives, "_index_arrays", lambda p: calls.append(p) or made(p))
+    assert Tar(path).names == ["x/0.png"] and not calls
+    write_tar(path, {"x/0.png": b"abc", "y/1.png": b"defg"})
+    assert Tar(path).names == ["x/0.png", "y/1.png"] and len(calls) == 1
+    listing = Listing(path)
+    assert [listing.read(name) for name in listing.names] == [b"abc", b"defg"]
+
+
+def test_a_compressed_tar_is_unpacked_once(tmp_path):
+    path = write_tar_xz(tmp_path / "a.tar.xz", {"x": b"abc"})
+    first = plain_tar(path)
+    stamp = first.stat().st_mtime_ns
+    assert plain_tar(path) == first and first.stat().st_mtime_ns == stamp
+    assert [file.name for file in first.parent.glob(".*partial")] == []
+
+
+def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):
+    for path in (folder, archive):
+        listing = open_listing(path, "images")
+        part = listing.inside("class1")
+        assert part.names == ["0.png", "1.png", "2.png", "3.png"] and part.root == listing.root / "class1"
+        assert part.read("2.png") == listing.read("class1/2.png") and "2.png" in part and "class1/2.png" not in part
+    (folder / ".hidden.png").write_bytes(b"x")
+    listing = Listing(folder)
+    assert ".hidden.png" in listing and "class1/../class0/0.png" in listing and "class9/0.png" not in listing
+
+
+def test_an_archive_alone_in_a_folder_stands_for_it(tmp_path):
+    write_tar(tmp_path / "data" / "a.tar", {f"top/{name}": content for name, content in class_folders().items()})
+    assert ImageFolder("train", path=tmp_path / "data", **OPTIONS).class_names == ["class0", "class1", "class2"]
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_every_way_of_zip_to_compress_is_read_and_damage_is_noticed(tmp_path, method):
+    path, content = tmp_path / "a.zip", bytes(range(256)) * 8
+    with zipfile.ZipFile(path, "w", method) as made:
+        made.writestr("x/a.bin", content)
+        start = made.infolist()[0].header_offset + 30 + len("x/a.bin")
+        middle = start + made.infolist()[0].compress_size // 2
+    listing = Listing(path)
+    assert listing.read("x/a.bin") == content
+    damaged = bytearray(path.read_bytes())
+    damaged[middle] ^= 0xFF
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(ValueError, match=r"a.zip:x/a.bin is damaged: "):
+        listing.read("x/a.bin")
+
+
+def test_a_damaged_member_is_a_bad_file_as_any_other(tmp_path):
+    path = write_zip(tmp_path / "a.zip", class_folders())
+    with zipfile.ZipFile(path) as made:
+        member = made.getinfo("class1/2.png")
+    content = bytearray(path.read_bytes())
+    content[member.header_offset + 30 + len(member.filename) + member.compress_size // 2] ^= 0xFF
+    path.write_bytes(bytes(content))
+    data = ImageFolder("train", path=path, image_size=8, validation_fraction=0, test_fraction=0, bad_files="skip")
+    with pytest.raises(BadFile, match=r"a.zip:class1/2.png is damaged: "):
+        data[6]
+
+
+def test_hidden_files_are_left_out(tmp_path):
+    files = {"a/0.png": b"1", "a/._0.png": b"2", "__MACOSX/a/0.png": b"3", ".DS_Store": b"4"}
+    assert Listing(write_tar(tmp_path / "a.tar", files)).names == ["a/0.png"]
+    assert Listing(write_files(tmp_path / "a", files)).names == ["a/0.png"]
+
+
+def test_tars_in_a_folder_open_as_folders(tmp_path):
+    write_tar(tmp_path / "n01.tar", {"n01_1.JPEG": b"one"})
+    write_files(tmp_path, {"n02/n02_1.JPEG": b"two"})
+    listing = Listing(tmp_path, open_tars=True)
+    assert listing.subfolders() == ["n01", "n02"]
+    assert {name: listing.read(name) for name in listing.names} == {"n01/n01_1.JPEG": b"one", "n02/n02_1.JPEG": b"two"}
+
+
+def test_damage_is_named(tmp_path):
+    whole = write_tar(tmp_path / "a.tar", {"a/0.png": encoded(size=(40, 40))}).read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[:2000])
+    with pytest.raises(ValueError, match=r"cut.tar"):
+        Listing(tmp_path / "cut.tar")
+    packed_tar = write_tar_xz(tmp_path / "b.tar.xz", {"x": bytes(range(256)) * 40})
+    packed_tar.write_bytes(packed_tar.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"b.tar.xz cannot be read: .*; the archive is damaged"):
+        Listing(packed_tar)
+    (tmp_path / "c.zip").write_bytes(b"PK nothing")
+    with pytest.raises(ValueError, match=r"c.zip cannot be read"):
+        Listing(tmp_path / "c.zip")
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(ValueError, match="neither a folder nor an archive"):
+        Listing(tmp_path / "d.txt")
+
+
+class TestEmptyClasses:
+    @pytest.fixture
+    def lacking(self, folder):
+        (folder / "class1a").mkdir()
+        return folder
+
+    def test_they_stop_the_run(self, lacking):
+        with pytest.raises(ValueError, match="1 of its classes have no image: class1a; add images"):
+            ImageFolder("train", path=lacking, **OPTIONS)
+
+    def test_or_keep_their_place(self, lacking):
+        with pytest.warns(RuntimeWarning, match="1 of its classes have no image: class1a; they keep their places"):
+            data = ImageFolder("train", path=lacking, bad_files="skip", **OPTIONS)
+        assert data.class_names == ["class0", "class1", "class1a", "class2"] and set(data.labels) == {0, 1, 3}

@@ -1,0 +1,386 @@
+"""Several memories in one model, `memory=[...]`: each does what it does alone, and all of them together.
+
+Legend: B rows, N tokens, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import add_memory, create_memory, create_model, generate
+from cached_transformers import state as states
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.memorizing import Memorizing
+from cached_transformers.memories.parts.shared_cache import commit_caches
+from cached_transformers.memories.parts.side_by_side import SideBySide
+from cached_transformers.memories.transformer_xl import TransformerXL
+from cached_transformers.registry import MEMORIES, Entry
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.tasks.recipes import config_from_dict
+from cached_transformers.training.segments import SegmentLoop
+
+ROWS, SEGMENT, WIDTH, HEADS, DEPTH, VOCABULARY = 3, 6, 16, 2, 2, 11
+GRC = {"name": "grc_stream", "length": 4}
+XL = {"name": "transformer_xl", "length": 8, "relative": False}
+RELATIVE_XL = {"name": "transformer_xl", "length": 8}
+
+
+def build(memory: Any, model: str = "language_model", **options: Any) -> nn.Module:
+    """A model in float64 of which no weight keeps an initial value that would hide its effect."""
+    torch.manual_seed(0)
+    more = {"classes": 3, "max_length": 2 * SEGMENT} if model == "sequence_classifier" else {}
+    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 2 * WIDTH, "vocabulary": VOCABULARY}
+    made = create_model(model, memory=memory, **sizes, **more, **options).double()
+    for name, parameter in made.named_parameters():
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        with torch.no_grad():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return made
+
+
+def segments(count: int = 4, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=generator))
+
+
+def outputs(model: nn.Module, inputs: list[Tensor]) -> Tensor:
+    state, found = model.init_state(ROWS), []  # type: ignore[operator]
+    for segment in inputs:
+        out = model(segment, state)
+        state = out.state
+        found.append(out.outputs)
+    return torch.stack(found)
+
+
+def take_weights(both: nn.Module, alone: nn.Module, number: int) -> None:
+    """Give the model with one memory the weights of the one with several, in which its memory has this number."""
+    stored = {name.replace(f".memory.members.{number}.", ".memory."): t for name, t in both.state_dict().items()}
+    alone.load_state_dict({name: stored[name] for name in alone.state_dict()})
+
+
+def members(model: nn.Module) -> list[Any]:
+    return [block.attention.memory for block in model.stack.blocks]  # type: ignore[union-attr, operator]
+
+
+# ---- limiting cases
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_with_the_gate_of_one_closed_the_other_is_as_alone(order: int) -> None:
+    both, alone = build([GRC, RELATIVE_XL][::order]), build(RELATIVE_XL)
+    number = (0, 1)[::order][1]
+    take_weights(both, alone, number)
+    for memory in members(both):
+        memory.members[1 - number].close_gate()
+    inputs = segments()
+    assert torch.equal(outputs(both, inputs), outputs(alone, inputs))
+    assert type(both.stack.blocks[0].attention.positions) is RelativePositions  # type: ignore[union-attr]
+
+
+def test_what_is_still_empty_takes_no_part() -> None:
+    both, alone = build([GRC, XL]), build(GRC)
+    take_weights(both, alone, 0)
+    inputs = segments()
+    with torch.no_grad():
+        state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
+        for segment in inputs:
+            empty = both.init_state(ROWS)  # type: ignore[operator]
+            layers = tuple((full[0], fresh[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
+            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
+            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
+            state, other = out.state, expected.state
+    assert (outputs(both, inputs) - outputs(alone, inputs))[1:].abs().amax((1, 2, 3)).min() > 1e-3
+
+
+def test_a_list_of_one_is_that_one() -> None:
+    assert torch.equal(outputs(build([XL]), segments()), outputs(build(XL), segments()))
+    assert type(members(build([XL]))[0]) is TransformerXL
+
+
+# ---- a slow twin of a layer
+
+
+def heads(t_ND: Tensor) -> Tensor:
+    return t_ND.unflatten(-1, (HEADS, -1)).transpose(0, 1)
+
+
+def attend(q_HNE: Tensor, k_HME: Tensor, v_HME: Tensor, hidden_NM: Tensor) -> Tensor:
+    logits = (q_HNE @ k_HME.mT / math.sqrt(q_HNE.shape[-1])).masked_fill(hidden_NM, -torch.inf)
+    return logits.softmax(-1) @ v_HME
+
+
+def twin(layer: SelfAttention, inputs: list[Tensor], slots: int) -> list[Tensor]:
+    """Results for the segments (N, D) of one row: the last inputs are attended, and GRC's cache is mixed in."""
+    (grc,) = (m for m in layer.memory.members if isinstance(m, StreamGRC))  # type: ignore[union-attr]
+    past, found, gates = inputs[0].new_zeros(0, WIDTH), [], grc.gates
+    cache, last = inputs[0].new_zeros(gates.length, gates.width), None
+    for x in inputs:
+        n = x.shape[0]
+        q, k, v = (heads(t) for t in layer.qkv(torch.cat([past, x])).chunk(3, -1))
+        hidden = F.pad(torch.ones(n, n, dtype=torch.bool).triu(1), (len(past), 0))
+        y = attend(q[:, len(past) :], k, v, hidden)
+        if last is not None:
+            tokens, of_cache = gates.from_tokens(last).chunk(3, -1), gates.from_cache.weight.chunk(3)
+            update, reset = (torch.sigmoid(tokens[i] + cache @ of_cache[i].T) for i in (0, 1))
+            fresh = gates.norm(F.gelu(tokens[2] + (reset * cache) @ of_cache[2].T))  # type: ignore[misc]
+            cache = (1 - update) * cache + update * fresh
+            k, v = (heads(t) for t in grc.branch.key_value(cache).chunk(2, -1))
+            o = attend(heads(grc.branch.query(x[:, : gates.width])), k, v, torch.zeros(n, 1, dtype=torch.bool))
+            ratio = torch.sigmoid(grc.branch.gate_H)[:, None, None]
+            y = ratio * F.pad(o, (0, y.shape[-1] - o.shape[-1])) + (1 - ratio) * y
+        found.append(layer.output(y.transpose(0, 1).flatten(1)))
+        last = x[torch.arange(gates.length) * n // gates.length, : gates.width]
+        past = torch.cat([past, x])[-slots:].detach()
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_layer_against_a_slow_twin(order: int) -> None:
+    torch.manual_seed(0)
+    pair = [create_memory(GRC, WIDTH, HEADS), create_memory(XL, WIDTH, HEADS)][::order]
+    layer = SelfAttention(WIDTH, HEADS, memory=SideBySide(pair), causal=True).double()  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    inputs = list(torch.randn(4, ROWS, SEGMENT, WIDTH, dtype=torch.float64))
+    places = torch.zeros(ROWS, SEGMENT, 1, dtype=torch.long)
+    state, found = layer.init_state(ROWS, inputs[0]), []
+    for x_BND in inputs:
+        attended = layer(x_BND, places, state=state)
+        found.append(attended.y_BND)
+        trace = Trace(x_BND, attended.y_BND, attended.query, attended.reading)
+        state, loss = layer.write(state, trace, attended.core_state)
+        assert loss is None
+    by_row = [twin(layer, list(row), 8) for row in zip(*inputs, strict=True)]
+    expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
+    directions = [torch.randn_like(x) for x in inputs]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    grads = (
+        torch.autograd.grad(sum((y * d).sum() for y, d in zip(ys, directions, strict=True)), list(layer.parameters()))
+        for ys in (found, expected)
+    )
+    for (name, _), a, b in zip(layer.named_parameters(), *grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        assert b.abs().max() > 1e-6, name
+
+
+# ---- what passes between a layer and its memories
+
+
+def test_each_gets_its_weights_and_its_part_of_the_softmax() -> None:
+    """A memory that weighs its slots keeps the same ones beside another; the log-sum-exp is for who asked for it."""
+    used = {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "most_used", "relative": False}
+    knn = {"name": "memorizing", "length": 8, "k": 4, "layer": 1}
+    both, alone = build([{**knn, "joint": True}, knn, used]), build(used)
+    first, second, _ = members(both)[0].members
+    take_weights(both, alone, 2)
+    for memory in (first, second):
+        memory.close_gate()
+    inputs = segments()
+    torch.testing.assert_close(outputs(both, inputs), outputs(alone, inputs), rtol=0, atol=1e-12)
+    both, alone = build([{**knn, "joint": True}, knn]), build(knn)
+    take_weights(both, alone, 1)
+    members(both)[0].members[0].close_gate()
+    torch.testing.assert_close(outputs(both, inputs), outputs(alone, inputs), rtol=0, atol=1e-12)
+
+
+def test_weights_are_those_of_its_own_slots() -> None:
+    """Slots of another memory in front, all of them empty, move the columns and change nothing."""
+    used = {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "most_used", "relative": False}
+    both, alone = build([XL, used], positions="rotary"), build(used, positions="rotary")
+    take_weights(both, alone, 1)
+    state, other = both.init_state(ROWS), alone.init_state(ROWS)  # type: ignore[operator]
+    with torch.no_grad():
+        for segment in segments():
+            empty = both.init_state(ROWS)  # type: ignore[operator]
+            layers = tuple((fresh[0], full[1]) for full, fresh in zip(state.layers, empty.layers, strict=True))
+            out, expected = both(segment, state._replace(layers=layers)), alone(segment, other)
+            torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
+            state, other = out.state, expected.state
+            for mine, theirs in zip(state.layers, other.layers, strict=True):
+                for (_, a), (_, b) in zip(states.named_tensors(mine[1]), states.named_tensors(theirs), strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_acts_behind_the_projection_does_so_beside_another(order: int) -> None:
+    """GRC as released mixes behind the projection, the paper's before; both caches are written."""
+    released = {"name": "grc", "length": 6, "variant": "released", "positional_convolution": False}
+    paper = {"name": "grc", "length": 6}
+    both = build([released, paper][::order], "sequence_classifier")
+    inputs = segments(3)
+    for closed, left in ((0, 1), (1, 0)):
+        model = copy.deepcopy(both)
+        alone = build([released, paper][::order][left], "sequence_classifier")
+        take_weights(both, alone, left)
+        for memory in members(model):
+            memory.members[closed].close_gate()
+        torch.testing.assert_close(outputs(model, inputs), outputs(alone, inputs), rtol=0, atol=1e-12)
+    outputs(both, inputs)
+    commit_caches(both)
+    caches = [t for name, t in both.named_buffers() if name.endswith("cache_MC")]
+    assert len(caches) == 2 * DEPTH and all(t.abs().max() > 1e-3 for t in caches)
+
+
+def test_beside_a_memory_that_spans_the_layers() -> None:
+    rmt = {"name": "rmt", "length": 3}
+    both, alone = build([GRC, rmt]), build(rmt)
+    take_weights(both, alone, 0)
+    stored = both.state_dict()
+    alone.load_state_dict({name: stored[name] for name in alone.state_dict()})
+    inputs = segments()
+    assert (outputs(both, inputs) - outputs(alone, inputs))[1:].abs().max() > 1e-3
+    for memory in members(both):
+        assert type(memory) is StreamGRC  # RMT has none in the layers, so that GRC is alone there
+        memory.close_gate()
+    assert torch.equal(outputs(both, inputs), outputs(alone, inputs))
+    cached = build([{"name": "rmt", "length": 3, "cache": 4}, GRC])
+    assert [type(m).__name__ for m in members(cached)[0].members] == ["CacheBeforeTokens", "StreamGRC"]
+    outputs(cached, inputs)
+
+
+# ---- training, states, generation
+
+
+def test_both_are_trained() -> None:
+    model = build([GRC, RELATIVE_XL, {"name": "memorizing", "length": 8, "k": 4}])
+    tokens = torch.cat(segments(5), 1)
+    loss, _ = SegmentLoop(model, SEGMENT, bptt=4)(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_the_state_is_saved_and_goes_on(tmp_path: Path) -> None:
+    model, inputs = build([GRC, RELATIVE_XL]).eval(), segments(4)
+    state = model.init_state(ROWS)  # type: ignore[operator]
+    for segment in inputs[:3]:
+        state = model(segment, state).state
+    assert states.signature(state) == states.signature(model.init_state(ROWS))  # type: ignore[operator]
+    states.save(state, tmp_path / "state.safetensors")
+    loaded = states.load(tmp_path / "state.safetensors", model.init_state(ROWS))  # type: ignore[operator]
+    assert torch.equal(model(inputs[3], loaded).outputs, model(inputs[3], state).outputs)
+    rows = torch.tensor([2, 2, 0])
+    moved, stayed = model(inputs[3][rows], states.reorder(state, rows)), model(inputs[3], state)
+    torch.testing.assert_close(moved.outputs, stayed.outputs[rows], rtol=0, atol=1e-12)
+
+
+def test_it_generates_as_it_reads() -> None:
+    model, prompt = build([GRC, RELATIVE_XL]).eval(), torch.cat(segments(2), 1)[:, :9]
+    made = generate(model, prompt, tokens=6, temperature=0.0, segment_length=SEGMENT).tokens
+    text = torch.cat([prompt, made], 1)[:, : 2 * SEGMENT]
+    read = outputs(model, list(text.split(SEGMENT, 1))).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(read[:, 8:11].argmax(-1), made[:, :3])
+
+
+# ---- refusals and recipes
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ([], r"memory=\[\] lists no memory"),
+        ([GRC, {"length": 3}], "must be a name or have the key 'name'"),
+        ([GRC, 3], "memory=3 must be a name"),
+        ([GRC, {"name": "transformer_x"}], "did you mean 'transformer_xl'"),
+        ([GRC, "grc"], "memory grc shows each token the rest of its segment"),
+        (["rmt", GRC, "memformer"], "RMT and Memformer both span the layers"),
+        (["feedback", XL], "Feedback lets tokens attend it alone, so that memory TransformerXL has no place"),
+        (
+            [RELATIVE_XL, {"name": "transformer_xl", "clamp": 3}],
+            r"different position schemes to one layer \(RelativePositions, RelativePositions\); give relative=False",
+        ),
+        (["segatron", XL], "SegatronLayer and TransformerXL cannot stand in one layer: .* have 3 channels and 1"),
+        (["segatron", RELATIVE_XL], "cannot stand in one layer|different position schemes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_it_is_built(memory: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(memory)
+
+
+def test_a_core_that_one_of_them_cannot_use_is_refused_by_that_name() -> None:
+    with pytest.raises(ValueError, match="memory Memorizing needs lse"):
+        build([GRC, {"name": "memorizing", "layer": 1, "joint": True}], attention="linear")
+
+
+def test_places_that_take_one_memory_say_so() -> None:
+    with pytest.raises(ValueError, match=r"memory=\[grc_stream, transformer_xl\] are several"):
+        add_memory(nn.TransformerEncoderLayer(WIDTH, HEADS), [GRC, XL])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="RMT spans the layers, and a list with it is for"):
+        create_memory([GRC, "rmt"], WIDTH, HEADS)
+
+
+def test_a_recipe_may_list_several() -> None:
+    tree: dict[str, Any] = {"name": "both", "data": {"name": "text", "path": "x"}}
+    tree["model"] = {"name": "language_model", "memory": ["grc_stream", XL]}
+    assert config_from_dict(tree).model["memory"] == ["grc_stream", XL]
+    tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "lenght": 3}]}
+    with pytest.raises(ValueError, match="did you mean 'length'"):
+        config_from_dict(tree)
+    tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "length": "long"}]}
+    with pytest.raises(ValueError, match=r"model.memory\[1\].length"):
+        config_from_dict(tree)
+
+
+# ---- a memory round another one
+
+
+class Outer(LayerMemory):
+    """Another memory, of which it counts the segments."""
+
+    def __init__(self, width: int, heads: int, over: Any, *, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        made = create_memory(over, width, heads, **(facts or {}))
+        assert isinstance(made, LayerMemory)
+        self.inner, self.needs, self.shared = made, made.needs, made.shared
+
+    def position_scheme(self) -> Positions | None:
+        return self.inner.position_scheme()
+
+    def window(self) -> int | None:
+        return self.inner.window()
+
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
+        return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
+
+    def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return self.inner.read(state[0], query, project_kv)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        return self.inner.combine(y_BHNE, query, reading)
+
+    def write(self, state: Any, trace: Trace) -> tuple[Any, Tensor | None]:
+        inner, loss = self.inner.write(state[0], trace)
+        return (inner, state[1] + 1), loss
+
+
+def test_a_memory_round_another_gives_it_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEMORIES._entries, "test_outer", Entry("test_outer", Outer))
+    knn = {"name": "memorizing", "length": 8, "k": 4}  # which needs to know its layer and their number
+    model, plain = build({"name": "test_outer", "over": knn}), build(knn)
+    stored = {name.replace(".memory.inner.", ".memory."): t for name, t in model.state_dict().items()}
+    plain.load_state_dict(stored)
+    assert [m.inner.here for m in members(model)] == [m.here for m in members(plain)] == [False, True]
+    assert all(isinstance(m.inner, Memorizing) for m in members(model))
+    inputs = segments()
+    assert torch.equal(outputs(model, inputs), outputs(plain, inputs))
+    beside = build([{"name": "test_outer", "over": RELATIVE_XL}, GRC])
+    assert isinstance(beside.stack.blocks[0].attention.positions, RelativePositions)  # type: ignore[union-attr]
+    outputs(beside, inputs)
+    pair, listed = build({"name": "test_outer", "over": [GRC, RELATIVE_XL]}), build([GRC, RELATIVE_XL])
+    listed.load_state_dict({name.replace(".memory.inner.", ".memory."): t for name, t in pair.state_dict().items()})
+    assert torch.equal(outputs(pair, inputs), outputs(listed, inputs))
+    with pytest.raises(ValueError, match="what the model says; leave it out"):
+        build({"name": "test_outer", "over": knn, "facts": {"depth": 1}})

@@ -1,0 +1,158 @@
+"""The language model: what it refuses, how it embeds, what its layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cached_transformers import state as states
+from cached_transformers.tasks import create_model
+
+V, D = 11, 16
+XL = {"name": "transformer_xl", "length": 4}
+
+
+def build(**options: Any) -> Any:
+    sizes = {"vocabulary": V, "width": D, "depth": 2, "heads": 2, "feed_forward": 16, "memory": XL}
+    return create_model("language_model", **{**sizes, **options})
+
+
+def tokens(rows: int = 2, n: int = 5) -> torch.Tensor:
+    return torch.randint(V, (rows, n))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "token": (lambda m: m(tokens() + V), "a token id is not in a vocabulary of 11 tokens, 0 to 10"),
+    "negative token": (lambda m: m(tokens() - V), "not in a vocabulary"),
+    "target": (lambda m: m(tokens(), targets=tokens() + V), "a target is not in -100"),
+    "negative target": (lambda m: m(tokens(), targets=tokens() - V - 1), "a target is not in -100"),
+    "shape": (lambda m: m(tokens()[0]), r"inputs of shape \(5,\)"),
+    "no tokens": (lambda m: m(tokens()[:, :0]), "at least one token"),
+    "floats": (lambda m: m(tokens().float()), "dtype torch.float32 must be token ids"),
+    "targets": (lambda m: m(tokens(), targets=tokens(2, 4)), r"targets of shape \(2, 4\)"),
+    "padding": (lambda m: m(tokens(), padding=torch.zeros(2, 4, dtype=torch.bool)), r"padding of shape \(2, 4\)"),
+    "padding dtype": (lambda m: m(tokens(), padding=tokens()), "padding of dtype torch.int64 must be bool"),
+    "reset": (lambda m: m(tokens(), reset=torch.zeros(3, dtype=torch.bool)), r"reset of shape \(3,\).*2 rows"),
+    "reset dtype": (lambda m: m(tokens(), reset=torch.zeros(2)), "dtype torch.float32 must be bool"),
+    "rows": (lambda m: m(tokens(), m.init_state(3)), "the state has 3 rows.*the segment 2"),
+    "no rows": (lambda m: m.init_state(0), "batch_size=0"),
+    "depth": (lambda m: m(tokens(), build(depth=3).init_state(2)), "another model.*in one only: layers.2"),
+    "memory": (lambda m: m(tokens(), build(memory="grc_stream").init_state(2)), "another model.*in one only"),
+    "no memory": (lambda m: m(tokens(), build(memory=None).init_state(2)), "another model"),
+    "width": (lambda m: m(tokens(), build(width=32).init_state(2)), r"hidden_BMD is \(2, 4, 32\), this model's is"),
+    "dtype": (lambda m: m(tokens(), build().double().init_state(2)), "hidden_BMD is torch.float64, this model's"),
+    "an output": (lambda m: m(tokens(), m(tokens())), "another model"),
+    "a dict": (lambda m: m(tokens(), {"state": 1}), "type dict must be what init_state"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call(build())
+
+
+def test_a_state_fits_a_model_that_never_made_one_and_one_whose_memory_is_longer_in_evaluation() -> None:
+    model = build(memory={**XL, "eval_length": 7})
+    state = model(tokens()).state
+    fresh = build(memory={**XL, "eval_length": 7}).eval()
+    fresh.load_state_dict(model.state_dict())
+    out = fresh(tokens(), state)
+    assert states.signature(out.state) == states.signature(state)
+
+
+def test_a_model_cast_to_another_dtype_expects_states_of_that() -> None:
+    model = build()
+    state = model(tokens()).state
+    model.double()
+    with pytest.raises(ValueError, match=r"convert it with state\.map_state"):
+        model(tokens(), state)
+    model(tokens(), states.map_state(lambda t: t.double() if t.is_floating_point() else t, state))
+
+
+@pytest.mark.parametrize("options", [{}, {"cutoffs": [4], "div_value": 2}], ids=str)
+def test_embeddings_are_scaled_by_the_root_of_the_width(options: Any) -> None:
+    torch.manual_seed(0)
+    model, scaled = build(**options), build(**options, scale_embedding=True)
+    scaled.load_state_dict(model.state_dict())
+    seen: list[torch.Tensor] = []
+    for m in (model, scaled):
+        m.stack.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        m(torch.arange(V)[None])
+    torch.testing.assert_close(seen[1], seen[0] * 4.0)
+
+
+def test_what_is_read_last_can_be_asked_for_alone() -> None:
+    for options in ({}, {"cutoffs": [4]}):
+        model = build(**options)
+        x = tokens()
+        torch.testing.assert_close(model(x, last_only=True).outputs, model(x).outputs[:, -1:])
+
+
+def test_output_dropout_acts_on_what_the_head_reads_and_in_training_alone() -> None:
+    model = build(output_dropout=0.5)
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(tokens(4, 20))
+    assert 0.4 < (seen[0] == 0).float().mean() < 0.6
+    model.eval()(tokens(4, 20))
+    assert not (seen[1] == 0).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": None, "positions": "relative"}], ids=str)
+def test_layers_share_their_relative_biases_when_asked(options: Any) -> None:
+    apart, shared = build(**options), build(**options, shared_biases=True)
+    assert sum(p.numel() for p in apart.parameters()) - sum(p.numel() for p in shared.parameters()) == 2 * D
+    first, second = (block.attention.positions for block in shared.stack.blocks)
+    assert first.content_bias is second.content_bias and first.position_bias is second.position_bias
+    assert first.project.weight is not second.project.weight
+    shared(tokens()).outputs.square().sum().backward()
+    # Both layers speak through the one pair: its gradient is the sum of theirs.
+    apart.load_state_dict(shared.state_dict())
+    torch.manual_seed(0)
+    x = tokens()
+    for model in (apart, shared):
+        model.zero_grad()
+        model(x).outputs.square().sum().backward()
+    total = sum(block.attention.positions.content_bias.grad for block in apart.stack.blocks)
+    torch.testing.assert_close(first.content_bias.grad, total, rtol=1e-4, atol=1e-5)
+
+
+def test_there_must_be_biases_to_share() -> None:
+    with pytest.raises(ValueError, match="shared_biases=True needs layers with relative positions"):
+        build(memory=None, shared_biases=True)
+
+
+def test_initial_weights_of_the_original() -> None:
+    model = build(width=128, vocabulary=2000, initial_std=0.05)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            assert abs(parameter.mean().item() - 1) < 0.03 and 0.03 < parameter.std().item() < 0.07, name
+        elif parameter.dim() > 1:
+            assert parameter.std().item() == pytest.approx(0.05, rel=0.15), name
+        else:
+            assert not parameter.any(), name
+
+
+def test_bad_tokens_are_found_without_breaking_the_graph() -> None:
+    """The check stands in the graph: nothing is asked of the values while it is traced."""
+    model = build().eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, state = tokens(), model.init_state(2)
+    torch.testing.assert_close(compiled(x, state).outputs, model(x, state).outputs)
+    with pytest.raises(RuntimeError, match="a token id is not in a vocabulary"):
+        compiled(x + V, state)
+
+
+def test_every_parameter_of_an_adaptive_model_survives_a_save(tmp_path: Any) -> None:
+    model: nn.Module = build(cutoffs=[4], div_value=2, tied_projections=[False, True], shared_biases=True)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = build(cutoffs=[4], div_value=2, tied_projections=[False, True], shared_biases=True)
+    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    x = tokens()
+    torch.testing.assert_close(other(x).outputs, model(x).outputs, rtol=0, atol=0)

@@ -1,0 +1,121 @@
+"""The options of a stack: said once, taken by every model as keywords, and seen by whoever asks for a signature."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import pytest
+import torch
+
+from cached_transformers.cli.main import main
+from cached_transformers.models import LanguageModel
+from cached_transformers.models.stack_options import StackKeywords, StackOptions, takes_stack_options
+from cached_transformers.registry import MODELS
+from cached_transformers.tasks import create_model
+from cached_transformers.tasks.recipes import load_config
+
+SIZES = ("width", "depth", "heads", "feed_forward")
+SMALL = dict(zip(SIZES, (8, 1, 2, 12), strict=True))
+NEEDED: dict[str, dict[str, Any]] = {
+    "language_model": {"vocabulary": 7},
+    "sequence_classifier": {"vocabulary": 7, "classes": 3, "max_length": 9},
+    "vision_transformer": {"image_size": 8, "patch_size": 4},
+    "encoder_decoder": {"vocabulary": 7},
+}
+
+
+def test_keywords_and_object_say_the_same() -> None:
+    fields, keywords = typing.get_type_hints(StackOptions), typing.get_type_hints(StackKeywords)
+    assert {name: fields[name] for name in keywords} == keywords
+    # The models name sizes themselves; the classifier has a head_width of another meaning; a model decides on the last.
+    assert fields.keys() - keywords.keys() == {*SIZES, "head_width", "feed_forward_bias"}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_signature_names_every_option_once_with_default_and_type(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = MODELS.entry(name)
+    options, hints = entry.options, typing.get_type_hints(entry.factory.__init__)
+    assert not entry.open_ended and {*options} == hints.keys() - {"return"}
+    first = [n for n, p in options.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert first[-4:] == list(SIZES)
+    assert options["memory"].default is None and options["attention"].default == "softmax"
+    assert hints["dropout"] is float and options["dropout"].annotation == "float"
+    assert options["dropout"].default == {"encoder_decoder": 0.3}.get(name, 0.0)
+    assert main(["explain", name]) == 0
+    assert "  memory: MemorySpec = None\n  attention: AttentionSpec = 'softmax'\n" in capsys.readouterr().out
+
+
+def test_sizes_may_stand_without_their_names_and_options_reach_the_stack() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(11, 16, 2, 2, 32, norm="post")
+    torch.manual_seed(0)
+    named = LanguageModel(vocabulary=11, width=16, depth=2, heads=2, feed_forward=32, norm="post")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), named.parameters(), strict=True))
+    assert isinstance(model.stack.norm, torch.nn.Identity)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_a_model_does_not_offer_is_refused(name: str) -> None:
+    message = f"unknown option of model '{name}' 'dropuot'; did you mean 'dropout'"
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **NEEDED[name], dropuot=0.1)
+    for option in StackKeywords.__annotations__.keys() - MODELS.entry(name).options.keys():
+        with pytest.raises(ValueError, match=f"unknown option of model '{name}' '{option}'"):
+            create_model(name, **NEEDED[name], **{option: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'feed_forward_bias'"):
+        MODELS.entry(name).factory(**NEEDED[name], feed_forward_bias=False)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
+        ({"heads": 0}, "width=8 must be a positive multiple of heads=0"),
+        ({"depth": 0}, "depth=0 must be at least 1 layer"),
+        ({"feed_forward": 0}, "feed_forward=0 must be at least 1"),
+    ],
+)
+def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **{**NEEDED[name], **SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "before"}, "norm='before' must be 'pre' or 'post'"),
+        ({"norm_kind": "lair"}, "unknown kind of norm 'lair'; did you mean 'layer'"),
+        ({"head_width": 0}, "head_width=0 must be at least 1; None is width / heads"),
+    ],
+)
+def test_other_options_are_checked_too(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StackOptions(**SMALL, **options)
+
+
+def test_a_recipe_is_checked_against_the_types() -> None:
+    with pytest.raises(ValueError, match=r"model\.norm=3"):
+        load_config("demo_text", ["model.norm=3"])
+
+
+def test_options_that_no_stack_has_cannot_be_offered() -> None:
+    with pytest.raises(AssertionError):
+        takes_stack_options("memroy")
+
+
+def test_an_option_keeps_the_default_of_the_object_unless_a_model_says_otherwise() -> None:
+    @takes_stack_options("norm", activation="relu")
+    def init(self: Any, width: int = 3, *, other: int = 1, **options: Any) -> None:
+        self.update(options, width=width, other=other)
+
+    assert str(inspect.signature(init)).startswith("(self: 'Any', width: 'int' = 3, *, norm: 'str' = 'pre', activation")
+    given: dict[str, Any] = {}
+    init(given, norm="post")
+    assert given == {"norm": "post", "activation": "relu", "width": 3, "other": 1}
+    assert dataclasses.replace(StackOptions(**SMALL), norm="post").normed is False

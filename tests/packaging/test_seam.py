@@ -1,0 +1,34 @@
+"""The seam stays small: how many members it has, and that docs/architecture.md shows all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cached_transformers.seam import memory
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PROTOCOLS = (memory.LayerMemory, memory.ModelMemory)
+RECORDS = (memory.Query, memory.Context, memory.Reading, memory.Trace, memory.Tokens, memory.Entry)
+
+
+def members() -> dict[str, list[str]]:
+    """Public names of the protocols of memories, and the fields of the records that pass between them and a layer."""
+    found = {kind.__name__: [name for name in vars(kind) if not name.startswith("_")] for kind in PROTOCOLS}
+    return found | {kind.__name__: list(kind._fields) for kind in RECORDS}
+
+
+def test_the_seam_has_at_most_55_members_and_the_page_says_how_many() -> None:
+    count = sum(map(len, members().values()))
+    assert count <= 55
+    assert f"{count} members" in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_shows_every_member() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = page[page.index("## The seam") : page.index("### Does it fit?")]
+    for kind, names in members().items():
+        start = shown.index(f"class {kind}(") if f"class {kind}(" in shown else shown.index(f"\n{kind}(")
+        part = shown[start + 1 :]
+        text = part[: re.search(r"\n(?=class |\w+\(|core\(|```)", part).start()]  # type: ignore[union-attr]
+        assert [name for name in names if not re.search(rf"\b{name}\b", text)] == [], kind

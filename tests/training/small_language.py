@@ -1,0 +1,70 @@
+"""A small language model over made-up words, and its trainer: what the tests of text share."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.tasks.kinds import make_task
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
+from cached_transformers.training.distributed import World
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.trainer import Trainer
+from cached_transformers.yaml_tree import apply_override
+
+CPU = World(torch.device("cpu"))
+STEPS = 12
+
+
+def write_text(folder: Path) -> Path:
+    """A folder of three files of made-up words."""
+    generator = random.Random(0)
+    folder.mkdir()
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 5))) for _ in range(30)]
+    for name, size in {"train": 700, "valid": 90, "test": 120}.items():
+        lines = [" ".join(generator.choices(words, k=6)) for _ in range(size // 6)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def recipe(text: Path, *overrides: str) -> dict:
+    """A recipe for a small model over the text, with overrides `key=value`."""
+    tree = {
+        "name": "language",
+        "data": {"name": "text", "path": str(text), "tokenizer": "byte"},
+        "model": {
+            "name": "language_model",
+            **{"width": 16, "depth": 2, "heads": 2, "feed_forward": 16, "dropout": 0.1},
+            "memory": {"name": "transformer_xl", "length": 6},
+        },
+        "training": {
+            **{"steps": STEPS, "batch_size": 4, "segment_length": 8, "segments": 2, "metric": "bits_per_byte"},
+            **{"evaluate_every": 4, "log_every": 3, "tensorboard": False, "device": "cpu"},
+        },
+        "optimizer": {"learning_rate": 0.01},
+        "schedule": {"name": "constant"},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def make(folder: Path, text: Path, *overrides: str) -> Trainer:
+    """A trainer of the recipe, which has not begun."""
+    config = config_from_dict(recipe(text, *overrides))
+    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+    config = fill_from_data(config, train.describe())
+    folder.mkdir(parents=True, exist_ok=True)
+    task = make_task(config, build_model(config), train, validation, CPU)
+    return Trainer(config, task, folder, CPU, Reporter("test", 1, None))
+
+
+def fitted(folder: Path, text: Path, *overrides: str) -> Trainer:
+    """A trainer that went on from the checkpoints in its folder, to the end."""
+    trainer = make(folder, text, *overrides)
+    trainer.resume("auto")
+    trainer.fit()
+    return trainer

@@ -1,0 +1,193 @@
+"""Fill the marked regions of the README and the documentation with what the registrations say.
+
+    python tools/docs_facts.py            write them again; `make facts` does so
+    python tools/docs_facts.py --check    say which files are not current, and fail if there are any
+
+A region stands between `<!-- facts: WHAT -->` and `<!-- /facts -->`; `WHAT` is a word of `TEXTS` and what it is about.
+Rows of a table stay in the order in which they stand in the file, and new ones come behind them. What the registry has
+and a page does not yet gets a section of its own at the page's end; all else on a page is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cached_transformers.experiments.facts import registry_facts
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.fit import in_words
+
+PROJECT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md")
+REGION = re.compile(r"(<!-- facts: ([\w ]+?) -->)(.*?)(<!-- /facts -->)", re.DOTALL)
+NUMBERS = (
+    *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+SAID = {
+    "memories": ("equations", "reach", "state", "cost", "gradient", "exact_when"),
+    "attentions": ("equation", "order", "cost"),
+}
+"""Facts of a section, in this order."""
+CODE = {"equation", "equations"}
+BAR = r"\|"
+"""A bar within a cell of a table."""
+
+Part = dict[str, Any]
+Facts = dict[str, list[Part]]
+
+
+def paper_link(part: Part) -> str:
+    """The paper's short name, as a link to it."""
+    where = part["paper"].split()[0]
+    url = f"https://arxiv.org/abs/{where.removeprefix('arXiv:')}" if where.startswith("arXiv:") else f"https://{where}"
+    return f"[{part['info']['title']}]({url})"
+
+
+def in_order(names: Sequence[str], text: str) -> list[str]:
+    """The names in the order in which they stand in the text; behind them those that do not."""
+    places = {name: re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in names}
+    return sorted(names, key=lambda name: place.start() if (place := places[name]) else len(text))
+
+
+def block(lines: Sequence[str]) -> str:
+    """Lines between two markers, with an empty line at either end."""
+    return "\n\n" + "\n".join(lines) + "\n\n"
+
+
+def table(facts: Facts, kind: str, old: str) -> str:
+    """Name, paper and what is carried."""
+    parts = {part["name"]: part for part in facts[kind]}
+    rows = [
+        f"| `{name}` | {paper_link(parts[name])} | {parts[name]['info']['carries'].replace('|', BAR)} |"
+        for name in in_order(list(parts), old)
+    ]
+    return block(["| memory | paper | carries |", "| --- | --- | --- |", *rows])
+
+
+def purposes(facts: Facts, kind: str, old: str) -> str:
+    """What one may want, and the sections to look at."""
+    found: dict[str, list[str]] = {}
+    for part in facts[kind]:
+        purpose = part["info"]["purpose"]
+        for want in [purpose] if isinstance(purpose, str) else purpose:
+            found.setdefault(want, []).append(part["name"])
+    rows = []
+    for want in sorted(found, key=lambda want: at if (at := old.find(f"| {want} |")) >= 0 else len(old)):
+        row = next((line for line in old.splitlines() if line.startswith(f"| {want} |")), "")
+        links = ", ".join(f"[{name}](#{name})" for name in in_order(found[want], row))
+        rows.append(f"| {want} | {links} |")
+    return block(["| what you want | look at |", "| --- | --- |", *rows])
+
+
+def section(facts: Facts, kind: str, name: str) -> str:
+    """Paper and facts of one part."""
+    part = next((part for part in facts[kind] if part["name"] == name), None)
+    if part is None:
+        raise ValueError(f"a page has a region of facts about {name!r}, which is not among the {kind}; take it out")
+    said = {key: part["info"][key] for key in SAID[kind] if key in part["info"]} | part["stated"]
+    lines = [f"{paper_link(part)}{protocol(kind, name)}. {part['summary']}", ""]
+    for key, value in said.items():
+        words = value if isinstance(value, str) else in_words(value) if key == "can" else ", ".join(value)
+        word = key.replace("_", " ").removesuffix("s" if key == "equations" else "").capitalize()
+        lines.append(f"- **{word}**: `{words}`" if key in CODE else f"- **{word}**: {words}")
+    return block(lines)
+
+
+def protocol(kind: str, name: str) -> str:
+    """Whether a memory lives in one layer or spans them."""
+    if kind != "memories":
+        return ""
+    bases = {base.__name__ for base in getattr(MEMORIES.entry(name).factory, "__mro__", ())}
+    words = {"LayerMemory": ", a layer memory", "ModelMemory": ", a model memory"}
+    return next((word for base, word in words.items() if base in bases), "")
+
+
+def papers(facts: Facts, kind: str, less: int = 0) -> str:
+    """How many papers and projects there are, less some, as a word."""
+    count = len({part["paper"].split()[0] for part in facts[kind]}) - less
+    return NUMBERS[count] if count < len(NUMBERS) else str(count)
+
+
+TEXTS: dict[str, Callable[[Facts, str], str]] = {
+    "table of memories": lambda facts, old: table(facts, "memories", old),
+    "purposes of memories": lambda facts, old: purposes(facts, "memories", old),
+    "purposes of attentions": lambda facts, old: purposes(facts, "attentions", old),
+    "papers of memories": lambda facts, old: papers(facts, "memories"),
+    "other papers of memories": lambda facts, old: papers(facts, "memories", 1),
+    "number of attentions": lambda facts, old: str(len(facts["attentions"])),
+}
+"""What a region may hold, beside `memory NAME` and `attention NAME`."""
+SECTIONS = {"memory": "memories", "attention": "attentions"}
+
+
+def fill(text: str, facts: Facts) -> str:
+    """A page with its regions filled.
+
+    Raises:
+        ValueError: a region of unknown content, without an end, or in a sentence and at the begin of a line.
+    """
+    begins, ends = text.count("<!-- facts: "), text.count("<!-- /facts -->")
+    if not begins == ends == len(REGION.findall(text)):
+        raise ValueError(f"regions of facts must not be nested or open: {begins} begin and {ends} end")
+
+    def fresh(match: re.Match[str]) -> str:
+        begin, what, old, end = match.groups()
+        first, _, rest = what.partition(" ")
+        if what in TEXTS:
+            new = TEXTS[what](facts, old)
+            if "\n" not in new and match.start() and text[match.start() - 1] == "\n":
+                raise ValueError(f"{begin} begins a line, where Markdown would end the paragraph; put a word before it")
+            return f"{begin}{new}{end}"
+        if first in SECTIONS:
+            return f"{begin}{section(facts, SECTIONS[first], rest)}{end}"
+        raise ValueError(
+            f"a region of facts is called {what!r}; take one of {', '.join(TEXTS)}, memory NAME, attention NAME"
+        )
+
+    return REGION.sub(fresh, text)
+
+
+def with_all_sections(page: str, text: str, facts: Facts) -> str:
+    """The page of memories or attentions with an empty section for each part that has none."""
+    for word, kind in SECTIONS.items():
+        if Path(page).stem != kind:
+            continue
+        for name in (part["name"] for part in facts[kind]):
+            if f"\n## {name}\n" in text:
+                continue
+            text += f"\n## {name}\n\n<!-- facts: {word} {name} --><!-- /facts -->\n"
+            if kind == "attentions":
+                picture = f"images/attentions/{name}.png"
+                text += (
+                    f"\n![Pattern of {name}]({picture})\n\n```bash\ncached explain {name} --plot docs/{picture}\n```\n"
+                )
+    return text
+
+
+def current(page: str, text: str, facts: Facts) -> str:
+    """What a page says when it is current."""
+    return fill(with_all_sections(page, text, facts), facts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages that are not current, or name them."""
+    facts, check = registry_facts(), "--check" in arguments
+    stale = []
+    for page in PAGES:
+        path = PROJECT / page
+        old = path.read_text(encoding="utf-8")
+        if (new := current(page, old, facts)) != old:
+            stale.append(page)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{', '.join(stale)}: {'not current; run `make facts`' if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
