@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers lint bench docs facts pictures clean
+.PHONY: help demo test test-slow test-peers lint bench docs facts golden-runs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -47,6 +47,9 @@ docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder
 facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
 	$(BIN)/python -m cached_transformers.experiments.facts
 	$(BIN)/python tools/docs_facts.py
+
+golden-runs: $(VENV)/.installed-dev  ## short trainings whose bits a rebuild must not change; valid on the recorded processor and torch
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_runs/runs.py check
 
 pictures: $(VENV)/.installed-dev  ## draw the attentions of docs/attentions.md again, with the commands that stand there
 	set -f; grep -h '^cached explain .* --plot' docs/attentions.md | while read -r command; do $(BIN)/$$command > /dev/null || exit 1; done

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.seam.attention import Attention, AttentionOutput
-from cached_transformers.seam.contexts import join
+from cached_transformers.seam.contexts import join, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions
@@ -280,8 +280,8 @@ class SelfAttention(nn.Module):
             bias = _hide(bias, _near(positions_BNP, context, window, run)[..., :keys], q.dtype)
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
         weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
-        wide_v = v if context is None else F.pad(v, (context.v_BHME.shape[-1] - v.shape[-1], 0))
-        result = self._attend(placed_q, placed_k, wide_v, mask, {"x_BND": h_BND, "state": core_state})
+        placed_v = v if context is None else widened(v, context.v_BHME.shape[-1])
+        result = self._attend(placed_q, placed_k, placed_v, mask, {"x_BND": h_BND, "state": core_state})
         y_BHNE = result.out_BHNV
         if context is not None and context.gather is not None:
             y_BHNE = context.gather(y_BHNE)

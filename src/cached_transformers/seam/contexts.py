@@ -27,7 +27,7 @@ def join(first: Context | None, second: Context | None) -> Context | None:
         torch.cat([t.expand(rows, *t.shape[1:]) for t in pair], dim)
         for pair, dim in (
             ((first.k_BHME, second.k_BHME), 2),
-            ([F.pad(c.v_BHME, (width - c.v_BHME.shape[-1], 0)) for c in (first, second)], 2),
+            ([widened(c.v_BHME, width) for c in (first, second)], 2),
             ((first.positions_BMP, second.positions_BMP), 1),
             ((first.valid_BM, second.valid_BM), 1),
         )
@@ -36,6 +36,11 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_alike(first, second), -1)
     return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=first.gather or second.gather)
+
+
+def widened(v_BHNE: Tensor, width: int) -> Tensor:
+    """Values in the last channels of so many; the same tensor where it has them."""
+    return v_BHNE if v_BHNE.shape[-1] == width else F.pad(v_BHNE, (width - v_BHNE.shape[-1], 0))
 
 
 def _alike(first: Context, second: Context) -> list[Tensor]:
