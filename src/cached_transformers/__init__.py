@@ -47,6 +47,11 @@ _NAMES = {
 }
 _REGISTRIES = {"ATTENTIONS": "attentions", "DATASETS": "tasks", "MEMORIES": "memories", "MODELS": "tasks"}
 """Registries, and what fills each."""
+_ROOMS = (
+    *("attentions", "data", "experiments", "integrations", "layers", "memories", "models", "registry", "seam", "state"),
+    *("tasks", "training"),
+)
+"""Packages and modules that `import cached_transformers` alone gives, too."""
 _PLACES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -87,6 +92,8 @@ def __getattr__(name: str) -> Any:
     if name in _REGISTRIES:
         importlib.import_module(f"{__name__}.{_REGISTRIES[name]}")
         value = getattr(importlib.import_module(f"{__name__}.registry"), name)
+    elif name in _ROOMS:
+        value = importlib.import_module(f"{__name__}.{name}")
     elif name in _PLACES:
         value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     else:

@@ -79,3 +79,16 @@ def test_every_module_imports_with_core_dependencies_only() -> None:
 def test_the_refusal_is_real(module: str) -> None:
     result = import_with_core_only(module)
     assert result == {"imported": [], "failures": {module: f"ModuleNotFoundError(\"No module named '{module}'\")"}}
+
+
+def test_the_bare_import_gives_rooms_and_names_and_waits_for_torch() -> None:
+    """`import cached_transformers` is lazy; what hangs below it is there when it is asked for, in any order."""
+    program = (
+        "import sys, cached_transformers as c; assert 'torch' not in sys.modules; "
+        "assert c.seam.__doc__ and c.memories.TransformerXL and c.training and c.state.save; "
+        "assert 'mask_rcnn' in c.MODELS and 'timm' in c.MODELS and 'digits' in c.DATASETS and 'rmt' in c.MEMORIES; "
+        "assert {'create_model', 'add_memory'} <= set(dir(c)); "
+        "assert not hasattr(c, 'no_such_room')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=SOURCE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ class SharedCache(CacheSlots):
 
     def update(self, s_BMC: Tensor, cache_MC: Tensor) -> Tensor:
         """(B, M, C): the cache after each row's slots alone, in the dtype of `cache_MC`, which is a constant."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is updated")
+        raise NotImplementedError("abstract: a cache writes update()")
 
     def mean_update(self, s_BMC: Tensor, cache_MC: Tensor, weight_B: Tensor | None) -> Tensor:
         """(M, C): mean of `update` over the rows marked in `weight_B`, all when None; the cache when there is none."""

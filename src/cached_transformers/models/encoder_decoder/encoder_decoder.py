@@ -126,7 +126,7 @@ class EncoderDecoder(StackModel):
         of_target = stack if decoder_depth is None else replace(stack, depth=decoder_depth)
         self.decoder = make_decoder(of_target, embedding_norm=embedding_norm, positions=of_decoder)
         self.head = nn.Linear(width, self.target_vocabulary, bias=output_bias)
-        initialise_weights(self, init)
+        initialise_weights(self, [self.embedding.weight, self.target_embedding.weight, self.head.weight], init)
         if shared == "all":
             self.target_embedding.weight = self.embedding.weight
         if shared != "none":

@@ -9,8 +9,8 @@ Legend: D model width, H heads, E head width, F hidden width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -23,17 +23,14 @@ from cached_transformers.seam.positions import BucketedPositions
 
 from ..initial_weights import initialise
 
-if TYPE_CHECKING:
-    from .encoder_decoder import EncoderDecoder
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
-def initialise_weights(model: EncoderDecoder, init: str | float) -> None:
+def initialise_weights(model: nn.Module, tables: Sequence[Tensor], init: str | float) -> None:
     """Set initial weights; memories keep their own, biases are zero.
 
     Args:
+        model: an encoder-decoder. tables: its weights of source and target embedding and of the head, (tokens, D).
         init: "fairseq": Xavier-uniform maps (queries, keys and values as parts of one map of three), embeddings
             N(0, 1 / D). "t5": see `initialise_as_t5`. A number: maps and embeddings N(0, init^2).
 
@@ -45,7 +42,6 @@ def initialise_weights(model: EncoderDecoder, init: str | float) -> None:
         known = "a positive deviation of normal weights"
         raise ValueError(f"{unknown_name('init', init, ['fairseq', 't5'])}, or {known}")
     initialise(model)
-    tables = [table.weight for table in (model.embedding, model.target_embedding, model.head)]
     if isinstance(init, str):
         for table in tables:
             nn.init.normal_(table, std=table.shape[1] ** -0.5)
@@ -57,10 +53,10 @@ def initialise_weights(model: EncoderDecoder, init: str | float) -> None:
         for weight in (*(linear.weight for linear in _own(model, nn.Linear)), *tables):
             nn.init.normal_(weight, std=init)
     if init == "t5":
-        initialise_as_t5(model)
+        initialise_as_t5(model, tables)
 
 
-def initialise_as_t5(model: EncoderDecoder) -> None:
+def initialise_as_t5(model: nn.Module, tables: Sequence[Tensor]) -> None:
     """T5's weights: queries N(0, 1 / (D E)), keys, values and the first map of the feed-forward N(0, 1 / D), output
     projections N(0, 1 / (H E)), the second map N(0, 1 / F), embeddings N(0, 1), tables of positions N(0, 1 / D).
 
@@ -74,10 +70,10 @@ def initialise_as_t5(model: EncoderDecoder) -> None:
     for positionwise in _own(model, FeedForward):
         for linear in (positionwise.enter, positionwise.leave):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-    for table in (model.embedding, model.target_embedding, model.head):
-        nn.init.normal_(table.weight)
+    for table in tables:
+        nn.init.normal_(table)
     for positions in _own(model, BucketedPositions):
-        nn.init.normal_(positions.table, std=model.embedding.embedding_dim**-0.5)
+        nn.init.normal_(positions.table, std=tables[0].shape[1] ** -0.5)
 
 
 def _attention_as_t5(parts: list[Tensor], output: nn.Module, heads: int) -> None:
