@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers lint bench docs facts golden-runs pictures clean
+.PHONY: help demo test test-slow test-peers drills lint bench docs facts golden-runs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -32,6 +32,9 @@ test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few second
 
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with published implementations of the same mechanisms
 	$(PYTEST) -m peers
+
+drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results.md
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results.md
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check

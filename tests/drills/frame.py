@@ -1,0 +1,179 @@
+"""What a drill is, and how its cases are tried: each in a process of its own, with a limit of time, whatever happens.
+
+A case is a name from which everything follows (inputs, seeds, the place where a process is ended), so that a case that
+failed can be tried again by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Failure(Exception):
+    """A case that did not end well; the message says what was expected and what happened."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One kind of trouble.
+
+    Attributes:
+        name: of the module.
+        summary: what is done and what must hold, in one sentence, for the table.
+        cases: (count, seed) to names of cases: the first `count` of an order that `seed` draws; where a search is
+            complete by nature and `count` reaches it, all of them.
+        attempt: tries one case in an empty folder of its own; raises `Failure`, or anything else, where it does not
+            hold. It runs in a forked process, so what it breaks stays there.
+        count: cases of `make drills`. sample: cases of `make test`.
+        prepare: done once, before the first case, in the process that forks: imports, and what cases share, in a folder
+            that they only read.
+        limit: seconds that a case may take.
+    """
+
+    name: str
+    summary: str
+    cases: Callable[[int, int], Iterable[str]]
+    attempt: Callable[[str, Path], None]
+    count: int
+    sample: int
+    prepare: Callable[[Path], None] | None = None
+    limit: float = 60.0
+
+
+class Result(NamedTuple):
+    """How a case ended: `problem` is None where it held."""
+
+    case: str
+    problem: str | None
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """All that is reported of a drill."""
+
+    drill: Drill
+    results: list[Result]
+    seconds: float
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.problem is not None]
+
+    def line(self) -> str:
+        """Tried, held, failed, and the command that repeats each failure."""
+        tried, failed = len(self.results), len(self.failed)
+        lines = [f"{self.drill.name}: tried {tried}, held {tried - failed}, failed {failed} ({self.seconds:.0f} s)"]
+        for result in self.failed:
+            lines.append(f"  python -m drills {self.drill.name} --case '{result.case}'")
+            lines += [f"    {line}" for line in (result.problem or "").strip().splitlines()[-12:]]
+        return "\n".join(lines)
+
+
+def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[str], None] | None = None) -> Outcome:
+    """Try cases, `jobs` at a time."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix=f"drill_{drill.name}_") as folder:
+        work = Path(folder)
+        if drill.prepare is not None:
+            (work / "shared").mkdir()
+            drill.prepare(work / "shared")
+        results: list[Result] = []
+        for result in _tried(drill, iter(cases), work, jobs):
+            results.append(result)
+            if say is not None and (result.problem or len(results) % 100 == 0):
+                say(f"{drill.name}: {len(results)} tried" + (f"; {result.case} failed" if result.problem else ""))
+    return Outcome(drill, results, time.perf_counter() - started)
+
+
+def _tried(drill: Drill, cases: Iterator[str], work: Path, jobs: int) -> Iterator[Result]:
+    """Results in the order in which cases end."""
+    running: dict[int, tuple[str, Path, float]] = {}
+    exhausted = False
+    while running or not exhausted:
+        while not exhausted and len(running) < jobs:
+            case = next(cases, None)
+            if case is None:
+                exhausted = True
+                break
+            folder = work / hashlib.sha256(case.encode()).hexdigest()[:16]
+            folder.mkdir()
+            running[_forked(drill, case, folder)] = (case, folder, time.perf_counter())
+        for process, (case, folder, started) in list(running.items()):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            seconds = time.perf_counter() - started
+            if not ended and seconds <= drill.limit:
+                continue
+            if not ended:
+                os.killpg(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            del running[process]
+            yield Result(case, _problem(folder, status if ended else None, drill.limit), seconds)
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.002)
+
+
+def _forked(drill: Drill, case: str, folder: Path) -> int:
+    """Process number of a child that tries one case; what it prints and why it failed go into its folder."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        log = os.open(folder / ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        inside = folder / "case"
+        inside.mkdir()
+        try:
+            drill.attempt(case, inside)
+            status = 0
+        except Failure as failure:
+            (folder / ".problem").write_text(str(failure), encoding="utf-8")
+        except BaseException:
+            (folder / ".problem").write_text(traceback.format_exc(), encoding="utf-8")
+    finally:
+        os._exit(status)
+
+
+def _problem(folder: Path, status: int | None, limit: float) -> str | None:
+    if status == 0:
+        return None
+    if status is None:
+        return f"took longer than {limit:.0f} seconds"
+    file = folder / ".problem"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    log = (folder / ".log").read_text(encoding="utf-8", errors="replace") if (folder / ".log").is_file() else ""
+    return f"{log[-2000:]}\nthe process ended with status {status}"
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do something in a forked process; its exit status, negative for a signal. For cases that end a process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            status = int(work() or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
