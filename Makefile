@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers drills lint bench docs facts golden-runs pictures clean
+.PHONY: help demo test test-slow test-peers drills long-runs lint bench docs facts golden-runs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -35,6 +35,9 @@ test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with pub
 
 drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results.md
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results.md
+
+long-runs: $(VENV)/.installed-dev  ## an hour of training and 20 million streamed tokens: what the process holds at each tenth
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills.long_runs --table docs/results.md
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check
