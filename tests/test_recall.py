@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
 
-VOCABULARY, SEGMENT, STEPS = 8, 8, 500
+VOCABULARY, SEGMENT, STEPS = 8, 8, 400
 CHANCE = math.log(VOCABULARY)
 
 

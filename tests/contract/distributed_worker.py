@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 
+from cached_transformers.layers import SwitchFeedForward
 from cached_transformers.memories.grc.grc import caches, commit_caches
 from cached_transformers.training.distributed import World, in_world
+from cached_transformers.training.metrics import tallies
 from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
@@ -70,6 +72,24 @@ def shared_caches(case: Case, sync: str, rank: int, size: int, steps: int, evalu
     return [cache.cache_MC.clone() for cache in caches(model)]
 
 
+def dropped_tokens(processes: World) -> dict[str, Tensor]:
+    """What the experts of a mixture dropped of rows that differ between the processes: all of it as the run counts it,
+    and this process's own, counted by hand."""
+    torch.manual_seed(0)
+    module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
+    wrapped = DistributedDataParallel(module)
+    own = torch.zeros(2, dtype=torch.float64)
+    for step in range(3):
+        torch.manual_seed(10 * step + processes.rank)
+        x_BND = torch.randn(2 + processes.rank, 6, 8)
+        y_BND, loss = wrapped(x_BND)
+        (y_BND.sum() + loss).backward()
+        chosen = (x_BND.flatten(0, 1) @ module.router_ED.T).argmax(-1)
+        capacity = -(-len(chosen) // 8)
+        own += torch.tensor([(chosen.bincount() - capacity).clamp(min=0).sum(), len(chosen)])
+    return {"all": tallies(module, processes)["dropped_tokens"], "own": own}
+
+
 def train_all(processes: World) -> dict[str, Any]:
     """What this process saw, by case and setting."""
     rank, size = processes.rank, processes.size
@@ -81,6 +101,7 @@ def train_all(processes: World) -> dict[str, Any]:
             seen[case, sync, "evaluated"] = shared_caches(case, sync, rank, size, 3, evaluate=True)
     for case in WITH_OTHER_CORES:
         seen[case, "mean", 3] = shared_caches(case, "mean", rank, size, 3)
+    seen["dropped tokens"] = dropped_tokens(processes)
     processes.barrier()
     return {"rank": rank, "threads": group_threads(), **{str(key): value for key, value in seen.items()}}
 

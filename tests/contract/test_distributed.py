@@ -1,4 +1,4 @@
-"""Two processes: streams give the gradient of one process with all rows, shared caches follow their `sync`."""
+"""Two processes: the gradient of one process with all rows, caches that follow their `sync`, counts of both."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def test_caches_are_shared_with_every_attention(case: Case, seen: Seen) -> None:
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b) and a.abs().max() > 0
+
+
+def test_what_modules_count_is_added_up_over_processes(seen: Seen) -> None:
+    """Rows differ between processes; DistributedDataParallel, which copies buffers, does not touch the counts."""
+    counts = [seen[rank]["dropped tokens"] for rank in range(2)]
+    total = counts[0]["own"] + counts[1]["own"]
+    assert torch.equal(counts[0]["all"], total) and torch.equal(counts[1]["all"], total)
+    assert total[1] == 3 * 30 and total[0] > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")

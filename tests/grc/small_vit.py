@@ -30,7 +30,7 @@ def cached_layer(width: int, heads: int, length: int, *, name: str = "grc", **op
     return SelfAttention(width, heads, memory=AttentionCache(width, heads, length, **options))
 
 
-def small_vit(**grc: Any) -> nn.Module:
+def small_vit(*, depth: int = 2, **grc: Any) -> nn.Module:
     """The same weights at every call; `name` is that of the memory."""
     torch.manual_seed(0)
     return create_model(
@@ -40,7 +40,7 @@ def small_vit(**grc: Any) -> nn.Module:
         channels=1,
         classes=3,
         width=16,
-        depth=2,
+        depth=depth,
         heads=2,
         feed_forward=32,
         memory={"name": "grc", **grc},

@@ -123,11 +123,13 @@ def test_a_changed_setting_makes_its_trainings_anew(
 
 def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
-    within = Probing(lambda segment, distance, depth: {"length": 100 * segment + 10 * distance + depth})
+    asked = []
+    within = Probing(lambda *facts: asked.append(facts) or {"length": 9})  # type: ignore[func-returns-value]
     MEMORIES.register("of_a_user", probe=within)(type("OfAUser", (TransformerXL,), {}))
     assert main(["probe", "of_a_user", "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
     stored = json.loads((folder / "latch/of_a_user/within_reach_0.json").read_text())
-    assert stored["memory"] == {"name": "of_a_user", "length": 432}
+    assert stored["memory"] == {"name": "of_a_user", "length": 9}
+    assert set(asked) == {(PROBES.create("latch").segment, 3, Sizes().depth)}
     assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
 

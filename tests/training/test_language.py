@@ -38,6 +38,12 @@ def text(tmp_path) -> Path:
     return write_text(tmp_path / "text")
 
 
+@pytest.fixture
+def no_report(monkeypatch) -> None:
+    """Runs of this process draw no report of theirs, which takes longer than their few steps."""
+    monkeypatch.setattr("cached_transformers.experiments.run.write_report", lambda folder, reporter: None)
+
+
 @pytest.mark.parametrize("memory", ["transformer_xl", "null"])
 def test_it_learns(tmp_path, text, memory):
     trainer = fitted(
@@ -191,9 +197,10 @@ def start(folder: Path, recipe_file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text, capsys):
     file = tmp_path / "language.yaml"
-    tree = recipe(text, "training.steps=150", "training.evaluate_every=10", "training.test=none")
+    tree = recipe(text, "training.steps=100", "training.evaluate_every=10", "training.test=none")
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     process = start(tmp_path / "run", file)
     while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 12:
@@ -201,10 +208,10 @@ def test_sigkill_then_resume_equals_a_run_never_stopped(tmp_path, text, capsys):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 150
+    assert process.returncode == -signal.SIGKILL and 0 < final(tmp_path / "run").step < 100
     for folder in ("run", "whole"):
         assert main(["train", str(file), "--out", str(tmp_path / folder)]) == 0, capsys.readouterr().err
-    assert_same_run(tmp_path / "run", tmp_path / "whole", 150)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 100)
 
 
 def test_a_state_of_another_memory_is_refused(tmp_path, text):
@@ -214,6 +221,7 @@ def test_a_state_of_another_memory_is_refused(tmp_path, text):
         other.task.load_state_dict(trainer.task.state_dict())
 
 
+@pytest.mark.usefixtures("no_report")
 def test_two_processes_follow_the_curve_of_one(tmp_path, text):
     file = tmp_path / "language.yaml"
     tree = recipe(text, "model.dropout=0.0", "training.accumulate=2", "training.evaluation_batch_size=3")
@@ -256,6 +264,7 @@ def test_train_evaluate_and_report(tmp_path, text, capsys):
     assert "bits per byte" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_report")
 def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsys):
     file = tmp_path / "language.yaml"
     tree = recipe(text, "data.tokenizer=word", "training.metric=perplexity", "training.steps=2")
@@ -315,6 +324,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
     assert "valid.txt is empty; remove it" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     from cached_transformers.tasks.recipes import load_config
 

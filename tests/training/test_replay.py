@@ -181,7 +181,7 @@ def test_data_parallel_wraps_the_loop(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_can_be_replayed() -> None:
-    model = build(MEMORIES[0])
+    model = build(MEMORIES[0], depth=1)
     inputs, targets = batch(3)
     plain = gradients(SegmentLoop(model, SEGMENT, 3), model, inputs, targets)
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)

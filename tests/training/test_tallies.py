@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import launch
 import torch
 from torch import Tensor, nn
 
@@ -77,40 +76,3 @@ def test_compiled_code_counts_too() -> None:
         counts.append(module.tallies()["dropped_tokens"].tolist())
     assert counts[0] == counts[1] and counts[0][1] == 24 and counts[0][0] > 0
     torch.testing.assert_close(module(x_BND)[0], compiled(x_BND)[0])
-
-
-PROCESSES = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from cached_transformers.layers import SwitchFeedForward
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.distributed import in_world
-from cached_transformers.training.metrics import tallies
-
-def work(world):
-    torch.manual_seed(0)
-    module = SwitchFeedForward(8, 16, 4, capacity_factor=0.5)
-    wrapped = DistributedDataParallel(module)
-    own = torch.zeros(2)
-    for step in range(3):
-        torch.manual_seed(10 * step + world.rank)
-        x = torch.randn(2 + world.rank, 6, 8)
-        y, loss = wrapped(x)
-        (y.sum() + loss).backward()
-        chosen = (x.flatten(0, 1) @ module.router_ED.T).argmax(-1)
-        capacity = -(-len(chosen) // 8)
-        own += torch.tensor([(chosen.bincount() - capacity).clamp(min=0).sum(), len(chosen)])
-    found = tallies(module, world)["dropped_tokens"]
-    assert torch.equal(found, world.sum(own)), (found, own)
-    assert found[1] == 3 * 30 and found[0] > 0
-
-in_world("cpu", work)
-print("done")
-"""
-
-
-def test_processes_add_up_their_own_counts(tmp_path: Path) -> None:
-    """Rows differ between processes; DistributedDataParallel, which copies buffers, does not touch the counts."""
-    script = tmp_path / "work.py"
-    script.write_text(PROCESSES, encoding="utf-8")
-    assert launch.python(script, processes=2).count("done") == 2
