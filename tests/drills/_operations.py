@@ -2,7 +2,7 @@
 
 What is counted: opening to write, writing, truncating, forcing to disk, renaming, making and removing files and
 folders, and the files that safetensors writes by itself. Between two operations nothing changes on disk, so that "after
-one" is "before the next". Names and order of operations are a function of what is done, so a first pass tells what there is.
+one" is "before the next". Their order is a function of what is done, so a first pass tells what there is.
 """
 
 from __future__ import annotations
