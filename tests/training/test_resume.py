@@ -173,6 +173,16 @@ def test_a_cut_configuration_never_falls_back_to_defaults(tmp_path, uninterrupte
     assert (folder / "config.yaml").read_text(encoding="utf-8") == "".join(lines)
 
 
+def test_a_run_that_is_killed_before_its_report_does_not_look_finished(tmp_path, monkeypatch):
+    def died(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cached_transformers.experiments.run.write_report", died)
+    folder = tmp_path / "run"
+    assert main(command(folder)) == 130
+    assert final(folder).step == STEPS and not (folder / "summary.json").exists()
+
+
 def test_a_run_of_format_1_is_loaded_scored_and_continued(tmp_path, monkeypatch, capsys):
     """The folder was written when checkpoints had format 1; its best step is 2 of 4."""
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
