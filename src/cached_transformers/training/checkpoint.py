@@ -181,6 +181,11 @@ class Checkpoints:
                 continue
         return [checkpoint for checkpoint in found if checkpoint.step <= until]
 
+    def choose(self, best: Mapping[str, Any] | None) -> None:
+        """Let the newest step folder say another best, in one event, as where the former cannot be read any more."""
+        path = self.paths()[-1]
+        write_whole(path / META, _sealed({**_read_meta(path), "format": FORMAT, "best": best}))
+
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than `step` to `superseded_*`: the run goes on from there on a line of its own."""
         for path in reversed(self.paths()):  # so that the newest left is one whose best is still there
