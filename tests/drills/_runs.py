@@ -72,9 +72,6 @@ def import_all() -> None:
         importlib.import_module(name)
     if importlib.util.find_spec("sacrebleu"):
         importlib.import_module("sacrebleu")
-    if _detectors():
-        for name in ("timm", "torchvision.models.detection", "pycocotools.cocoeval"):
-            require(name, extra="vision")
 
 
 def recipes() -> dict[str, Callable[[Path], RunConfig]]:
@@ -238,6 +235,8 @@ def _translation(data: Path) -> RunConfig:
 
 
 def _detection(data: Path) -> RunConfig:
+    for name in ("timm", "torchvision.models.detection", "pycocotools.cocoeval"):
+        require(name, extra="vision")
     model: dict[str, Any] = {"name": "retinanet", "backbone": "pvt_v2_b0", "min_size": 32, "max_size": 48}
     model |= {"fpn_channels": 8, "memory": {"name": "grc", "ratio": 0.5}, "cache_image_size": [32, 32]}
     model |= {"anchor_sizes": [8, 16, 32, 64, 128]}

@@ -73,6 +73,8 @@ def _reference(kind: str) -> tuple[Path, list[Operation]]:
     listed = home / "operations.json"
     if not listed.is_file():
         home.mkdir(exist_ok=True)
+        if kind in _runs.recipes():
+            _runs.recipes()[kind](_SHARED[0] / "data")  # imports here what a detector needs, for all that are forked
         status = in_child(lambda: _listed(kind, home / "run", listed))
         if status:
             raise Failure(f"{kind}: without any death the command ended with status {status}")
