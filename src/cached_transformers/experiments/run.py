@@ -9,16 +9,17 @@ from typing import Any
 
 from rich.console import Console
 
+from cached_transformers.files import json_text, jsonable, write_whole
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import fill_from_data
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, write_durably
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.checkpoint_average import checkpoints_made, load_average
 from cached_transformers.training.config import RunConfig, config_to_yaml
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
 from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
+from cached_transformers.training.run_files import BAD_FILES, CONFIG
 from cached_transformers.training.trainer import Trainer
 
 from .build import build_dataset, build_model, memory_name, without_checkpoint
@@ -91,10 +92,10 @@ def _train_test_report(
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
-        write_whole(folder / "summary.json", json_text(summary))
         _say_baselines(summary["baselines"], config.training.metric, reporter)
         write_figures(trainer.model, validation, folder, processes)
-        write_report(folder, reporter)
+        write_report(folder, reporter, jsonable(summary))
+        write_whole(folder / "summary.json", json_text(summary))  # the last file: a comparison takes it for the end
     processes.barrier()
     return summary
 
@@ -114,7 +115,7 @@ def _begun(
     begin_with(trainer)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / "config.yaml", config_to_yaml(config).encode())
+        write_whole(folder / CONFIG, config_to_yaml(config).encode())
         write_files(folder, task.files())
     return trainer
 
@@ -122,7 +123,7 @@ def _begun(
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files of a task into the run folder."""
     for name, content in files.items():
-        write_durably(folder / name, content)
+        write_whole(folder / name, content)
 
 
 def check_average(config: RunConfig) -> None:
@@ -168,7 +169,10 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
     if settings.average_last > 1:
         load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
     elif settings.test != "last" and trainer.best is not None:
-        stored = read_checkpoint(trainer.checkpoints.named("best"))
+        try:
+            stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))
+        except ValueError as error:  # what this very run saved has vanished or was damaged meanwhile: no bad input
+            raise RuntimeError(f"{error}; the same command goes on with the checkpoints that are left") from error
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
     elif trainer.average is not None:
