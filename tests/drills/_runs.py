@@ -30,6 +30,7 @@ import detection.made
 import torch
 import translation.made
 
+from cached_transformers.experiments import compare as compare_module
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.run import run_training
 from cached_transformers.extras import require
@@ -44,8 +45,8 @@ from .frame import Failure
 STEPS = 6
 TIMES = ("seconds", "train_seconds", "seconds_per_step", "environment", "date")
 """Keys, at any depth, in which two runs that are the same may differ."""
-UNCOMPARED = ("report.html", "log.txt", "tensorboard")
-"""Files and folders that must be there in both and may differ inside: they show times."""
+UNCOMPARED = ("report.html", "compare.html", "compare.md", "log.txt")
+"""Files that must be there in both and may differ inside: they show times."""
 
 
 def write_data(folder: Path) -> None:
@@ -79,10 +80,16 @@ def recipes() -> dict[str, Callable[[Path], RunConfig]]:
 
 
 def train(config: RunConfig, run: Path, resume: str = "auto") -> dict[str, Any]:
-    """Train, or train on; returns the summary. Drawing a report takes longer than all the rest, so a small page that is
-    written in its way stands for it."""
-    run_module.write_report = lambda folder, reporter: _small_report(folder)
+    """Train, or train on; returns the summary."""
+    draw_nothing()
     return run_training(config, run, resume)
+
+
+def draw_nothing() -> None:
+    """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing takes
+    longer than all the rest."""
+    run_module.write_report = lambda folder, reporter: _small_report(folder / "summary.json", folder / "report.html")
+    compare_module.write_compare_report = lambda folder: _small_report(folder / "compare.json", folder / "compare.html")
 
 
 def compare_runs(run: Path, reference: Path) -> None:
@@ -92,7 +99,6 @@ def compare_runs(run: Path, reference: Path) -> None:
     Raises:
         Failure: the first difference.
     """
-    _same("files", _names(run), _names(reference))
     found, wanted = (Checkpoints(folder / "checkpoints") for folder in (run, reference))
     _same("checkpoints", [p.name for p in found.paths()], [p.name for p in wanted.paths()])
     for name in ("best", "last"):
@@ -102,16 +108,26 @@ def compare_runs(run: Path, reference: Path) -> None:
         _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
         _same_tree(f"{left.name}: weights", a.weights, b.weights)
         _same_tree(f"{left.name}: training", a.training, b.training)
-    lines = [timeless(read_metrics(folder / "metrics.jsonl")) for folder in (run, reference)]
-    _same("metrics", *lines)
+    compare_files(run, reference)
+
+
+def compare_files(folder: Path, reference: Path) -> None:
+    """Whether two folders hold the same files, but for times, and for what is inside checkpoints.
+
+    Raises:
+        Failure: the first difference.
+    """
+    _same("files", _names(folder), _names(reference))
     for name in _names(reference):
-        if name == "metrics.jsonl" or name.startswith(("checkpoints/", *UNCOMPARED)):
+        left, right = (base / name for base in (folder, reference))
+        if "checkpoints" in name.split("/") or left.name in UNCOMPARED:
             continue
-        left, right = ((folder / name).read_bytes() for folder in (run, reference))
-        if name.endswith(".json"):
-            _same(name, *(timeless(json.loads(content)) for content in (left, right)))
+        if left.suffix == ".jsonl":
+            _same(name, *(timeless(read_metrics(path)) for path in (left, right)))
+        elif left.suffix == ".json":
+            _same(name, *(timeless(json.loads(path.read_text(encoding="utf-8"))) for path in (left, right)))
         else:
-            _same(name, left, right)
+            _same(name, left.read_bytes(), right.read_bytes())
 
 
 def timeless(value: Any) -> Any:
@@ -157,10 +173,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 1500 else f"{text[:1500]}..."
 
 
-def _small_report(folder: Path) -> None:
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    run_report = f"<p>{summary['name']}: {json.dumps(timeless(summary['test']))}</p>\n"
-    write_whole(folder / "report.html", run_report.encode())
+def _small_report(source: Path, page: Path) -> Path:
+    content = json.loads(source.read_text(encoding="utf-8"))
+    write_whole(page, f"<p>{json.dumps(timeless(content))}</p>\n".encode())
+    return page
 
 
 def _detectors() -> bool:

@@ -85,12 +85,18 @@ def work_off(
                 time.sleep(_PAUSE)
                 for item, process in [one for one in running if one[1].poll() is not None]:
                     running.remove((item, process))
+                    _hang_up(process)
                     ended(item, process.returncode)
                 if stop:
                     raise Stopped(stop[0])
         finally:
             for _, process in running:
-                assert process.stdin is not None
-                process.stdin.close()
+                _hang_up(process)
             for _, process in running:
                 process.wait()
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    """Close our end of a child's pipe, which it takes for our death."""
+    assert process.stdin is not None
+    process.stdin.close()

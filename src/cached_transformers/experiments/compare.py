@@ -136,8 +136,8 @@ class Comparison:
             folder = self.folder / run[0].run_name(run[1])
             if status:
                 raise RunFailed(
-                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Others that "
-                    "were under way have saved a checkpoint; the same command goes on"
+                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Runs "
+                    "beside it were asked to save a checkpoint and stop; the same command goes on"
                 )
             self.print_table(console)
 

@@ -64,7 +64,7 @@ def of_rank(
         return dict(weights)
     if len(saved) != world.size:
         say(
-            f"the checkpoint holds caches of {len(saved)} processes, each with its own; now there are {world.size}, and "
-            f"process r goes on with those of process r mod {len(saved)}: the run will differ from one of {len(saved)}"
+            f"the checkpoint holds caches or averages of {len(saved)} processes, each with its own. Now there are "
+            f"{world.size}: process r goes on with those of process r mod {len(saved)}, and the run will be another"
         )
     return {**weights, **saved[world.rank % len(saved)]}

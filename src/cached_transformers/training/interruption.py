@@ -1,8 +1,8 @@
 """Being asked to stop, by SIGINT or SIGTERM: a request that a loop answers between two steps, and an end elsewhere.
 
-No request is lost. A command lives inside `ended_by_signals`, where a signal raises `Stopped`; a loop that has something
-to save listens with `stop_requests`. What a library swallows of an exception, the next loop and the end of the command
-raise again, and what reaches a loop after it last looked is raised when the loop is over.
+No request is lost. A command lives inside `ended_by_signals`, where a signal raises `Stopped`; a loop that has
+something to save listens with `stop_requests`. What a library swallows of an exception, the next loop and the end of
+the command raise again, and what reaches a loop after it last looked is raised when the loop is over.
 """
 
 from __future__ import annotations
