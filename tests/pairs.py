@@ -41,7 +41,7 @@ def _ranked(work: Callable[[], object], meeting: Path, rank: int, size: int) -> 
 
 
 def statuses(processes: Sequence[int]) -> list[int]:
-    """Exit statuses, negative for signals, when all have ended; where one fails, the others are ended as torchrun does."""
+    """Exit statuses, negative for signals; where one fails, the others are ended as torchrun does."""
     found: dict[int, int] = {}
     failed_at = None
     while len(found) < len(processes):

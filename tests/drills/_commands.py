@@ -106,7 +106,7 @@ def _words(name: str, folder: Path) -> list[str]:
     if name == "stream":
         folder.mkdir(exist_ok=True)
         run = reference("language")[0]
-        words = ["stream", str(run), str(data() / "text" / "train.txt"), "--every", "100", "--tokens", "1200"]
+        words = ["stream", str(run), str(data() / "text" / "train.txt"), "--every", "300"]
         return [*words, "--state", str(folder / "state.safetensors")]
     if name == "compare":
         words = ["compare", _recipe("language"), "training.steps=3", "--with", "plain,transformer_xl:length=4"]

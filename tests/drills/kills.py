@@ -130,5 +130,5 @@ DRILL = Drill(
     count=280,
     sample=2,
     prepare=_commands.prepare,
-    limit=120.0,
+    limit=400.0,
 )
