@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from cached_transformers.files import write_whole
 
 State: TypeAlias = Any
 """A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
@@ -130,15 +133,7 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
     """Write the state as one safetensors file; the file appears whole or not at all."""
     target = Path(path)
     tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        save_file(tensors, temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # the new name must not outlive a power cut that the content does not
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(target, safetensors.torch.save(tensors))
 
 
 def load(path: str | os.PathLike[str], like: State) -> State:

@@ -34,11 +34,11 @@ from cached_transformers.experiments import compare as compare_module
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.run import run_training
 from cached_transformers.extras import require
+from cached_transformers.files import write_whole
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run_files import write_whole
 
 from .frame import Failure
 
@@ -65,7 +65,9 @@ def write_data(folder: Path) -> None:
 
 
 def import_all() -> None:
-    """Import what a run imports on its way, so that forked processes have it; done in `write_data`."""
+    """Import what a run imports on its way, so that forked processes have it, with one thread each; `write_data` does
+    it."""
+    torch.set_num_threads(1)
     for name in ("torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets"):
         importlib.import_module(name)
     if _detectors():
@@ -86,8 +88,8 @@ def train(config: RunConfig, run: Path, resume: str = "auto") -> dict[str, Any]:
 
 
 def draw_nothing() -> None:
-    """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing takes
-    longer than all the rest."""
+    """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing
+    takes longer than all the rest."""
     run_module.write_report = lambda folder, reporter: _small_report(folder / "summary.json", folder / "report.html")
     compare_module.write_compare_report = lambda folder: _small_report(folder / "compare.json", folder / "compare.html")
 

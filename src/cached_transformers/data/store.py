@@ -12,10 +12,12 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+
+from cached_transformers.files import write_whole
 
 Arrays = dict[str, np.ndarray]
 
@@ -66,7 +68,7 @@ def _read(path: Path) -> Arrays | None:
 def _keep(path: Path, arrays: Arrays) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _serialise(arrays))
+        write_whole(path, _serialise(arrays))
     except OSError as error:
         message = (
             f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
@@ -85,21 +87,3 @@ def _serialise(arrays: Arrays) -> bytes:
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)
     payload = buffer.getvalue()
     return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
-
-
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write `content`, or its pieces, to `path` so that a reader sees the old file or the whole new one, never a part.
-
-    Raises:
-        OSError: the folder cannot be written; `path` is as it was.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

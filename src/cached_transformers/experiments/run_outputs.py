@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.tasks.kinds import task_of
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
+from cached_transformers.training.run_files import BAD_FILES
 
 from .reports.collect import collect_feature_maps, collect_gates
 from .reports.run_page import write_run_report
@@ -36,7 +38,9 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         maps = collect_feature_maps(model, images.to(processes.device))
     if maps is not None:
         arrays = {key: np.asarray(value) for key, value in maps.items()}
-        np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        write_whole(folder / "feature_maps.npz", buffer.getvalue())
 
 
 def bad_files(processes: World, *datasets: Any) -> dict[str, str]:

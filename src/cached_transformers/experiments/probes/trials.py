@@ -20,8 +20,8 @@ import torch
 
 from cached_transformers.experiments.children import stop_with
 from cached_transformers.experiments.environment import environment
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
-from cached_transformers.training.run_files import json_text, write_whole
 from cached_transformers.training.run_lock import folder_lock
 
 from .protocol import Sizes, probe
