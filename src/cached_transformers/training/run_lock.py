@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.files import NotWritten
+
 from .distributed import World
 from .interruption import RunFailed
 
@@ -44,7 +46,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         InUse: somebody else holds it.
-        OSError: it cannot be written.
+        NotWritten: it cannot be written.
     """
     with file_lock(folder / LOCK, folder, "another --out"):
         yield
@@ -60,7 +62,7 @@ def file_lock(lock: Path, what: Path, way_out: str) -> Iterator[None]:
 
     Raises:
         InUse: somebody else holds it.
-        OSError: the file cannot be written; the message names it.
+        NotWritten: the file cannot be written.
     """
     made = not lock.parent.exists()
     handle = _taken(lock, what, way_out)
@@ -81,13 +83,13 @@ def file_lock(lock: Path, what: Path, way_out: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def main_holds(world: World, folder: Path) -> Iterator[None]:
-    """`folder_lock` by the main process for all that train together; when it is refused, all are (InUse, OSError)."""
+    """`folder_lock` by the main process for all that train together; what stops it stops all (InUse, NotWritten)."""
     with contextlib.ExitStack() as held:
         problem: Exception | None = None
         if world.main:
             try:
                 held.enter_context(folder_lock(folder))
-            except (InUse, OSError) as error:
+            except (InUse, NotWritten) as error:
                 problem = error
         if (found := world.gather(problem)[0]) is not None:
             raise found
@@ -97,11 +99,13 @@ def main_holds(world: World, folder: Path) -> Iterator[None]:
 def _taken(lock: Path, what: Path, way_out: str) -> int:
     """Handle of the file, locked."""
     while True:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:  # the folder was empty, and its last owner has just removed it
             continue
+        except OSError as error:
+            raise NotWritten(str(lock), error, "nothing was begun") from error
         try:
             if not _locked(handle):
                 raise InUse(_refusal(handle, lock, what, way_out))
@@ -159,7 +163,7 @@ def _write_owner(handle: int, lock: Path) -> None:
         os.lseek(handle, 0, os.SEEK_SET)
         os.write(handle, f"{json.dumps(owner)}\n".encode())
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(lock)) from error
+        raise NotWritten(str(lock), error, "nothing was begun") from error
 
 
 def _owner(handle: int) -> dict[str, Any]:
