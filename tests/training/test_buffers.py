@@ -1,4 +1,4 @@
-"""Shared caches and other buffers: a step that does not count leaves none of it, and every process has its own again."""
+"""Shared caches and other buffers: a step that does not count leaves none of it, and every process keeps its own."""
 
 from __future__ import annotations
 

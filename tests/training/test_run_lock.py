@@ -18,7 +18,7 @@ from drills.frame import forked
 from cached_transformers.cli.main import main
 from cached_transformers.training import run_lock
 from cached_transformers.training.distributed import in_world
-from cached_transformers.training.run_lock import InUse, folder_lock, main_holds
+from cached_transformers.training.run_lock import InUse, file_lock, folder_lock, main_holds
 
 
 @contextmanager
@@ -56,6 +56,15 @@ def test_a_second_start_is_refused_by_name_and_changes_nothing(command, tmp_path
     with folder_lock(out):  # the owner was killed: what it left is written over
         assert json.loads((out / ".lock").read_text(encoding="utf-8"))["process"] == os.getpid()
     assert list(out.iterdir()) == []
+
+
+def test_two_streams_cannot_keep_one_state(tmp_path, capsys):
+    text, state = tmp_path / "text.txt", tmp_path / "state.safetensors"
+    text.write_text("words", encoding="utf-8")
+    with file_lock(tmp_path / ".state.safetensors.lock", state, "another --state"):
+        assert main(["stream", str(tmp_path / "run"), str(text), "--state", str(state)]) == 1
+    assert f"{state} is in use by process {os.getpid()}" in (message := capsys.readouterr().err)
+    assert "another --state" in message
 
 
 def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):

@@ -11,7 +11,7 @@ import datetime
 import itertools
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class Trials:
         whole = {**settings, "sizes": dataclasses.asdict(sizes)}
         return json.loads(json.dumps(whole))  # as it will be read back
 
-    def train(self, trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
         """Train some of them, so many at a time, and give each with its result when it is done.
 
         Others that are under way end when one fails, when this process does, and when the iterator is closed.
