@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def names() -> list[str]:
 
 def carry_out(name: str, folder: Path) -> int:
     """The exit status of `cached`; in a process of its own, since reports are not drawn in it any more."""
+    warnings.resetwarnings()  # those of a test runner are not a user's
     _runs.draw_nothing()
     return main(_words(name, folder))
 
