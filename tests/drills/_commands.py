@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -54,9 +55,9 @@ def said(work: Callable[[], int], log: Path) -> int:
 
 def saying(work: Callable[[], int], log: Path) -> int:
     """What `work` returns; what this process prints from now on goes into a file."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    sys.stdout = sys.stderr = log.open("w", encoding="utf-8", buffering=1)  # not a test runner's
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
     return work()
 
 
