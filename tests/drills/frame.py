@@ -163,17 +163,22 @@ def _problem(folder: Path, status: int | None, limit: float) -> str | None:
 
 def in_child(work: Callable[[], object]) -> int:
     """Do something in a forked process; its exit status, negative for a signal. For cases that end a process."""
+    return os.waitstatus_to_exitcode(os.waitpid(forked(work), 0)[1])
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Process number of a forked process that does something and ends with its result, or 1, as its exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
     if not process:
         status = 1
         try:
-            status = int(work() or 0)
+            status = int(work() or 0)  # type: ignore[call-overload]
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return process

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from cached_transformers import __version__
-from cached_transformers.training.interruption import Interrupted
+from cached_transformers.training.interruption import Interrupted, Stopped, ended_by_signals
 
 from . import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
 from . import list as list_command
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return arguments.run(arguments)
+        with ended_by_signals():
+            return arguments.run(arguments)
     except BrokenPipeError:  # the reader of a pipe has gone, as in `cached list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -71,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, 2 if isinstance(error, (ValueError, ImportError, FileNotFoundError)) else 1)
     except Interrupted as stop:
         print(f"{stop}; run the same command again (with --resume auto, the default) to continue", file=sys.stderr)
+        return 128 + stop.signal_number
+    except Stopped as stop:
+        print(f"{stop}; the same command goes on from what was saved, if anything was", file=sys.stderr)
         return 128 + stop.signal_number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    for trial, result in trials.train(missing, arguments.jobs):
-        console.print(trial.sentence(result), markup=False, soft_wrap=True)
+    with contextlib.closing(trials.train(missing, arguments.jobs)) as results:
+        for trial, result in results:
+            console.print(trial.sentence(result), markup=False, soft_wrap=True)
     print_probe(trials.write(command_line()), console)
     try:
         path = write_probe_report(arguments.out)

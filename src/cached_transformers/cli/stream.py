@@ -35,22 +35,31 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read on, print, and save."""
+    from cached_transformers.training.run_lock import file_lock
+
+    refuse_below_one(arguments, "segment_length", "every", "tokens")
+    file = arguments.file
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")
+    path = arguments.state or arguments.folder / f"stream_{file.name}.safetensors"
+    with file_lock(path.with_name(f".{path.name}.lock"), path, "another --state"):
+        return _read_on(arguments, path)
+
+
+def _read_on(arguments: argparse.Namespace, path: Path) -> int:
+    """Read on from the state in a file, which nobody else writes."""
     from cached_transformers.data.tokenizers import load_tokenizer
     from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.language.reading import TextReader, fingerprint
     from cached_transformers.training.checkpoint import Checkpoints
     from cached_transformers.training.run_files import TOKENIZER
 
-    refuse_below_one(arguments, "segment_length", "every", "tokens")
     folder, file, checkpoint = arguments.folder, arguments.file, arguments.checkpoint
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")
     config, model, _ = load_run(folder, checkpoint)
     if not (folder / TOKENIZER).is_file():
         raise ValueError(f"{folder} has no {TOKENIZER}: it is not a run of a language model on text")
     tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes())
     length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
-    path = arguments.state or folder / f"stream_{file.name}.safetensors"
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
     reader = TextReader(model.to(arguments.device), tokenizer, file, length, path, fingerprint(weights, file, length))

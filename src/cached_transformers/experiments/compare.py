@@ -10,10 +10,8 @@ import datetime
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,11 @@ from cached_transformers.experiments.run import run_training
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
+from cached_transformers.training.interruption import RunFailed
+from cached_transformers.training.run_lock import folder_lock
 
 from .cache_use import has_shared_cache, score_variant
+from .children import start_command, work_off
 from .reports.cache_use_table import cache_use_statistics
 from .reports.comparison_page import write_compare_report
 from .reports.markdown import write_markdown
@@ -113,25 +114,35 @@ class Comparison:
                 run_training(variant.seeded(seed), folder, "auto", console, variant.name)
                 self.print_table(console)
             return
-        with ThreadPoolExecutor(jobs) as pool:
-            for _ in pool.map(lambda run: self._train_apart(run[0], run[1], jobs), missing):
-                self.print_table(console)
+        self._train_apart(missing, jobs, console)
 
-    def _train_apart(self, variant: Variant, seed: int, jobs: int) -> None:
-        """Train one run in a process of its own; its output goes to `log.txt` in the run folder."""
-        folder = self.folder / variant.run_name(seed)
-        folder.mkdir(parents=True, exist_ok=True)
+    def _train_apart(self, missing: list[tuple[Variant, int]], jobs: int, console: Console) -> None:
+        """Train runs in processes of their own; the output of each goes to `log.txt` in its folder."""
         threads = str(max(1, (os.cpu_count() or 1) // jobs))
-        environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-        with tempfile.TemporaryDirectory() as scratch, (folder / "log.txt").open("a", encoding="utf-8") as log:
-            recipe = Path(scratch) / "recipe.yaml"
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+
+        def start(run: tuple[Variant, int]) -> subprocess.Popen[bytes]:
+            variant, seed = run
+            folder = self.folder / variant.run_name(seed)
+            folder.mkdir(parents=True, exist_ok=True)
+            recipe = Path(scratch) / f"{folder.parent.name}_{seed}.yaml"
             recipe.write_text(config_to_yaml(variant.seeded(seed)), encoding="utf-8")
             # As a user would: what the run says, its errors among it, is what `cached train` says.
-            command = [sys.executable, "-m", "cached_transformers.cli.main", "train", str(recipe)]
-            command += ["--out", str(folder), "--variant", variant.name]
-            status = subprocess.run(command, stdout=log, stderr=log, env=environ, check=False).returncode
-        if status:
-            raise RuntimeError(f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}")
+            arguments = ["train", str(recipe), "--out", str(folder), "--variant", variant.name]
+            with (folder / "log.txt").open("a", encoding="utf-8") as log:
+                return start_command(arguments, log, environment)
+
+        def ended(run: tuple[Variant, int], status: int) -> None:
+            folder = self.folder / run[0].run_name(run[1])
+            if status:
+                raise RunFailed(
+                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Runs "
+                    "beside it were asked to save a checkpoint and stop; the same command goes on"
+                )
+            self.print_table(console)
+
+        with tempfile.TemporaryDirectory() as scratch:
+            work_off(missing, jobs, start, ended)
 
     def score_caches(self, console: Console) -> None:
         """Score the runs with a shared cache with it treated in other ways; what is in their folders is kept."""
@@ -229,15 +240,21 @@ def carry_out(comparison: Comparison, jobs: int, command: str, console: Console)
 
     Args:
         jobs: runs at a time. command: how a user asked for it, for the record.
+
+    Raises:
+        InUse: another process carries out a comparison in the folder.
+        Interrupted, Stopped: asked to stop; runs under way have saved a checkpoint.
+        RunFailed, OSError: a run failed, or a file could not be written.
     """
-    comparison.train_missing(jobs, console)
-    comparison.score_caches(console)
-    comparison.write(command)
-    path = write_markdown(comparison.folder)
-    comparison.print_table(console)
-    comparison.print_cache_use(console)
-    try:
-        path = write_compare_report(comparison.folder)
-    except ImportError as error:
-        console.print(f"no report: {error}", markup=False)
+    with folder_lock(comparison.folder):
+        comparison.train_missing(jobs, console)
+        comparison.score_caches(console)
+        comparison.write(command)
+        path = write_markdown(comparison.folder)
+        comparison.print_table(console)
+        comparison.print_cache_use(console)
+        try:
+            path = write_compare_report(comparison.folder)
+        except ImportError as error:
+            console.print(f"no report: {error}", markup=False)
     console.print(f"written: {path}", markup=False, soft_wrap=True)

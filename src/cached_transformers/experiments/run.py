@@ -20,6 +20,7 @@ from cached_transformers.training.initial import load_initial_weights
 from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run_files import BAD_FILES, CONFIG
+from cached_transformers.training.run_lock import main_holds
 from cached_transformers.training.trainer import Trainer
 
 from .build import build_dataset, build_model, memory_name, without_checkpoint
@@ -45,12 +46,15 @@ def run_training(
     Raises:
         ValueError: the configuration, the data or the checkpoint do not fit.
         Interrupted: asked to stop; a checkpoint was saved.
+        InUse: another process trains into the folder.
         RuntimeError, OSError: training failed or a file could not be written.
     """
-    return in_world(
-        config.training.device,
-        lambda processes: _train_test_report(config, folder, resume, console, variant, processes),
-    )
+
+    def work(processes: World) -> dict[str, Any]:
+        with main_holds(processes, folder):
+            return _train_test_report(config, folder, resume, console, variant, processes)
+
+    return in_world(config.training.device, work)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cached_transformers.memories.parts.shared_cache import caches
+
 T = TypeVar("T")
 
 
@@ -121,4 +123,7 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     """The model as it is, or with its gradients averaged over the processes after each backward pass."""
     if world.size == 1:
         return model
+    for cache in caches(model):
+        if cache.sync == "none":  # DDP begins by overwriting all buffers with those of the first process
+            cache.propose_current()
     return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)

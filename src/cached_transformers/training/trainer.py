@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cached_transformers.files import jsonable
 
 from .averaging import WeightAverage
+from .buffers import by_rank, of_rank, remembered
 from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
 from .distributed import World
@@ -155,9 +156,11 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
-        self.model.load_state_dict(state.get("live_weights") or checkpoint.weights)
+        own, say = state.get("rank_buffers", []), self.reporter.message
+        self.model.load_state_dict(of_rank(state.get("live_weights") or checkpoint.weights, own, self.world, say))
         if self.average is not None:
-            self.average.load(checkpoint.weights, state["averaged_steps"])
+            averaged = of_rank(checkpoint.weights, own, self.world, say=lambda text: None)
+            self.average.load(averaged, state["averaged_steps"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = self._saved_step = checkpoint.step
@@ -187,6 +190,7 @@ class Trainer:
             "total": self._total,
             "tallies": self._tallies,
             "carried": carried,
+            "rank_buffers": by_rank(self.model, self.world),
         }
         if self.average is not None:
             live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
@@ -239,7 +243,7 @@ class Trainer:
         settings = self.settings
         self.step += 1
         self.model.train()
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        put_back = remembered(self.model)
         set_learning_rate(self.optimizer, self._learning_rate())
         total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
@@ -257,9 +261,7 @@ class Trainer:
                 self.average.update(self.model)
             self._total += total
         else:
-            # Running averages and caches have seen the bad values; one that is not a number would never recover.
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            put_back()  # running averages and caches have seen the bad values
         self.task.finish(finite)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

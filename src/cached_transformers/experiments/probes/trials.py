@@ -11,16 +11,18 @@ import datetime
 import itertools
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from cached_transformers.experiments.children import stop_with
 from cached_transformers.experiments.environment import environment
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.training.run_lock import folder_lock
 
 from .protocol import Sizes, probe
 from .settings import setting, stream_memories
@@ -99,15 +101,29 @@ class Trials:
         whole = {**settings, "sizes": dataclasses.asdict(sizes)}
         return json.loads(json.dumps(whole))  # as it will be read back
 
-    def train(self, trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, dict[str, Any]]]:
-        """Train some of them, so many at a time, and give each with its result when it is done."""
-        if jobs == 1 or len(trials) < 2:
-            for trial in trials:
-                yield trial, _train(trial, self.settings(trial), self.folder)
-            return
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            settings = [self.settings(trial) for trial in trials]
-            yield from zip(trials, pool.map(_train, trials, settings, itertools.repeat(self.folder)), strict=True)
+    def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
+        """Train some of them, so many at a time, and give each with its result when it is done.
+
+        Others that are under way end when one fails, when this process does, and when the iterator is closed.
+
+        Raises:
+            InUse: another process probes into the folder.
+        """
+        with folder_lock(self.folder):
+            if jobs == 1 or len(trials) < 2:
+                for trial in trials:
+                    yield trial, _train(trial, self.settings(trial), self.folder)
+                return
+            context = multiprocessing.get_context("spawn")
+            theirs, ours = context.Pipe(duplex=False)
+            with ProcessPoolExecutor(jobs, context, stop_with, (theirs,)) as pool:
+                try:
+                    settings = [self.settings(trial) for trial in trials]
+                    results = pool.map(_train, trials, settings, itertools.repeat(self.folder))
+                    yield from zip(trials, results, strict=True)
+                except BaseException:
+                    ours.close()
+                    raise
 
     def write(self, command: str) -> dict[str, Any]:
         """Write probe.json, and return what it holds."""

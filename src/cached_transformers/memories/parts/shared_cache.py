@@ -183,6 +183,13 @@ class SharedCache(CacheSlots):
         commit_cache(self.cache_MC, self._proposal_MC, self._fresh, keep=self.sync == "none")
 
     @torch.no_grad()
+    def propose_current(self) -> None:
+        """Make the cache as it is the proposal: what was pending is dropped, and what overwrites the buffer before the
+        next training forward, as DDP does, is undone."""
+        self._proposal_MC.copy_(self.cache_MC)
+        self._fresh.fill_(True)
+
+    @torch.no_grad()
     def reset_cache(self) -> None:
         """Empty the cache: zeros, no proposal pending."""
         self._fresh.zero_()
@@ -306,6 +313,7 @@ def shuffle_caches(model: nn.Module, generator: torch.Generator | None = None) -
         order = torch.randperm(flat.numel(), generator=generator).to(flat.device)
         with torch.no_grad():
             cache.cache_MC.copy_(flat[order].view_as(cache.cache_MC))
+        cache.propose_current()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,131 @@
+"""Commands that drills disturb: trainings, a comparison, a stream; each works in one folder and gives an exit status.
+
+prepare(shared)              in a drill's `prepare`
+names()                      of the commands
+carry_out(name, folder)      in a child: the exit status of `cached`
+reference(name)              the folder that it leaves undisturbed, made when first asked for, and its seconds
+compared(name, folder)       raises `Failure` where a folder is not like that
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from cached_transformers.cli.main import main
+from cached_transformers.training.config import config_to_dict
+
+from . import _runs
+from .frame import Failure, in_child
+
+_SHARED: list[Path] = []
+"""The folder that `prepare` filled, for the processes that are forked."""
+
+
+def prepare(shared: Path) -> None:
+    """Data, and imports."""
+    _SHARED[:] = [shared]
+    (shared / "data").mkdir()
+    _runs.write_data(shared / "data")
+
+
+def names() -> list[str]:
+    """Of all commands: one training of each recipe, and what is made of several runs, or of one."""
+    return [*_runs.recipes(), "text_memories", "compare", "stream"]
+
+
+def carry_out(name: str, folder: Path) -> int:
+    """The exit status of `cached`; in a process of its own, since reports are not drawn in it any more."""
+    warnings.resetwarnings()  # those of a test runner are not a user's
+    _runs.draw_nothing()
+    return main(_words(name, folder))
+
+
+def said(work: Callable[[], int], log: Path) -> int:
+    """Exit status of a child that does something; what it prints goes into a file."""
+    return in_child(lambda: saying(work, log))
+
+
+def saying(work: Callable[[], int], log: Path) -> int:
+    """What `work` returns; what this process prints from now on goes into a file."""
+    sys.stdout = sys.stderr = log.open("w", encoding="utf-8", buffering=1)  # not a test runner's
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    return work()
+
+
+def reference(name: str) -> tuple[Path, float]:
+    """The folder of an undisturbed command, and how many seconds it took."""
+
+    def make(home: Path) -> None:
+        if status := said(lambda: carry_out(name, home / "run"), home / "said"):
+            raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
+
+    if name == "stream":
+        reference("language")
+    return made_once(name, make)
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> tuple[Path, float]:
+    """The folder `run` that `make` leaves in a folder of its own, and its seconds; made by the first that asks."""
+    home = _SHARED[0] / name
+    home.mkdir(exist_ok=True)
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (home / "seconds").is_file():
+            started = time.monotonic()
+            make(home)
+            (home / "seconds").write_text(f"{time.monotonic() - started}")
+    return home / "run", float((home / "seconds").read_text())
+
+
+def compared(name: str, folder: Path) -> None:
+    """Whether a folder is like that of the undisturbed command (Failure)."""
+    like(folder, reference(name)[0])
+
+
+def like(folder: Path, wanted: Path) -> None:
+    """Whether two folders hold the same runs and results (Failure)."""
+    if (wanted / "metrics.jsonl").is_file():
+        return _runs.compare_runs(folder, wanted)
+    _runs.compare_files(folder, wanted)
+    for inner in sorted(wanted.rglob("metrics.jsonl")):
+        _runs.compare_runs(folder / inner.parent.relative_to(wanted), inner.parent)
+
+
+def data() -> Path:
+    """The folder of the data."""
+    return _SHARED[0] / "data"
+
+
+def _words(name: str, folder: Path) -> list[str]:
+    if name == "stream":
+        folder.mkdir(exist_ok=True)
+        run = reference("language")[0]
+        words = ["stream", str(run), str(data() / "text" / "train.txt"), "--every", "300"]
+        return [*words, "--state", str(folder / "state.safetensors")]
+    if name == "compare":
+        words = ["compare", _recipe("language"), "training.steps=3", "--with", "plain,transformer_xl:length=4"]
+        return [*words, "--seeds", "1", "--out", str(folder)]
+    if name == "text_memories":
+        memory = 'model.memory=[{"name": "grc_stream", "length": 4}, {"name": "rmt", "length": 2}]'
+        words = ["train", _recipe("language"), memory, "training.accumulate=2", "model.depth=2", "--out", str(folder)]
+        return [*words, "training.keep=1", "training.save_every=2"]
+    return ["train", _recipe(name), "--out", str(folder)]
+
+
+def _recipe(name: str) -> str:
+    """A file with a recipe of `_runs`."""
+    path = _SHARED[0] / f"{name}.yaml"
+    if not path.is_file():
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        own.write_text(yaml.safe_dump(config_to_dict(_runs.recipes()[name](data()))), encoding="utf-8")
+        own.replace(path)
+    return str(path)

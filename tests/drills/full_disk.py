@@ -1,0 +1,94 @@
+"""The disk is full, or broken, at one change of a file; the command says which file, and goes on when there is room.
+
+Names of cases: `ENOSPC/images/43`: the error, the command, and the number of the change that fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import _commands
+from ._failing import Failing
+from .frame import Drill, Failure
+
+NAMES = ("language", "images", "translation", "compare", "stream")
+ERRORS = ("ENOSPC", "EIO")
+
+
+def _changes(name: str) -> list[str]:
+    """What a command changes on disk, in order."""
+    if name == "stream":
+        _commands.reference("language")
+
+    def make(home: Path) -> None:
+        def work() -> int:
+            failing = Failing(home / "run", None, 0)
+            status = _commands.carry_out(name, home / "run")
+            (home / "changes").write_text(json.dumps(failing.met), encoding="utf-8")
+            return status
+
+        if status := _commands.said(work, home / "said"):
+            raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
+
+    run, _ = _commands.made_once(f"changes_{name}", make)
+    changes: list[str] = json.loads((run.parent / "changes").read_text(encoding="utf-8"))
+    return changes
+
+
+def _cases(count: int, seed: int) -> Iterator[str]:
+    """In turn the commands, each with its changes in an order that the seed draws; EIO follows ENOSPC."""
+    chance = random.Random(seed)
+    by_name = []
+    for name in NAMES[:count]:  # a few cases need a few commands
+        cases = [f"{error}/{name}/{number}" for error in ERRORS for number in range(len(_changes(name)))]
+        chance.shuffle(cases)
+        by_name.append(cases)
+    longest = max(map(len, by_name))
+    yield from [cases[place] for place in range(longest) for cases in by_name if place < len(cases)][:count]
+
+
+def _attempt(case: str, folder: Path) -> None:
+    kind, name, number = case.split("/")
+    run, said = folder / "run", folder / "said"
+    what = _changes(name)[int(number)]
+
+    def work() -> int:
+        failing = Failing(run, int(number), getattr(errno, kind))
+        status = _commands.carry_out(name, run)
+        (folder / "failed").write_text(failing.failed or "", encoding="utf-8")
+        return status
+
+    try:
+        status = _commands.said(work, said)
+        text = said.read_text(encoding="utf-8", errors="replace")
+        if not (folder / "failed").is_file() or "Traceback" in text:
+            raise Failure(f"a traceback, status {status}: {text[-600:]}")
+        path = (folder / "failed").read_text(encoding="utf-8")
+        if not path:
+            raise Failure("nothing failed")
+        if status != 1:
+            raise Failure(f"the exit status is {status}, not 1: {text[-400:]}")
+        if str(run) not in text.partition("error:")[2]:
+            raise Failure(f"the message names no file: {text[-400:]}")
+        if status := _commands.said(lambda: _commands.carry_out(name, run), said):
+            raise Failure(f"carried out again it ended with status {status}: {said.read_text()[-1500:]}")
+        _commands.compared(name, run)
+    except Failure as failure:
+        raise Failure(f"{what!r}: {failure}") from None
+
+
+DRILL = Drill(
+    name="full_disk",
+    summary="each change of a file in a training, a comparison and a stream fails once, for want of room or a sound "
+    "disk: exit status 1, a message that names the file, and the next run ends as the undisturbed one",
+    cases=_cases,
+    attempt=_attempt,
+    count=300,
+    sample=1,
+    prepare=_commands.prepare,
+    limit=400.0,
+)

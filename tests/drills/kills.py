@@ -1,0 +1,134 @@
+"""The process ends at random moments, or is asked to, again and again; the same command goes on, and ends as it should.
+
+Names of cases: `SIGKILL/images/3`: the signal, the command, and a number from which the moments follow. A SIGKILL comes
+after a time, or when a file is opened, renamed or removed. SIGINT and SIGTERM come after a time, and the exit status
+must be theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cached_transformers.cli import main as main_module
+
+from . import _commands
+from .frame import Drill, Failure, forked
+
+DEATHS = 3
+"""Times at most that a command of one case is ended."""
+KINDS = ("SIGKILL",) * 5 + ("SIGTERM", "SIGINT")
+_FILES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+
+def _cases(count: int, seed: int) -> Iterator[str]:
+    """In turn the commands; of seven cases of each, five are of SIGKILL."""
+    names = _commands.names()
+    return (
+        f"{KINDS[number // len(names) % len(KINDS)]}/{names[number % len(names)]}/{seed + number // len(names)}"
+        for number in range(count)
+    )
+
+
+def _attempt(case: str, folder: Path) -> None:
+    kind, name, _ = case.split("/")
+    chance, number = random.Random(case), signal.Signals[kind]
+    run, seconds = folder / "run", _commands.reference(name)[1]
+    ends: list[str] = []
+    try:
+        for _ in range(DEATHS):
+            if kind == "SIGKILL" and chance.random() < 0.5:
+                opened = chance.randrange(120)
+                ends.append(f"at opened, renamed or removed file {opened}")
+                status = _commands.said(lambda: _dying(name, run, opened), folder / "said")  # noqa: B023
+            else:
+                after = chance.uniform(0, seconds)
+                ends.append(f"after {after:.3f} s")
+                status = _signalled(name, run, folder, number, after)
+            if not status:
+                break
+            expected = -signal.SIGKILL if kind == "SIGKILL" else 128 + number
+            if status != expected:
+                raise Failure(f"the exit status is {status}, not {expected}: {_text(folder)}")
+        if status := _commands.said(lambda: _commands.carry_out(name, run), folder / "said"):
+            raise Failure(f"carried out again it ended with status {status}: {_text(folder)}")
+        _commands.compared(name, run)
+    except Failure as failure:
+        raise Failure(f"{kind} {', then '.join(ends)}: {failure}") from None
+
+
+def _text(folder: Path) -> str:
+    return (folder / "said").read_text(encoding="utf-8", errors="replace")[-1500:]
+
+
+def _dying(name: str, run: Path, opened: int) -> int:
+    """Carry out a command, and die at a change in its folder, the run's own files or caches of the data."""
+    left = [opened]
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _FILES and str(arguments[0]).startswith(str(run)):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    return _commands.carry_out(name, run)
+
+
+def _signalled(name: str, run: Path, folder: Path, number: int, after: float) -> int:
+    """Exit status of a command that gets a signal some seconds after it has begun to listen to signals.
+
+    Raises:
+        Failure: it had the signal, ended well, and said nothing of it.
+    """
+    reader, writer = os.pipe()
+    process = forked(lambda: _commands.saying(lambda: _listening(name, run, writer), folder / "said"))
+    os.close(writer)
+    os.read(reader, 1)
+    time.sleep(after)
+    sent = time.monotonic()
+    os.kill(process, number)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    over = float(os.read(reader, 64) or "inf")
+    os.close(reader)
+    if not status and sent < over - 0.05:
+        raise Failure(f"the signal came {over - sent:.3f} s before the end, and was swallowed")
+    return status
+
+
+def _listening(name: str, run: Path, writer: int) -> int:
+    """Carry out a command, and write when it begins to listen to signals, and when it no longer does."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # before and after that
+        signal.signal(number, signal.SIG_IGN)
+    original = main_module.ended_by_signals
+
+    @contextlib.contextmanager
+    def told() -> Iterator[None]:
+        with original():
+            os.write(writer, b"x")
+            yield
+            over = time.monotonic()
+        os.write(writer, f"{over}".encode())
+
+    main_module.ended_by_signals = told
+    return _commands.carry_out(name, run)
+
+
+DRILL = Drill(
+    name="kills",
+    summary="trainings, a comparison and a stream get SIGKILL, SIGTERM or SIGINT at random moments, up to three times "
+    "each, and are carried out again: they end as the undisturbed ones, and the exit status is the signal's",
+    cases=_cases,
+    attempt=_attempt,
+    count=280,
+    sample=2,
+    prepare=_commands.prepare,
+    limit=400.0,
+)

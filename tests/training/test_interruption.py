@@ -1,0 +1,91 @@
+"""SIGINT and SIGTERM at every stage of a command: never swallowed, and what goes on ends as the undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import standin
+import yaml
+from training.same_run import assert_same_run
+
+from cached_transformers.cli.main import main
+from cached_transformers.experiments import run as run_module
+from cached_transformers.training import trainer as trainer_module
+from cached_transformers.training.interruption import Stopped, ended_by_signals, stop_requests
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("no_run_reports")
+STAGES = {
+    "data": (run_module, "build_dataset"),
+    "model": (run_module, "build_model"),
+    "resume": (Trainer, "resume"),
+    "files": (trainer_module, "MetricsFile"),
+    "step": (Trainer, "_train_step"),
+    "save": (Trainer, "save"),
+    "the loop's last look": (Reporter, "__exit__"),
+    "test": (run_module, "_test"),
+    "summary": (run_module, "_summary"),
+    "figures": (run_module, "write_figures"),
+}
+
+
+def words(folder: Path) -> list[str]:
+    recipe = folder.parent / "standin.yaml"
+    recipe.write_text(yaml.safe_dump(standin.recipe(steps=4, evaluate_every=2)), encoding="utf-8")
+    return ["train", str(recipe), "--out", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert main(words(folder)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_at_any_stage_ends_the_command(stage, moment, tmp_path, undisturbed, capsys, monkeypatch):
+    number = signal.SIGTERM if len(stage) % 2 else signal.SIGINT
+    place, name = STAGES[stage]
+    original: Callable = getattr(place, name)
+
+    def struck(*arguments: object, **named: object) -> object:
+        monkeypatch.setattr(place, name, original)
+        if moment == "before":
+            signal.raise_signal(number)
+        result = original(*arguments, **named)
+        if moment == "after":
+            signal.raise_signal(number)
+        return result
+
+    monkeypatch.setattr(place, name, struck)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert main(words(tmp_path / "run")) == 128 + number
+    assert f"stopped by {number.name}" in capsys.readouterr().err
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert main(words(tmp_path / "run")) == 0
+    assert_same_run(tmp_path / "run", undisturbed, 4)
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("looks", ["a loop begins", "the command ends", "an error comes of it"])
+def test_a_signal_that_something_swallows_counts_all_the_same(looks):
+    with pytest.raises(Stopped, match="SIGTERM"), ended_by_signals():
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        if looks == "a loop begins":
+            with stop_requests():
+                pytest.fail("the loop began")
+        if looks == "an error comes of it":
+            raise ImportError("half of a module")
+
+
+def test_a_request_after_the_last_look_is_passed_on():
+    with pytest.raises(Stopped, match="SIGINT"), stop_requests() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop == [signal.SIGINT]
