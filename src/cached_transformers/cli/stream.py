@@ -35,9 +35,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read on, print, and save."""
-    from cached_transformers.data.tokenizers import load_tokenizer
     from cached_transformers.experiments.load import load_run
-    from cached_transformers.tasks.language.reading import TextReader, fingerprint
+    from cached_transformers.tasks.language.reading import TextReader, fingerprint, read_tokenizer
     from cached_transformers.training.checkpoint import Checkpoints
     from cached_transformers.training.run_files import TOKENIZER
 
@@ -46,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")
     config, model, _ = load_run(folder, checkpoint)
-    if not (folder / TOKENIZER).is_file():
-        raise ValueError(f"{folder} has no {TOKENIZER}: it is not a run of a language model on text")
-    tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes())
+    tokenizer = read_tokenizer(folder / TOKENIZER, model)
     length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
     path = arguments.state or folder / f"stream_{file.name}.safetensors"
     named = checkpoint in ("best", "last")

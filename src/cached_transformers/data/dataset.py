@@ -56,6 +56,9 @@ class LabelledDataset:
         split: one of `SPLITS`.
         labels: one class index per item, integers (size,).
         classes: number of classes.
+
+    Raises:
+        ValueError: a label that is none of the classes.
     """
 
     augment = False
@@ -65,6 +68,9 @@ class LabelledDataset:
         self.split = split
         self.labels = np.asarray(labels, dtype=np.int64)
         self.classes = classes
+        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < classes:
+            found = f"from {self.labels.min()} to {self.labels.max()}"
+            raise ValueError(f"{name}, {split}: labels reach {found}, and must lie in 0..{classes - 1}")
 
     def __len__(self) -> int:
         return len(self.labels)
