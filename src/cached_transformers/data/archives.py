@@ -89,6 +89,7 @@ class Listing:
             if open_tars:
                 names, folders = self._opened(names, folders)
         elif root.name.lower().endswith(ARCHIVES):
+            refuse_special(root)
             with naming(root):
                 self._members = _Zip(root) if root.name.lower().endswith(".zip") else open_tar(root)
             names, folders = self._members.names, self._members.folders
@@ -173,14 +174,21 @@ def open_listing(path: str | Path, expected: str) -> Listing:
 
 def identity(path: Path) -> dict[str, object]:
     """What a file's cached index or unpacked form is kept under."""
-    status = path.stat()
+    status = refuse_special(path)
     return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
 
 
-def read_file(path: Path) -> bytes:
-    """A whole file (ValueError: it is something else; a pipe would be waited for, and a device never ends)."""
-    if not stat.S_ISREG(path.stat().st_mode):
+def refuse_special(path: Path) -> os.stat_result:
+    """Facts of a file (ValueError: it is something else; a pipe would be waited for, and a device never ends)."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is a folder, pipe or device, no file; remove it")
+    return status
+
+
+def read_file(path: Path) -> bytes:
+    """A whole file (ValueError: it is something else)."""
+    refuse_special(path)
     return path.read_bytes()
 
 

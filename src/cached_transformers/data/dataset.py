@@ -5,11 +5,13 @@ Shape legend: B batch, N tokens (padded), C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
+
+from .samples import Sample
 
 
 class Batch(NamedTuple):
@@ -78,6 +80,10 @@ class LabelledDataset:
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model; subclasses add the shape of an input."""
         return {"name": self.name, "split": self.split, "size": len(self), "classes": self.classes}
+
+    def samples(self) -> Iterator[Sample]:
+        """What tells these data from others (`data/samples.py`); subclasses add what the labels belong to."""
+        yield self.labels
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
         """Accuracies (0..1) on this split of guessers fitted to `train` that learn nothing of the task."""

@@ -13,6 +13,7 @@ from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.checkpoint_average import load_average
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.run_files import CATEGORIES
+from cached_transformers.training.same_data import refuse_exchanged
 from cached_transformers.yaml_tree import parse_yaml
 
 from .build import build_model, without_checkpoint
@@ -38,10 +39,12 @@ def load_run(
         checkpoint = "last" if config.training.test == "last" else "best"
         average = config.training.average_last if average is None and config.training.average_last > 1 else average
     if average is not None:
+        refuse_exchanged(folder, read_checkpoint(Checkpoints(folder / "checkpoints").named("last")))
         model = build_model(without_checkpoint(config))
         return config, model, load_average(model, folder, average, config.training.average_caches)
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
+    refuse_exchanged(folder, stored)
     model = build_model(without_checkpoint(config))
     try:
         model.load_state_dict(stored.weights)

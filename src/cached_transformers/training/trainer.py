@@ -26,6 +26,7 @@ from .loader import mixed_seed
 from .metrics import EventFiles, MetricsFile, tallies
 from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
 from .progress import Reporter
+from .same_data import refuse_other_data, sums
 from .scores import goodness
 from .task import Task
 
@@ -43,6 +44,9 @@ class Trainer:
         world: the processes that train together; only the main one writes.
         reporter: what shows the progress.
 
+    Attributes:
+        files: files of the run by name, of which checkpoints hold the sums.
+
     Raises:
         ValueError: settings that this model or machine cannot satisfy.
     """
@@ -55,6 +59,7 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
+        self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
@@ -81,7 +86,8 @@ class Trainer:
         return self.average.module if self.average is not None and self.average.updates else self.model
 
     def resume(self, mode: str) -> None:
-        """Continue from a checkpoint: "auto" (the newest valid one, if any), "never", or a path.
+        """Continue from a checkpoint: "auto" (the newest valid one, if any), "anyway" (that one, with whatever the data
+        are now), "never", or a path.
 
         Raises:
             ValueError: the checkpoint is bad, or belongs to another configuration; the message says why.
@@ -92,7 +98,7 @@ class Trainer:
                     f"{self.folder} holds a run already; continue it with --resume auto, or use another --out"
                 )
             return
-        if mode == "auto":
+        if newest := mode in ("auto", "anyway"):
             checkpoint, problems = self.checkpoints.newest_valid()
             for problem in problems:
                 self.reporter.message(f"skipped: {problem}")
@@ -109,8 +115,11 @@ class Trainer:
             )
         if checkpoint.step > self.settings.steps:
             raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
+        other = refuse_other_data(checkpoint, self.files, self.folder, mode == "anyway")
+        if other is not None:
+            self.reporter.message(f"{other}; going on with them")
         self._load(checkpoint)
-        if mode != "auto":
+        if not newest:
             self._branch_off()
         self.reporter.message(f"continuing from {checkpoint.path}")
 
@@ -159,6 +168,7 @@ class Trainer:
             "total": self._total,
             "tallies": self._tallies,
             "carried": carried,
+            "files": sums(self.files),
         }
         if self.average is not None:
             live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
