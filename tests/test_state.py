@@ -175,7 +175,7 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path, content: bytes | None)
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("function", ["save_file", "replace"])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_failing_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(states if function == "save_file" else os, function, fail)
+    monkeypatch.setattr(os, function, fail)
     with pytest.raises(OSError, match="No space"):
         states.save(tree(), path)
     monkeypatch.undo()

@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors import torch as tensor_files
 from torch import Tensor
+
+from cached_transformers.files import write_whole
 
 FORMAT = 2
 """Of a state file: 1 had neither format nor checksum."""
 _MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})"')
+
 State: TypeAlias = Any
 """A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
 
@@ -138,30 +141,14 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
     Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros in the place of the digest.
 
     Raises:
-        OSError: it could not be written, e.g. the disk is full; a file that was there before is untouched.
+        NotWritten: e.g. the disk is full; a file that was there before is untouched.
     """
     target = Path(path)
     tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
     blank = "0" * 64
-    content = tensor_files.save(tensors, {"cached_transformers_state": f"{FORMAT} {blank}"})
+    content = safetensors.torch.save(tensors, {"cached_transformers_state": f"{FORMAT} {blank}"})
     digest = hashlib.sha256(content).hexdigest()
-    content = content.replace(f"{FORMAT} {blank}".encode(), f"{FORMAT} {digest}".encode(), 1)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # the new name must not outlive a power cut that the content does not
-        os.replace(temporary, target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise OSError(
-            error.errno, f"state {target} could not be written ({reason}); what was saved before is untouched"
-        ) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(target, content.replace(f"{FORMAT} {blank}".encode(), f"{FORMAT} {digest}".encode(), 1))
 
 
 def load(path: str | os.PathLike[str], like: State) -> State:
@@ -175,14 +162,14 @@ def load(path: str | os.PathLike[str], like: State) -> State:
     way = "begin the stream anew (remove the file, or name another), or take an older file"
     try:
         _check_whole(content)
-        stored = tensor_files.load(content)
+        stored = safetensors.torch.load(content)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is no whole state file: {error}; {way}") from error
     return from_tensors(stored, like, str(path))
 
 
 def _check_whole(content: bytes) -> None:
-    """Refuse the content of a state file of which a bit has changed (ValueError); those of format 1 have no checksum."""
+    """Refuse the content of a state file with a changed bit (ValueError); those of format 1 have no checksum."""
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     tree = json.loads(header)
     if not isinstance(tree, dict) or "__metadata__" not in tree:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cached_transformers.data import Dataset, store
+from cached_transformers.files import write_whole
 from cached_transformers.tasks import ListOps, create_dataset, write_tsv
 from cached_transformers.tasks.classification.listops import datasets as listops_datasets
 from cached_transformers.tasks.classification.listops.expressions import Expression, evaluate, to_tokens, tokenize
@@ -175,14 +176,14 @@ class TestCache:
 
     def test_a_failed_write_leaves_the_old_file_and_no_remains(self, tmp_path, monkeypatch):
         path = tmp_path / "kept"
-        store.write_atomically(path, b"old")
+        write_whole(path, b"old")
 
         def fail(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="No space left"):
-            store.write_atomically(path, b"new")
+            write_whole(path, b"new")
         assert path.read_bytes() == b"old"
         assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 

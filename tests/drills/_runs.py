@@ -34,11 +34,11 @@ from cached_transformers.experiments import compare as compare_module
 from cached_transformers.experiments import run as run_module
 from cached_transformers.experiments.run import run_training
 from cached_transformers.extras import require
+from cached_transformers.files import write_whole
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.run_files import write_whole
 
 from .frame import Failure
 
@@ -106,11 +106,17 @@ def compare_runs(run: Path, reference: Path) -> None:
     for name in ("best", "last"):
         _same(name, found.named(name).name, wanted.named(name).name)
     for left, right in zip(found.paths(), wanted.paths(), strict=True):
-        a, b = read_checkpoint(left), read_checkpoint(right)
-        _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
-        _same_tree(f"{left.name}: weights", a.weights, b.weights)
-        _same_tree(f"{left.name}: training", a.training, b.training)
+        compare_checkpoints(left, right)
+        a, b = (read_checkpoint(path).training for path in (left, right))
+        _same_tree(f"{left.name}: training", a, b)
     compare_files(run, reference)
+
+
+def compare_checkpoints(left: Path, right: Path) -> None:
+    """Whether two step folders have the same step, configuration and weights (Failure: the first difference)."""
+    a, b = read_checkpoint(left), read_checkpoint(right)
+    _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
+    _same_tree(f"{left.name}: weights", a.weights, b.weights)
 
 
 def compare_files(folder: Path, reference: Path) -> None:

@@ -18,7 +18,8 @@ CONFIG = {"training": {"steps": 9}}
 
 def save(checkpoints: Checkpoints, step: int, best: int | None = None):
     weights = {"w": torch.full((3, 2), float(step)), "cache": torch.arange(4.0)}
-    return checkpoints.save(step, CONFIG, weights, {"numbers": [step, 0.5], "t": torch.ones(2)}, best)
+    training = {"numbers": [step, 0.5], "t": torch.ones(2)}
+    return checkpoints.save(step, CONFIG, weights, training, None if best is None else {"step": best})
 
 
 def test_what_is_saved_is_read_back(tmp_path):
@@ -122,7 +123,8 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=9)
     for step in (1, 2, 3):
         save(checkpoints, step, best=step)
-    checkpoints.set_aside_after(1, best=1)
+    checkpoints.set_aside_after(1)
+    checkpoints.tidy(best=1)
     assert [p.name for p in checkpoints.paths()] == ["step_00000001"]
     assert checkpoints.named("best").name == checkpoints.named("last").name == "step_00000001"
     assert sorted(p.name for p in tmp_path.glob("superseded*")) == [

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.load import read_run_config
     from cached_transformers.experiments.reports.terminal import open_console, print_scores
     from cached_transformers.experiments.run_outputs import write_evaluation, write_report
-    from cached_transformers.training.metrics import jsonable
+    from cached_transformers.files import jsonable
     from cached_transformers.training.progress import Reporter
 
     chosen = arguments.memory.split(",")

@@ -33,7 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from .store import Arrays, cache_folder, load_or_build, write_atomically
+from cached_transformers.files import write_whole
+
+from .store import Arrays, cache_folder, load_or_build
 
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
 DAMAGE = (
@@ -229,7 +231,7 @@ def plain_tar(path: Path, anew: bool = False) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with opener(path) as packed:
-            write_atomically(target, iter(lambda: packed.read(1 << 20), b""))
+            write_whole(target, iter(lambda: packed.read(1 << 20), b""))
     except OSError as error:
         if error.errno is not None:
             hint = "set CACHED_TRANSFORMERS_CACHE to a folder with room, or unpack the archive and give its folder"

@@ -1,7 +1,7 @@
 """What tells the data of a run from other data under the same name: how many rows there are, and a hash of samples.
 
-A data set takes part by a method `samples()`, which gives arrays and bytes that its content decides, and that are at hand
-or cheaply read: of a data set of any size some sixteen files. What is generated gives the rows that were generated.
+A data set takes part by a method `samples()`, which gives arrays and bytes that its content decides, and that are at
+hand or cheaply read: of a data set of any size some sixteen files. What is generated gives its rows.
 """
 
 from __future__ import annotations

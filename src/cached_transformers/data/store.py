@@ -1,8 +1,8 @@
 """Arrays kept on disk between processes: written atomically, checked by digest, rebuilt when damaged.
 
-One file holds a SHA-256 (64 hexadecimal digits and a line feed) followed by the payload, a numpy archive. The name holds
-the digest of everything that decides the content, and is hashed with the payload: a file under the name of another is
-as wrong as one with a flipped bit. Older files, of whose payload alone the digest is, are read, too.
+One file holds a SHA-256 (64 hexadecimal digits and a line feed) followed by the payload, a numpy archive. The name
+holds the digest of everything that decides the content, and is hashed with the payload: a file under the name of
+another is as wrong as one with a flipped bit. Older files, of whose payload alone the digest is, are read, too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+
+from cached_transformers.files import write_whole
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,7 +70,7 @@ def _keep(path: Path, arrays: Arrays) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         payload = _serialise(arrays)
-        write_atomically(path, _digest(path, payload) + b"\n" + payload)
+        write_whole(path, _digest(path, payload) + b"\n" + payload)
     except OSError as error:
         message = (
             f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
@@ -90,21 +92,3 @@ def _serialise(arrays: Arrays) -> bytes:
 
 def _digest(path: Path, payload: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + b"\n" + payload).hexdigest().encode()
-
-
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write `content`, or its pieces, to `path` so that a reader sees the old file or the whole new one, never a part.
-
-    Raises:
-        OSError: the folder cannot be written; `path` is as it was.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

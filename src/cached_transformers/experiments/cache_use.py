@@ -26,6 +26,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.memories import memory_specs
 from cached_transformers.memories.parts.shared_cache import caches, hold_caches, reset_caches, shuffle_caches
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
@@ -33,7 +34,6 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.tasks.classification.scores import evaluate
 from cached_transformers.training.config import config_hash
 from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.run_files import json_text, write_whole
 
 from .build import build_dataset
 from .load import load_run

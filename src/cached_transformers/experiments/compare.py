@@ -23,9 +23,9 @@ from rich.console import Console
 from cached_transformers.experiments.environment import environment
 from cached_transformers.experiments.load import read_run_config
 from cached_transformers.experiments.run import run_training
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
-from cached_transformers.training.run_files import json_text, write_whole
 
 from .cache_use import has_shared_cache, score_variant
 from .reports.cache_use_table import cache_use_statistics

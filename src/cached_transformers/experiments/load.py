@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, stored_config
 from cached_transformers.training.checkpoint_average import load_average
-from cached_transformers.training.config import RunConfig
-from cached_transformers.training.run_files import CATEGORIES
+from cached_transformers.training.config import RunConfig, config_to_dict, differing_keys, with_defaults
+from cached_transformers.training.run_files import CATEGORIES, CONFIG
 from cached_transformers.training.same_data import refuse_exchanged
-from cached_transformers.yaml_tree import parse_yaml
+from cached_transformers.yaml_tree import flatten, parse_yaml
 
 from .build import build_model, without_checkpoint
 
@@ -45,6 +47,12 @@ def load_run(
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
     refuse_exchanged(folder, stored)
+    changed = [key for key in differing_keys(with_defaults(stored.config), config_to_dict(config)) if _of_model(key)]
+    if changed:
+        raise ValueError(
+            f"{folder / CONFIG} describes another model than {path} holds; undo the change, or carry out the run's "
+            f"`cached train` again, which writes it anew: {'; '.join(changed[:5])}"
+        )
     model = build_model(without_checkpoint(config))
     try:
         model.load_state_dict(stored.weights)
@@ -53,12 +61,39 @@ def load_run(
     return config, model, stored.step
 
 
+def _of_model(difference: str) -> bool:
+    return difference.startswith("model.") or difference.startswith("model:")
+
+
 def read_run_config(folder: str | Path) -> RunConfig:
-    """The resolved configuration of a run folder (ValueError when it is none)."""
-    path = Path(folder) / "config.yaml"
+    """The resolved configuration of a run folder.
+
+    Raises:
+        ValueError: it is none, or its configuration is not whole: lost sections do not fall back to defaults.
+    """
+    path = Path(folder) / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} is not a run folder: it has no config.yaml")
-    return config_from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+        raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    way = f"carry out the run's `cached train` with --out {folder} again, which writes it anew"
+    try:
+        tree = parse_yaml(text, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {way}") from None
+    if not isinstance(tree, dict) or not text.endswith("\n"):
+        raise ValueError(f"{path} is cut or empty ({len(text)} characters); {way}")
+    if lost := [key for key in _expected(folder) if key not in {*flatten(tree), *tree}]:
+        raise ValueError(f"{path} is cut: it lacks {', '.join(lost[:5])} ({len(lost)}); {way}")
+    return config_from_dict(tree)
+
+
+def _expected(folder: str | Path) -> list[str]:
+    """Sections of every configuration that a run writes, and the keys that its newest checkpoint has."""
+    sections = [field.name for field in dataclasses.fields(RunConfig)]
+    for step in reversed(Checkpoints(Path(folder) / "checkpoints").paths()):
+        with contextlib.suppress(ValueError):
+            return [*sections, *flatten(stored_config(step))]
+    return sections
 
 
 def read_categories(folder: str | Path) -> list[dict[str, Any]]:
@@ -66,5 +101,10 @@ def read_categories(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / CATEGORIES
     if not path.is_file():
         raise ValueError(f"{folder} has no {CATEGORIES}: it is not a run of a detector")
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        if all(isinstance(record["name"], str) and isinstance(record["id"], int) for record in found):
+            return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError(f"{path} is damaged: it must list the id and the name of each class; put it back")

@@ -9,16 +9,17 @@ from typing import Any
 
 from rich.console import Console
 
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import fill_from_data
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, write_durably
+from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
 from cached_transformers.training.checkpoint_average import checkpoints_made, load_average
 from cached_transformers.training.config import RunConfig, config_to_yaml
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
 from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
+from cached_transformers.training.run_files import BAD_FILES, CONFIG
 from cached_transformers.training.same_data import data_file
 from cached_transformers.training.trainer import Trainer
 
@@ -117,7 +118,7 @@ def _begun(
     begin_with(trainer)
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / "config.yaml", config_to_yaml(config).encode())
+        write_whole(folder / CONFIG, config_to_yaml(config).encode())
         write_files(folder, trainer.files)
     return trainer
 
@@ -125,7 +126,7 @@ def _begun(
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files of a task into the run folder."""
     for name, content in files.items():
-        write_durably(folder / name, content)
+        write_whole(folder / name, content)
 
 
 def check_average(config: RunConfig) -> None:
@@ -163,15 +164,26 @@ def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Report
         reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
 
 
+@contextlib.contextmanager
+def _own_checkpoints() -> Iterator[None]:
+    """A checkpoint of this very run that has vanished or was damaged meanwhile is a failure, and no bad input."""
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError(f"{error}; the same command goes on with the checkpoints that are left") from error
+
+
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
     """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its
     weights."""
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:
-        load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
+        with _own_checkpoints():
+            load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
     elif settings.test != "last" and trainer.best is not None:
-        stored = read_checkpoint(trainer.checkpoints.named("best"))
+        with _own_checkpoints():
+            stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
     elif trainer.average is not None:

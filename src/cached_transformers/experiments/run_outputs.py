@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.tasks.kinds import task_of
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import untouched
 from cached_transformers.training.progress import Reporter
-from cached_transformers.training.run_files import BAD_FILES, json_text, write_whole
+from cached_transformers.training.run_files import BAD_FILES
 
 from .reports.collect import collect_feature_maps, collect_gates
 from .reports.run_page import write_run_report
@@ -36,7 +38,9 @@ def write_figures(model: nn.Module, dataset: Any, folder: Path, processes: World
         maps = collect_feature_maps(model, images.to(processes.device))
     if maps is not None:
         arrays = {key: np.asarray(value) for key, value in maps.items()}
-        np.savez_compressed(folder / "feature_maps.npz", **arrays)  # type: ignore[arg-type]
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+        write_whole(folder / "feature_maps.npz", buffer.getvalue())
 
 
 def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
@@ -48,10 +52,19 @@ def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
 def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
     """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
     path = folder / BAD_FILES
-    files = {**(json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}), **found}
+    files = {**(_bad_before(path) if path.is_file() else {}), **found}
     if files:
         write_whole(path, json_text({"count": len(files), "files": files}))
     return len(files)
+
+
+def _bad_before(path: Path) -> dict[str, str]:
+    """What `bad_files.json` names; nothing where it is damaged, since it is there to be read by people."""
+    try:
+        found = json.loads(path.read_bytes())["files"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_evaluation(folder: Path, result: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.data.store import write_atomically
 from cached_transformers.extras import require
+from cached_transformers.files import NotWritten, jsonable, write_whole
 
 from .checkpoint import capture_rng, restore_rng
 from .distributed import World
@@ -53,15 +53,6 @@ def tallies(model: nn.Module, world: World) -> dict[str, Tensor]:
     return {name: world.sum(pair).cpu() for name, pair in found.items()}
 
 
-def jsonable(value: Any) -> Any:
-    """The same tree with null in place of non-finite numbers, which JSON does not know."""
-    if isinstance(value, Mapping):
-        return {key: jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, flushed line by line.
 
@@ -72,31 +63,61 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_atomically(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
-        self._file = path.open("a", encoding="utf-8")
+        write_whole(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
+        self._path = path
+        with _naming(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; numbers that JSON does not know (infinities, not a number) become null."""
-        self._file.write(f"{json.dumps(jsonable(line), allow_nan=False)}\n")
-        self._file.flush()
+        with _naming(self._path):
+            self._file.write(f"{json.dumps(jsonable(line), allow_nan=False)}\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Force what is written to disk: a checkpoint must not outlive the lines before it."""
+        with _naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with _naming(self._path):
+            self._file.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say of an error in a `with` block which file could not be written, and what is safe."""
+    try:
+        yield
+    except OSError as error:
+        safe = "checkpoints are untouched, and the same command goes on from them"
+        raise NotWritten(str(path), error, safe) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out."""
+    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out.
+
+    Raises:
+        ValueError: a line (named) that is not JSON, or none of ours.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Line feeds alone end lines, and none stands in JSON; what is not UTF-8 is no JSON either.
+    lines = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
     parsed = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines if lines != [""] else [], 1):
+        way = f"{path}, line {number} is not one of ours; the file was changed or damaged: remove the line"
         try:
-            parsed.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line.encode())  # refuses what was escaped
+        except (ValueError, RecursionError):
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON; the file was changed by hand") from None
+                raise ValueError(way) from None
+            continue
+        step = found.get("step") if isinstance(found, dict) else None
+        if not isinstance(step, int) or not isinstance(found.get("split"), str):
+            raise ValueError(way)
+        parsed.append(found)
     return parsed
 
 
@@ -113,22 +134,32 @@ class EventFiles:
     """
 
     def __init__(self, folder: Path, wanted: Literal["auto", True, False], step: int) -> None:
+        self._folder = folder
         self._writer: Any = None
         if wanted is True or (wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
             require("tensorboard", extra="logging")
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+            with _naming(folder):
+                self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add the numbers of one metrics line under its split."""
         if self._writer is None:
             return
-        for key, value in line.items():
-            if key not in ("step", "split", "rows") and isinstance(value, (int, float)):
-                self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
+        with _naming(self._folder):
+            for key, value in line.items():
+                if key not in ("step", "split", "rows") and isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{line['split']}/{key}", value, line["step"])
+
+    def sync(self) -> None:
+        """Write what is pending."""
+        if self._writer is not None:
+            with _naming(self._folder):
+                self._writer.flush()
 
     def close(self) -> None:
         """Write what is pending and close."""
         if self._writer is not None:
-            self._writer.close()
+            with _naming(self._folder):
+                self._writer.close()

@@ -1,14 +1,12 @@
-"""The files of a run folder beside checkpoints and metrics: their names, and how they are written."""
+"""The files of a run folder beside checkpoints and metrics."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import write_durably
-from .metrics import jsonable
-
+CONFIG = "config.yaml"
+"""File in a run folder with its configuration."""
 TOKENIZER = "tokenizer.json"
 """File in a run folder with the tokenizer of a language model or of a translation model."""
 TRANSLATIONS = "translations.txt"
@@ -17,18 +15,6 @@ BAD_FILES = "bad_files.json"
 """File in a run folder that names the data files which were skipped, with what was wrong; absent if there are none."""
 CATEGORIES = "categories.json"
 """File in a run folder with the ids and names of a detector's classes."""
-
-
-def json_text(value: Any) -> bytes:
-    """The value as JSON, with null in place of numbers that JSON does not know."""
-    return json.dumps(jsonable(value), indent=1).encode()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    write_durably(temporary, content)
-    temporary.replace(path)
 
 
 def check_tokenizer(folder: Path, tokenizer: Any) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cached_transformers.files import jsonable
+
 from .averaging import WeightAverage
 from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
@@ -76,6 +78,7 @@ class Trainer:
         self._gradient_norm = 0.0
         self._seconds_before = 0.0
         self._started = time.perf_counter()
+        self._files: list[MetricsFile | EventFiles] = []
         self._saved_step = 0
         # Every process draws its own dropout; the first draws what a single process would.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
@@ -98,7 +101,7 @@ class Trainer:
                     f"{self.folder} holds a run already; continue it with --resume auto, or use another --out"
                 )
             return
-        if newest := mode in ("auto", "anyway"):
+        if mode in ("auto", "anyway"):
             checkpoint, problems = self.checkpoints.newest_valid()
             for problem in problems:
                 self.reporter.message(f"skipped: {problem}")
@@ -119,20 +122,38 @@ class Trainer:
         if other is not None:
             self.reporter.message(f"{other}; going on with them")
         self._load(checkpoint)
-        if not newest:
-            self._branch_off()
+        self._settle(checkpoint)
         self.reporter.message(f"continuing from {checkpoint.path}")
 
-    def _branch_off(self) -> None:
-        """Go on from an earlier checkpoint: later ones are set aside, and a best one that is gone no longer counts."""
-        if self.best is not None and not self.checkpoints.path(self.best["step"]).is_dir():
-            self.reporter.message(
-                f"the best checkpoint so far, step {self.best['step']}, is not in {self.folder} any more"
-            )
-            self.best = None
+    def _settle(self, checkpoint: Checkpoint) -> None:
+        """Make the checkpoints those of a run that has just saved this one.
+
+        Later ones, which are damaged or of another line, are set aside. So is a best one that is damaged; the best of
+        those that are left takes its place.
+        """
+        broken: Path | None = None
+        if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
+            place = self.checkpoints.path(self.best["step"])
+            try:
+                read_checkpoint(place)
+            except ValueError as error:
+                broken = place
+                self._choose_best(str(error))
         self.world.barrier()
         if self.world.main:
-            self.checkpoints.set_aside_after(self.step, self.best["step"] if self.best else None)
+            if broken is not None and broken.is_dir():
+                self.checkpoints.set_aside(broken)
+            self.checkpoints.set_aside_after(self.step)
+            self.checkpoints.tidy(self.best["step"] if self.best else None)
+
+    def _choose_best(self, problem: str) -> None:
+        """Another best checkpoint, of those that can be read and were evaluated."""
+        metric = self.settings.metric
+        latest = [(point.step, point.training["latest"]) for point in self.checkpoints.readable(self.step)]
+        scored = [scores for step, scores in latest if scores is not None and scores["step"] == step]
+        self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
+        now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
+        self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
@@ -154,7 +175,7 @@ class Trainer:
         """Write a checkpoint of this step (main process); the others wait.
 
         Raises:
-            OSError: it could not be written; the message names the path.
+            NotWritten: it could not be written; the message names the path.
         """
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
@@ -174,7 +195,10 @@ class Trainer:
             live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
             state |= {"live_weights": live, "averaged_steps": self.average.updates}
         if self.world.main:
-            best = self.best["step"] if self.best else None
+            for file in self._files:
+                file.sync()
+            metric = self.settings.metric
+            best = None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
             self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, best)
         self._saved_step = self.step
         self.world.barrier()
@@ -267,7 +291,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open_files(self) -> Iterator[None]:
-        self._files: list[MetricsFile | EventFiles] = []
+        self._files = []
         if self.world.main:
             self._files.append(MetricsFile(self.folder / "metrics.jsonl", self.step))
             self._files.append(EventFiles(self.folder / "tensorboard", self.settings.tensorboard, self.step))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cached_transformers.experiments.environment import environment
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
-from cached_transformers.training.run_files import json_text, write_whole
 
 from .protocol import Sizes, probe
 from .settings import setting, stream_memories

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.files import write_whole
+
 from .cache_use_table import cache_use_table, legend
 from .run_folder import Comparison, read_comparison
 from .variant_table import BY_ROWS, COSTS, baseline_rows, difference_cells, variant_columns
@@ -17,7 +19,7 @@ FILE_NAME = "compare.md"
 def write_markdown(folder: str | Path) -> Path:
     """Write `compare.md` beside `compare.json`; returns its path."""
     path = Path(folder) / FILE_NAME
-    path.write_text(comparison_markdown(read_comparison(folder)), encoding="utf-8")
+    write_whole(path, comparison_markdown(read_comparison(folder)).encode())
     return path
 
 

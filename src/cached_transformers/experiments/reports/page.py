@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cached_transformers.training.run_files import write_whole
+from cached_transformers.files import write_whole
 
 from .figures.style import COLOURS, inline_svg
 

@@ -17,8 +17,8 @@ import torch
 from cached_transformers.experiments.benchmarks import vision
 from cached_transformers.experiments.benchmarks.named import Measured
 from cached_transformers.experiments.environment import environment
+from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import unknown_name
-from cached_transformers.training.run_files import json_text, write_whole
 
 from .base import chosen_rows
 
@@ -73,7 +73,7 @@ def write(measured: Measured, folder: Path, name: str, command: str) -> Path:
     path = folder / "throughput.md"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "throughput.json", json_text(content))
-    path.write_text(f"# {name}\n\n```bash\n{command}\n```\n\n{measured.text}\n", encoding="utf-8")
+    write_whole(path, f"# {name}\n\n```bash\n{command}\n```\n\n{measured.text}\n".encode())
     return path
 
 

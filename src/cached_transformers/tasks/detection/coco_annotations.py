@@ -1,9 +1,9 @@
 """Checked and cleaned annotations in COCO's format (cocodataset.org, "format of the data"; arXiv:1405.0312).
 
 What contradicts itself is refused by name: ids that occur twice, objects of categories or images that do not exist,
-values of another type than the format has. What can be mended is: boxes are clipped to their image, missing areas and crowd flags filled in. Objects that nothing
-can be learned from are dropped, counted and named. pycocotools writes where a run-length code says, however far, so that
-codes are checked before it sees them.
+values of another type than the format has. What can be mended is: boxes are clipped to their image, missing areas and
+crowd flags filled in. Objects that nothing can be learned from are dropped, counted and named. pycocotools writes where
+a run-length code says, however far, so that codes are checked before it sees them.
 
 Legend: H height, W width of an image in pixels.
 """
@@ -133,8 +133,8 @@ class Annotations:
             )
         if area is not None and not (_finite(area) and area >= 0):
             raise ValueError(
-                f"{self.source}: annotation {number} has area {_shown(area)}; it must be a finite number of pixels, 0 or "
-                "more, or be left out"
+                f"{self.source}: annotation {number} has area {_shown(area)}; it must be a finite number of pixels, 0 "
+                "or more, or be left out"
             )
         if crowd is not None and not (isinstance(crowd, (int, float)) and crowd in (0, 1)):
             raise ValueError(f"{self.source}: annotation {number} has iscrowd {_shown(crowd)}; it must be 0 or 1")
@@ -210,7 +210,8 @@ def clipped(box: Iterable[float], height: int, width: int) -> tuple[float, float
 
 
 def usable_segmentation(segmentation: Any, height: int, width: int) -> Any:
-    """Polygons of three points or more, or a run-length code that fills the image; None when nothing of that is left."""
+    """Polygons of three points or more, or a run-length code that fills the image; None when nothing of that is
+    left."""
     if isinstance(segmentation, Mapping):
         size = segmentation.get("size")
         fits = isinstance(size, (list, tuple)) and list(size) == [height, width]
@@ -239,8 +240,8 @@ def _fills(counts: Any, pixels: int) -> bool:
 def _uncompressed(code: bytes) -> np.ndarray:
     """Runs (N,) of a compressed code (ValueError: it is none).
 
-    A character holds five bits of a number, the lowest first, and whether more follow; the last one's highest bit is the
-    sign. From the fourth number on they are differences to the one before the last.
+    A character holds five bits of a number, the lowest first, and whether more follow; the last one's highest bit is
+    the sign. From the fourth number on they are differences to the one before the last.
     """
     bits_C = np.frombuffer(code, dtype=np.uint8).astype(np.int64) - 48
     if not len(bits_C) or bits_C.min() < 0 or bits_C.max() > 63 or bits_C[-1] & 32:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.data.image_files import BadFile
+from cached_transformers.files import json_text
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
 from cached_transformers.training.loader import GroupedOrder, to_device
 from cached_transformers.training.metrics import untouched
-from cached_transformers.training.run_files import CATEGORIES, json_text
+from cached_transformers.training.run_files import CATEGORIES
 from cached_transformers.training.task import Arguments, Task, sums_of
 
 from .coco import CocoDetection, DetectionBatch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_transformers.data.splits import SPLIT_WORDS
-from cached_transformers.data.store import write_atomically
+from cached_transformers.files import write_whole
 
 from .expressions import Expression, evaluate, to_source, tokenize
 
@@ -39,7 +39,7 @@ def write_tsv(path: str | Path, expressions: Iterable[Expression]) -> int:
             raise ValueError(f"label {expression.label} of row {len(rows)} is not its value, {evaluate(source)}")
         rows.append(f"{source}\t{expression.label}")
     content = "".join(f"{row}\r\n" for row in rows).encode()
-    write_atomically(path, lzma.compress(content) if path.suffix == ".xz" else content)
+    write_whole(path, lzma.compress(content) if path.suffix == ".xz" else content)
     return len(rows) - 1
 
 
