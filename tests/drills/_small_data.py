@@ -276,6 +276,10 @@ def _pairs_and_pieces(folder: Path) -> None:
 _IMAGES = {"image_size": 8, "validation_fraction": 0.25}
 _SHARDS = {"image_size": 8}
 _LANGUAGES = {"source": "en", "target": "de", "vocabulary_size": 270, "max_length": 64}
+_PAIRS_BY_SPLIT = {
+    split: [f"{name}.en.bz2", f"{name}.de.bz2"]
+    for split, name in (("train", "train"), ("validation", "valid"), ("test", "test"))
+}
 _BY_SPLIT = {"train": "train.txt.gz", "validation": "valid.txt.gz", "test": "test.txt.gz"}
 
 SOURCES: dict[str, Source] = {
@@ -305,7 +309,7 @@ SOURCES: dict[str, Source] = {
     "text_xz": Source("text", _texts(".xz"), "", {"tokenizer": "byte"}),
     "text_bz2": Source("text", _texts(".bz2")),
     "text_zip": Source("text", _one("t.zip", lambda: packed_zip({"a.txt": TEXT.encode()})), "t.zip"),
-    "text_tar": Source("text", _one("t.tar", lambda: packed_tar({"a.txt": TEXT.encode(), "b.txt": TEXT.encode()})), "t.tar"),
+    "text_tar": Source("text", _one("t.tar", lambda: packed_tar({f"{n}.txt": TEXT.encode() for n in "ab"})), "t.tar"),
     "text_tgz": Source("text", _one("t.tgz", lambda: gzip.compress(packed_tar({"a.txt": TEXT.encode()}))), "t.tgz"),
     "wikitext2": Source("wikitext2", _texts("", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
     "wikitext103": Source("wikitext103", _texts(".xz", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
@@ -320,13 +324,8 @@ SOURCES: dict[str, Source] = {
         "translation", _pairs_and_tokenizer, "", {**_LANGUAGES, "tokenizer": "subwords.json"}
     ),
     "translation_pieces": Source("translation", _pairs_and_pieces, "", {**_LANGUAGES, "tokenizer": "pieces.model"}),
-    "multi30k": Source(
-        "multi30k",
-        _pairs(".bz2"),
-        {split: [f"{name}.en.bz2", f"{name}.de.bz2"] for split, name in (("train", "train"), ("validation", "valid"), ("test", "test"))},
-        {"vocabulary_size": 270, "max_length": 64},
-    ),
+    "multi30k": Source("multi30k", _pairs(".bz2"), _PAIRS_BY_SPLIT, {"vocabulary_size": 270, "max_length": 64}),
     "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
     "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),
 }  # fmt: skip
-"""By what a case calls it. `listops` and `digits` read no file, the two of the Hugging Face hub are read by a library."""
+"""By what a case calls it. `listops` and `digits` read no file; the hub's two are read by a library."""
