@@ -90,8 +90,10 @@ def train(config: RunConfig, run: Path, resume: str = "auto") -> dict[str, Any]:
 def draw_nothing() -> None:
     """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing
     takes longer than all the rest."""
-    run_module.write_report = lambda folder, reporter: _small_report(folder / "summary.json", folder / "report.html")
-    compare_module.write_compare_report = lambda folder: _small_report(folder / "compare.json", folder / "compare.html")
+    run_module.write_report = lambda folder, reporter, summary: _small_page(folder / "report.html", summary)
+    compare_module.write_compare_report = lambda folder: _small_page(
+        folder / "compare.html", json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    )
 
 
 def compare_runs(run: Path, reference: Path) -> None:
@@ -181,8 +183,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 1500 else f"{text[:1500]}..."
 
 
-def _small_report(source: Path, page: Path) -> Path:
-    content = json.loads(source.read_text(encoding="utf-8"))
+def _small_page(page: Path, content: Any) -> Path:
     write_whole(page, f"<p>{json.dumps(timeless(content))}</p>\n".encode())
     return page
 

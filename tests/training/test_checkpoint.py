@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,3 +141,102 @@ def test_random_states_come_back_through_a_file(tmp_path):
     expected = (random.gauss(0, 1), random.random(), np.random.randn(), torch.randn(2).tolist())
     restore_rng(read_checkpoint(path).training["rng"])
     assert (random.gauss(0, 1), random.random(), np.random.randn(), torch.randn(2).tolist()) == expected
+
+
+def test_the_best_is_what_the_newest_step_folder_says_whatever_the_text_files_say(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        save(checkpoints, step, best=min(step, 2))
+    for name in ("best", "last"):
+        (tmp_path / name).write_text("step_00000001\n", encoding="utf-8")
+    assert checkpoints.named("best").name == "step_00000002"
+    assert checkpoints.named("last").name == "step_00000003"
+    checkpoints.tidy(best=2)
+    assert (tmp_path / "best").read_text(encoding="utf-8") == "step_00000002\n"
+    assert (tmp_path / "last").read_text(encoding="utf-8") == "step_00000003\n"
+    shutil.rmtree(tmp_path / "step_00000002")
+    with pytest.raises(ValueError, match="it was step 2, which is not there; take the last, or train on"):
+        checkpoints.named("best")
+
+
+def test_what_a_user_puts_beside_checkpoints_stays(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    mine = ["step_00000001_mine", "step_1", "step_00000002.bak", "steps", ".hidden"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "note").touch()
+    for step in (1, 2, 3):
+        save(checkpoints, step, best=step)
+    assert [p.name for p in checkpoints.paths()] == ["step_00000003"]
+    assert all((tmp_path / name / "note").is_file() for name in mine)
+
+
+def test_every_flipped_bit_of_meta_json_is_found(tmp_path):
+    path = save(Checkpoints(tmp_path), 7, best=7)
+    content = (path / "meta.json").read_bytes()
+    for place in range(len(content)):
+        wrong = bytearray(content)
+        wrong[place] ^= 1 << place % 8
+        (path / "meta.json").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"step_00000007 (is damaged|is not a checkpoint|has checkpoint format)"):
+            read_checkpoint(path)
+    (path / "meta.json").write_bytes(content)
+    assert read_checkpoint(path).step == 7
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_an_edited_step_is_found_in_every_format(tmp_path, form):
+    path = save(Checkpoints(tmp_path), 24)
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    if form == 1:
+        meta = {key: meta[key] for key in ("step", "sha256", "config")} | {"format": 1}
+        (path / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        assert read_checkpoint(path).step == 24
+    (path / "meta.json").write_text(json.dumps({**meta, "step": 20}, indent=1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"step_00000024 is damaged: meta\.json .* of another step \(20\)"):
+        read_checkpoint(path)
+
+
+def test_saving_a_step_again_loses_nothing_at_any_moment(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3, best=3)
+    original = Path.rename
+
+    def died(path, target):
+        if path.name == ".partial":
+            raise KeyboardInterrupt
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", died)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoints, 3, best=3)
+    monkeypatch.undo()
+    assert read_checkpoint(tmp_path / "superseded_step_00000003_0").step == 3
+    save(checkpoints, 3, best=3)
+    assert checkpoints.named("last").name == "step_00000003"
+
+
+def test_a_surplus_checkpoint_is_never_there_in_part(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1, best=1)
+
+    def died(path, ignore_errors=False):
+        if path.name.startswith((".surplus", "step")) and path.exists():
+            (path / "training.pt").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.shutil, "rmtree", died)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoints, 2, best=2)
+    monkeypatch.undo()
+    assert [read_checkpoint(path).step for path in checkpoints.paths()] == [2]
+    checkpoints.tidy(best=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step_00000002"]
+
+
+def test_a_best_that_vanished_while_training_is_no_bad_input(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    shutil.rmtree(save(checkpoints, 1, best=1))
+    with pytest.raises(OSError, match="step_00000001, the best so far, is not there any more") as error:
+        save(checkpoints, 2, best=1)
+    assert not isinstance(error.value, FileNotFoundError)  # which the command takes for bad input

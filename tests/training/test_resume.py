@@ -5,11 +5,15 @@ What is stopped is a process of its own; what goes on, or was never stopped, run
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,8 @@ import yaml
 from training.same_run import assert_same_run, final
 
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.load import load_run, read_run_config
+from cached_transformers.experiments.run import run_training
 from cached_transformers.training.checkpoint import Checkpoints
 from cached_transformers.training.metrics import read_metrics
 
@@ -120,3 +126,67 @@ def test_a_truncated_newest_checkpoint_is_reported_and_skipped(tmp_path, uninter
     assert main(command(folder)) == 0
     assert f"skipped: {newest} is damaged" in capsys.readouterr().out.replace("\n", "")
     assert_same_run(folder, uninterrupted, STEPS)
+
+
+def test_a_kill_between_a_checkpoint_and_the_files_that_name_it_changes_nothing(tmp_path, uninterrupted):
+    """What was on disk then: the step folder, with `best` and `last` still naming the one before."""
+    folder, best = tmp_path / "run", Checkpoints(uninterrupted / "checkpoints").named("best").name
+    shutil.copytree(uninterrupted, folder)
+    (folder / "summary.json").unlink()
+    for name in ("best", "last"):
+        (folder / "checkpoints" / name).write_text("step_00000005\n", encoding="utf-8")
+    (folder / "checkpoints" / ".partial").mkdir()
+    shutil.copytree(folder / "checkpoints" / best, folder / "checkpoints" / "step_00000001_mine")
+    assert main(command(folder)) == 0
+    names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == sorted([*names, "step_00000001_mine"])
+    assert (folder / "checkpoints" / "best").read_text(encoding="utf-8").strip() == best
+    summaries = [json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (folder, uninterrupted)]
+    assert summaries[0]["test"] == summaries[1]["test"]
+
+
+def test_a_damaged_best_is_named_kept_aside_and_replaced_by_the_best_of_the_others(tmp_path, uninterrupted, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    names = [path.name for path in checkpoints.paths()]
+    best = checkpoints.named("best")
+    assert best.name != names[-1], "the stand-in's best step must not be its last"
+    (best / "training.pt").write_bytes(b"")
+    assert main(command(folder)) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "the best checkpoint so far cannot be used" in said and "of those left it is step" in said
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert f"step_{summary['test']['step']:08d}" in names
+    assert (folder / "checkpoints" / f"superseded_{best.name}_0").is_dir()
+
+
+def test_a_cut_configuration_never_falls_back_to_defaults(tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    lines = (folder / "config.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+    for cut in ("", *("".join(lines[:count]) for count in range(1, len(lines))), "".join(lines)[:-1]):
+        (folder / "config.yaml").write_text(cut, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"config\.yaml .*carry out the run's `cached train`"):
+            read_run_config(folder)
+    assert main(command(folder)) == 0
+    assert (folder / "config.yaml").read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_a_run_of_format_1_is_loaded_scored_and_continued(tmp_path, monkeypatch, capsys):
+    """The folder was written when checkpoints had format 1; its best step is 2 of 4."""
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    with tarfile.open(Path(__file__).parents[1] / "fixtures" / "run_format_1.tar.xz") as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "run"
+    before = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    config, _, step = load_run(folder, "best")
+    assert step == before["test"]["step"] == 2 and load_run(folder, "last")[2] == 4
+    assert main(["evaluate", str(folder), "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)["scores"][0]
+    assert found["loss"] == pytest.approx(before["test"]["loss"], rel=1e-4)
+    lines = read_metrics(folder / "metrics.jsonl")
+    longer = replace(config, training=replace(config.training, steps=6))
+    summary = run_training(longer, folder)
+    assert summary["steps"] == 6 and read_metrics(folder / "metrics.jsonl")[: len(lines)] == lines
+    assert final(folder).step == 6

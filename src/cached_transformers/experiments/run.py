@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_transformers.files import json_text, write_whole
+from cached_transformers.files import json_text, jsonable, write_whole
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import fill_from_data
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
@@ -94,10 +94,10 @@ def _train_test_report(
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
-        write_whole(folder / "summary.json", json_text(summary))
         _say_baselines(summary["baselines"], config.training.metric, reporter)
         write_figures(trainer.model, validation, folder, processes)
-        write_report(folder, reporter)
+        write_report(folder, reporter, jsonable(summary))
+        write_whole(folder / "summary.json", json_text(summary))  # the last file: a comparison takes it for the end
     processes.barrier()
     return summary
 

@@ -1,0 +1,55 @@
+"""Files that are written whole, once, and name themselves when they cannot be written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cached_transformers.files import NotWritten, _prefix, write_whole
+from cached_transformers.training.metrics import MetricsFile
+
+
+def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_whole(path, b"one")
+    first = path.stat().st_ino, path.stat().st_mtime_ns
+    write_whole(path, b"one")
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == first
+    write_whole(path, iter([b"t", b"wo"]))
+    assert path.read_bytes() == b"two"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    os.waitpid(process, 0)
+    left = path.with_name(f"{_prefix(path)}{process}.partial")
+    kept = [path.with_name(f"{_prefix(path)}{os.getppid()}.partial"), path.with_name(f".{path.name}.mine.partial")]
+    for file in (left, *kept):
+        file.touch()
+    write_whole(path, b"{}")
+    assert sorted(tmp_path.iterdir()) == sorted([path, *kept])
+
+
+def test_a_vanished_folder_is_named_and_is_no_missing_input(tmp_path: Path) -> None:
+    with pytest.raises(NotWritten, match=r"gone/report\.html could not be written .* before is untouched"):
+        write_whole(tmp_path / "gone" / "report.html", b"page")
+    assert not issubclass(NotWritten, FileNotFoundError)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_names_the_metrics_and_says_what_is_safe(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(NotWritten, match=r"metrics\.jsonl could not be written \(No space left on device\)") as error:
+        metrics.write({"step": 1})
+    assert "checkpoints are untouched, and the same command goes on" in str(error.value)
+    with pytest.raises(NotWritten, match=r"metrics\.jsonl"):
+        metrics.close()
