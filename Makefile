@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers drills lint bench docs facts golden-runs pictures clean
+.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts golden-runs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -33,8 +33,21 @@ test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few second
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with published implementations of the same mechanisms
 	$(PYTEST) -m peers
 
+# An old torch comes with gigabytes of CUDA; TORCHVISION must be the one that was built for it.
+TORCH ?= 2.6.0
+TORCHVISION ?= 0.21.0
+test-torch:  ## the fast tests with another torch, in an environment of its own: TORCH=2.6.0 TORCHVISION=0.21.0, or =newest for both
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	grep -vE '^torch(vision)?==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	.venv-torch-$(TORCH)/bin/python -m pip install -q -c .venv-torch-$(TORCH)/constraints.txt -e ".[dev]" \
+		$(if $(filter newest,$(TORCH)),torch torchvision,torch==$(TORCH) torchvision==$(TORCHVISION))
+	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal
+
 drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results.md
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results.md
+
+long-runs: $(VENV)/.installed-dev  ## an hour of training and 20 million streamed tokens: what the process holds at each tenth
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills.long_runs --table docs/results.md
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check

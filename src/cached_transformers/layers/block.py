@@ -86,7 +86,7 @@ class Block(nn.Module):
             attention: what `SelfAttention.forward` takes beside tokens, positions and state.
         """
         if self.memory_weights is not None and segment is not None:
-            attention |= {"segment": segment, "others": self.memory_weights.attention}
+            attention.update(segment=segment, others=self.memory_weights.attention)
         attended = self.attention(x_BND, positions_BNP, state=state, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots is not None:

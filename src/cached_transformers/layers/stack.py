@@ -67,7 +67,7 @@ class Passage:
         if self.stack.reversible:
             x_BND, loss = self._reversibly(tokens, options)
             return self._keep(x_BND, self.states, [], [loss], write)
-        options |= {"slots": entry.slots, "segment": entry.segment}
+        options.update(slots=entry.slots, segment=entry.segment)
         x_BND, states, traces, losses = tokens.x_BND, [], [], []
         contexts = entry.contexts if entry.contexts is not None else [None] * len(blocks)
         for block, state, context in zip(blocks, self.states, contexts, strict=True):
