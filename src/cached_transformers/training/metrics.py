@@ -114,8 +114,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(way) from None
             continue
-        step = found.get("step") if isinstance(found, dict) else None
-        if not isinstance(step, int) or not isinstance(found.get("split"), str):
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
             raise ValueError(way)
         parsed.append(found)
     return parsed
