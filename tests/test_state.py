@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -193,3 +194,38 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     for a, b in zip(tensors(states.load(path, tree())), tensors(first), strict=True):
         assert torch.equal(a, b)
+
+
+def small() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    return rows, (torch.tensor([[7], [8]]), torch.tensor([[True], [False]]))
+
+
+def test_a_flipped_bit_anywhere_in_the_file_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    states.save(small(), path)
+    content = path.read_bytes()
+    for place in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"is no whole state file.*; begin the stream anew"):
+            states.load(path, small())
+
+
+def test_a_file_of_the_first_format_is_read(tmp_path: Path) -> None:
+    stored = states.load(Path(__file__).parent / "fixtures" / "state_format_1.safetensors", small())
+    for a, b in zip(tensors(stored), tensors(small()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_newer_format_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    states.save(small(), path)
+    path.write_bytes(path.read_bytes().replace(b'state":"2 ', b'state":"3 '))
+    with pytest.raises(ValueError, match="has format 3, and this version reads up to 2; use the matching version"):
+        states.load(path, small())
+    named = dict(states.named_tensors(small()))
+    path.write_bytes(safetensors.torch.save(named, {"format": "pt"}))
+    with pytest.raises(ValueError, match="written by something else"):
+        states.load(path, small())

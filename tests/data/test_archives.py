@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import tarfile
 import zipfile
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
 from cached_transformers.data import BadFile, archives
-from cached_transformers.data.archives import Listing, Tar, open_listing, plain_tar
+from cached_transformers.data.archives import Listing, Tar, identity, open_listing, plain_tar
+from cached_transformers.data.store import entry_path
+from cached_transformers.data.text_files import find_texts
 from cached_transformers.tasks import ImageFolder
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
@@ -59,6 +64,77 @@ def test_a_compressed_tar_is_unpacked_once(tmp_path):
     stamp = first.stat().st_mtime_ns
     assert plain_tar(path) == first and first.stat().st_mtime_ns == stamp
     assert [file.name for file in first.parent.glob(".*partial")] == []
+
+
+def test_a_byte_of_an_unpacked_archive_that_changed_is_found_and_unpacked_again(tmp_path):
+    path = write_tar_xz(tmp_path / "a.tar.xz", {"x": b"abc" * 100, "y": b"defg"})
+    listing = Listing(path)
+    kept = plain_tar(path)
+    whole = kept.read_bytes()
+    for damaged in (whole.replace(b"abc", b"abd", 1), whole[:600], b""):
+        kept.write_bytes(damaged)
+        with pytest.warns(RuntimeWarning, match=r"the checksum of x differs\); unpacking .*a.tar.xz again"):
+            assert listing.read("x") == b"abc" * 100
+        assert kept.read_bytes() == whole
+    kept.unlink()
+    assert [Listing(path).read(name) for name in ("x", "y")] == [b"abc" * 100, b"defg"]
+
+
+def test_an_index_that_is_damaged_takes_the_unpacked_archive_with_it(tmp_path):
+    path = write_tar_xz(tmp_path / "a.tar.xz", {"x": b"abc" * 100})
+    Listing(path)
+    (index,) = plain_tar(path).parent.glob("unpacked-index-*.cache")
+    content = bytearray(index.read_bytes())
+    content[-30] ^= 1
+    index.write_bytes(content)
+    kept = plain_tar(path)
+    kept.write_bytes(kept.read_bytes().replace(b"abc", b"abd", 1))
+    with pytest.warns(RuntimeWarning, match="its checksum differs"):
+        assert Listing(path).read("x") == b"abc" * 100
+
+
+def test_an_index_under_the_name_of_another_is_not_taken(tmp_path):
+    paths = [write_tar(tmp_path / f"{name}.tar", {name: name.encode()}) for name in "ab"]
+    places = []
+    for path in paths:
+        Tar(path)
+        places.append(entry_path("tar-index", identity(path)))
+    places[0].write_bytes(places[1].read_bytes())
+    with pytest.warns(RuntimeWarning, match="its checksum differs"):
+        assert Tar(paths[0]).names == ["a"]
+
+
+def test_members_that_are_no_files_are_passed_over_and_absurd_sizes_end(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as made:
+        info = tarfile.TarInfo("a.txt")
+        info.size = 4
+        made.addfile(info, io.BytesIO(b"text"))
+        link = tarfile.TarInfo("a.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "nowhere"
+        made.addfile(link)
+    (text,) = find_texts(path)
+    assert text.content() == b"text"
+    content = bytearray(path.read_bytes())
+    content[124:136] = b"\xff" * 11 + b"\x00"  # minus 256 bytes, which leads back to this very header
+    content[148:156] = b" " * 8
+    content[148:156] = b"%06o\0 " % sum(content[:512])
+    path.write_bytes(content)
+    for read in (find_texts, Listing):
+        with pytest.raises(ValueError, match=r"a.tar.*is said to have -256 bytes"):
+            read(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    files = class_folders()
+    folder = write_files(tmp_path / "folder", files)
+    (folder / "class0" / "0.png").unlink()
+    os.mkfifo(folder / "class0" / "0.png")
+    with pytest.raises(ValueError, match=r"0.png is a folder, pipe or device, no file"):
+        Listing(folder).read("class0/0.png")
+    os.mkfifo(tmp_path / "a.zip")
+    with pytest.raises(ValueError, match=r"a.zip is a folder, pipe or device"):
+        Listing(tmp_path / "a.zip")
 
 
 def test_a_part_of_a_listing_reads_by_its_own_names(folder, archive):

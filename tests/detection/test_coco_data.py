@@ -13,10 +13,12 @@ import pytest
 import torch
 from made import folder, tree, write
 from PIL import Image
+from pycocotools import mask as codes
 from pycocotools.coco import COCO
 
 from cached_transformers.data import BadFile
 from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.detection import coco_annotations
 from cached_transformers.tasks.detection.coco_files import decode_rgb
 from cached_transformers.training.loader import GroupedOrder, Share, training_batches
 
@@ -267,6 +269,77 @@ def test_contradictions_are_refused_by_name(tmp_path, change, message):
 
 
 # ------------------------------------------------------------------------------------------------- files
+
+
+def of_first(kind, key, value):
+    def change(annotations):
+        annotations[kind][0][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["images"].insert(0, 3), "entry 0 of images is 3; it must be an object"),
+        (lambda tree: tree["annotations"].append("x"), "of annotations is 'x'; it must be an object"),
+        (lambda tree: tree["categories"].append([]), r"of categories is \[\]; it must be an object"),
+        (of_first("images", "id", [1]), r"entry 0 of images has id \[1\]; it must be a whole number"),
+        (of_first("images", "id", "a"), "of images, some have text for an id and some have not"),
+        (of_first("images", "width", True), "needs a file_name and a positive whole width"),
+        (of_first("images", "height", 10**9), "of 2,147,483,648 pixels at most"),
+        (of_first("annotations", "image_id", {}), r"entry 0 of annotations has image_id {}"),
+        (of_first("annotations", "category_id", [5]), r"entry 0 of annotations has category_id \[5\]"),
+        (of_first("annotations", "id", 10**40), "entry 0 of annotations has id 1000"),
+        (of_first("annotations", "bbox", [10**400, 0, 1, 1]), "annotation 1 has bbox"),
+        (of_first("annotations", "area", "large"), "annotation 1 has area 'large'; it must be a finite number"),
+        (of_first("annotations", "area", -1), "annotation 1 has area -1"),
+        (of_first("annotations", "iscrowd", "no"), "annotation 1 has iscrowd 'no'; it must be 0 or 1"),
+        (of_first("categories", "name", ["a"]), r"has name \['a'\]; it must be text"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(tmp_path, change, message):
+    file = changed(tmp_path, lambda tree: None) / "annotations" / "instances_train2017.json"
+    annotations = json.loads(file.read_text(encoding="utf-8"))
+    change(annotations)
+    file.write_text(json.dumps(annotations), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as caught:
+        load(tmp_path)
+    assert file.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"size": [48, 64], "counts": [1, 2]},
+        {"size": [48, 64], "counts": [-5, 48 * 64 + 5]},
+        {"size": [48, 64], "counts": [True, 48 * 64 - 1]},
+        {"size": [48, 64], "counts": [10**30]},
+        {"size": [48, 64], "counts": "zz~"},
+        {"size": [48, 64], "counts": "0000"},
+        {"size": [48, 64], "counts": "\u00ff"},
+        [[0, 0, 1e300, 0, 1, 1]],
+        [[0, 0, 1e6, 0, 0, 1e6] * 40],
+        [[0, 0, "a", 0, 1, 1]],
+    ],
+)
+def test_a_code_that_leaves_the_image_never_reaches_pycocotools(tmp_path, spoiled):
+    root = changed(tmp_path, of_first("annotations", "segmentation", spoiled))
+    with pytest.warns(UserWarning, match=r"no usable segmentation\): id 1"):
+        data = load(root, masks=True)
+    assert len(data.target(100)["masks"]) == 1
+    data.truth(data.image_ids)
+
+
+def test_run_length_codes_are_read_as_pycocotools_reads_them():
+    random = np.random.default_rng(0)
+    for share in (0.0, 0.02, 0.5, 1.0):
+        mask = (random.random((37, 300)) < share).astype(np.uint8)
+        code = codes.encode(np.asfortranarray(mask))["counts"]
+        flat = np.concatenate([[0], mask.flatten(order="F")])
+        edges = np.flatnonzero(np.diff(flat))
+        wanted = np.diff(np.concatenate([[0], edges, [mask.size]]))
+        assert np.array_equal(coco_annotations._uncompressed(code), wanted)
 
 
 def test_missing_files_stop_or_are_left_out(tmp_path):

@@ -107,11 +107,17 @@ def compare_runs(run: Path, reference: Path) -> None:
     for name in ("best", "last"):
         _same(name, found.named(name).name, wanted.named(name).name)
     for left, right in zip(found.paths(), wanted.paths(), strict=True):
-        a, b = read_checkpoint(left), read_checkpoint(right)
-        _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
-        _same_tree(f"{left.name}: weights", a.weights, b.weights)
-        _same_tree(f"{left.name}: training", a.training, b.training)
+        compare_checkpoints(left, right)
+        a, b = (read_checkpoint(path).training for path in (left, right))
+        _same_tree(f"{left.name}: training", a, b)
     compare_files(run, reference)
+
+
+def compare_checkpoints(left: Path, right: Path) -> None:
+    """Whether two step folders have the same step, configuration and weights (Failure: the first difference)."""
+    a, b = read_checkpoint(left), read_checkpoint(right)
+    _same(f"{left.name}: step and configuration", (a.step, a.config), (b.step, b.config))
+    _same_tree(f"{left.name}: weights", a.weights, b.weights)
 
 
 def compare_files(folder: Path, reference: Path) -> None:

@@ -48,17 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     """Read on from the state in a file, which nobody else writes."""
-    from cached_transformers.data.tokenizers import load_tokenizer
     from cached_transformers.experiments.load import load_run
-    from cached_transformers.tasks.language.reading import TextReader, fingerprint
+    from cached_transformers.tasks.language.reading import TextReader, fingerprint, read_tokenizer
     from cached_transformers.training.checkpoint import Checkpoints
     from cached_transformers.training.run_files import TOKENIZER
 
     folder, file, checkpoint = arguments.folder, arguments.file, arguments.checkpoint
     config, model, _ = load_run(folder, checkpoint)
-    if not (folder / TOKENIZER).is_file():
-        raise ValueError(f"{folder} has no {TOKENIZER}: it is not a run of a language model on text")
-    tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes())
+    tokenizer = read_tokenizer(folder / TOKENIZER, model)
     length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)

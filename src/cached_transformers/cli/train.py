@@ -18,7 +18,12 @@ def add_parser(subparsers: Any) -> None:
     add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
     parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to continue from")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|anyway|never|PATH",
+        help="checkpoint to continue from: the newest (anyway: even if the data are others now), none, or this one",
+    )
     parser.add_argument("--variant", help="name of this run in comparisons (default: the name of its memory)")
     parser.set_defaults(run=run)
 

@@ -3,8 +3,8 @@
 Training reads files in an order of its own, and goes on from any step, so an archive must be read at random places. A
 tar is a row of 512-byte headers with the content behind each; the index says where. It is made by one pass over the
 headers and kept in the cache folder (`store.py`) under path, size and time of change of the archive. A compressed tar
-has no places to go to: it is unpacked once, to a plain tar in the cache folder. Members of a zip are compressed one by
-one.
+has no places to go to: it is unpacked once, to a plain tar in the cache folder, and its index holds a checksum of each
+member, so that what was kept is not trusted blindly. Members of a zip are compressed one by one.
 
 Why not a library: torchvision's readers want archives unpacked; webdataset reads tars from front to back and shuffles
 within a buffer, so that an epoch cannot go on from its middle; Hugging Face `datasets` unpacks or copies archives into
@@ -14,16 +14,20 @@ files of its own. `tarfile` and `zipfile` find the members here, and reading is 
 from __future__ import annotations
 
 import bz2
+import contextlib
 import copy
+import errno
 import gzip
 import hashlib
 import lzma
 import os
+import stat
 import struct
 import tarfile
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,9 +38,26 @@ from cached_transformers.files import write_whole
 from .store import Arrays, cache_folder, load_or_build
 
 ARCHIVES = (".tar", ".tar.xz", ".tar.gz", ".tar.bz2", ".tgz", ".zip")
-DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error)
-"""What the standard library raises at a damaged archive or compressed file."""
+DAMAGE = (
+    *(OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError),
+    *(LookupError, ArithmeticError, TypeError, MemoryError, RuntimeError),
+)
+"""What the standard library raises at a damaged archive or compressed file: encrypted or unknown members, links to
+nowhere and in circles, and absurd sizes are among it."""
 _OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open}
+
+
+@contextlib.contextmanager
+def naming(what: object, kind: str = "archive") -> Iterator[None]:
+    """While something is read: damage as a ValueError that names it, and errors of the disk as they are, named too."""
+    try:
+        yield
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a seek to nowhere is damage
+            error.filename = error.filename or str(what)
+            raise
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{what} cannot be read: {reason}; the {kind} is damaged, fetch it again") from error
 
 
 class Listing:
@@ -70,10 +91,9 @@ class Listing:
             if open_tars:
                 names, folders = self._opened(names, folders)
         elif root.name.lower().endswith(ARCHIVES):
-            try:
-                self._members = _Zip(root) if root.name.lower().endswith(".zip") else Tar(plain_tar(root))
-            except DAMAGE as error:
-                raise ValueError(f"{root} cannot be read: {error}; the archive is damaged, fetch it again") from error
+            refuse_special(root)
+            with naming(root):
+                self._members = _Zip(root) if root.name.lower().endswith(".zip") else open_tar(root)
             names, folders = self._members.names, self._members.folders
         else:
             raise ValueError(f"{root} is neither a folder nor an archive ({', '.join(ARCHIVES)})")
@@ -100,7 +120,7 @@ class Listing:
         if self.folder + name in self._inner:
             tar, place = self._inner[self.folder + name]
             return tar.read(place)
-        return (self.root / name).read_bytes()
+        return read_file(self.root / name)
 
     def inside(self, folder: str) -> Listing:
         """The files below one of the folders ("" is the root), by their names from there on."""
@@ -156,8 +176,30 @@ def open_listing(path: str | Path, expected: str) -> Listing:
 
 def identity(path: Path) -> dict[str, object]:
     """What a file's cached index or unpacked form is kept under."""
-    status = path.stat()
+    status = refuse_special(path)
     return {"version": 1, "path": str(path.resolve()), "bytes": status.st_size, "changed": status.st_mtime_ns}
+
+
+def refuse_special(path: Path) -> os.stat_result:
+    """Facts of a file (ValueError: it is something else; a pipe would be waited for, and a device never ends)."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is a folder, pipe or device, no file; remove it")
+    return status
+
+
+def read_file(path: Path) -> bytes:
+    """A whole file (ValueError: it is something else)."""
+    refuse_special(path)
+    return path.read_bytes()
+
+
+def as_text(content: bytes, name: object) -> str:
+    """UTF-8 as text (ValueError: it is none; `name` is what the message calls it)."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); convert it, or fetch it again") from None
 
 
 def read_at(path: Path, offset: int, size: int) -> bytes:
@@ -170,8 +212,11 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
     return content
 
 
-def plain_tar(path: Path) -> Path:
+def plain_tar(path: Path, anew: bool = False) -> Path:
     """The tar itself, or what it holds, unpacked to a plain tar in the cache folder.
+
+    Args:
+        anew: unpack it even if it was unpacked before.
 
     Raises:
         OSError: no place to write; the message says how to choose another folder. Damage shows as other errors.
@@ -181,7 +226,7 @@ def plain_tar(path: Path) -> Path:
         return path
     digest = hashlib.sha256(repr(sorted(identity(path).items())).encode()).hexdigest()[:24]
     target = cache_folder() / f"unpacked-{digest}.tar"
-    if target.is_file():
+    if target.is_file() and not anew:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +240,11 @@ def plain_tar(path: Path) -> Path:
     return target
 
 
+def open_tar(path: Path) -> Tar:
+    """A tar, plain or compressed."""
+    return UnpackedTar(path) if path.suffix.lower() in _OPENERS else Tar(path)
+
+
 class Tar:
     """A plain tar, with its index from the cache folder or made by one pass.
 
@@ -206,13 +256,61 @@ class Tar:
     """
 
     def __init__(self, path: Path) -> None:
-        arrays = load_or_build("tar-index", identity(path), lambda: _index_arrays(path))
+        self._take(path, load_or_build("tar-index", identity(path), lambda: _index_arrays(path)))
+
+    def _take(self, path: Path, arrays: Arrays) -> None:
         self.path, self.offsets, self.sizes = path, arrays["offsets"], arrays["sizes"]
         self.names, self.folders = _strings(arrays["names"]), _strings(arrays["folders"])
 
     def read(self, place: int) -> bytes:
         """Content of the file at this place in `names`."""
         return read_at(self.path, int(self.offsets[place]), int(self.sizes[place]))
+
+
+class UnpackedTar(Tar):
+    """A compressed tar, unpacked in the cache folder; a member that is not as it was unpacked is unpacked again.
+
+    The index is made when the tar is unpacked, and with it a checksum (CRC-32) of each member, which costs a read of
+    what was just written. An index that is lost takes the unpacked tar with it: nobody knows whether that is whole.
+
+    Raises:
+        OSError: no place to write. Damage of the compressed tar shows as other errors.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        arrays = load_or_build("unpacked-index", identity(source), self._unpacked)
+        self._take(plain_tar(source), arrays)
+        self._sums = arrays["sums"]
+
+    def _unpacked(self) -> Arrays:
+        self._take(path := plain_tar(self.source, anew=True), arrays := _index_arrays(path))
+        sums = [zlib.crc32(super(UnpackedTar, self).read(place)) for place in range(len(self.names))]
+        return {**arrays, "sums": np.array(sums, dtype=np.uint32)}
+
+    def read(self, place: int) -> bytes:
+        """Content of the file at this place in `names` (ValueError: unpacking again does not mend it)."""
+        content = self._whole(place)
+        if content is None:
+            message = (
+                f"{self.path} is damaged (the checksum of {self.names[place]} differs); unpacking {self.source} again"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            with naming(self.source):
+                plain_tar(self.source, anew=True)
+            content = self._whole(place)
+        if content is None:
+            raise ValueError(
+                f"{self.source}:{self.names[place]} has changed while it was read; fetch the archive again"
+            )
+        return content
+
+    def _whole(self, place: int) -> bytes | None:
+        try:
+            content = super().read(place)
+        except OSError:  # gone, or cut short
+            return None
+        return content if zlib.crc32(content) == self._sums[place] else None
 
 
 class _Zip:
@@ -239,26 +337,41 @@ class _Zip:
             if zlib.crc32(content) != checksum:
                 raise zlib.error("its checksum differs")
         except DAMAGE as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the disk's fault, not the archive's
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk's fault
                 raise
             raise ValueError(f"{self.path}:{self.names[place]} is damaged: {error}") from error
         return content
+
+
+def regular_files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Members that are files or folders, one after the other, without keeping any: millions do not fit.
+
+    Raises:
+        ValueError: a member that is said to be of less than no size, which would lead back to an earlier one, for ever.
+    """
+    for info in archive:
+        if info.size < 0:
+            raise ValueError(f"{info.name} is said to have {info.size} bytes")
+        if info.isfile() or info.isdir():
+            yield info
+        archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen
 
 
 def _index_arrays(path: Path) -> Arrays:
     names, folders, offsets, sizes = [], [], [], []
     try:
         with tarfile.open(path, "r:") as archive:
-            for info in archive:
+            for info in regular_files(archive):
                 name = info.name.removeprefix("./").rstrip("/")
                 if info.isdir():
                     folders.append(name)
-                elif info.isfile():
+                else:
                     names.append(name)
                     offsets.append(info.offset_data)
                     sizes.append(info.size)
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps every member it has seen; millions do not fit
-    except tarfile.TarError as error:
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         raise ValueError(f"{path} is no tar archive, or damaged: {error}; fetch it again") from error
     length = path.stat().st_size
     if offsets and (end := offsets[-1] + sizes[-1]) > length:  # tarfile takes the end for the end

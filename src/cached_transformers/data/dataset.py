@@ -5,11 +5,13 @@ Shape legend: B batch, N tokens (padded), C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
+
+from .samples import Sample
 
 
 class Batch(NamedTuple):
@@ -56,6 +58,9 @@ class LabelledDataset:
         split: one of `SPLITS`.
         labels: one class index per item, integers (size,).
         classes: number of classes.
+
+    Raises:
+        ValueError: a label that is none of the classes.
     """
 
     augment = False
@@ -65,6 +70,9 @@ class LabelledDataset:
         self.split = split
         self.labels = np.asarray(labels, dtype=np.int64)
         self.classes = classes
+        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < classes:
+            found = f"from {self.labels.min()} to {self.labels.max()}"
+            raise ValueError(f"{name}, {split}: labels reach {found}, and must lie in 0..{classes - 1}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -72,6 +80,10 @@ class LabelledDataset:
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model; subclasses add the shape of an input."""
         return {"name": self.name, "split": self.split, "size": len(self), "classes": self.classes}
+
+    def samples(self) -> Iterator[Sample]:
+        """What tells these data from others (`data/samples.py`); subclasses add what the labels belong to."""
+        yield self.labels
 
     def baselines(self, train: LabelledDataset) -> dict[str, float]:
         """Accuracies (0..1) on this split of guessers fitted to `train` that learn nothing of the task."""

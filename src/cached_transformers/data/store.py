@@ -1,7 +1,8 @@
 """Arrays kept on disk between processes: written atomically, checked by digest, rebuilt when damaged.
 
-One file holds the SHA-256 of its payload (64 hexadecimal digits and a line feed) followed by the payload, a numpy
-archive. The name holds the digest of everything that decides the content.
+One file holds a SHA-256 (64 hexadecimal digits and a line feed) followed by the payload, a numpy archive. The name
+holds the digest of everything that decides the content, and is hashed with the payload: a file under the name of
+another is as wrong as one with a flipped bit. Older files, of whose payload alone the digest is, are read, too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _read(path: Path) -> Arrays | None:
         warnings.warn(f"{path} cannot be read ({error}); generating its content again", RuntimeWarning, stacklevel=3)
         return None
     digest, _, payload = content.partition(b"\n")
-    if hashlib.sha256(payload).hexdigest().encode() != digest:
+    if digest not in (_digest(path, payload), hashlib.sha256(payload).hexdigest().encode()):
         message = f"{path} is damaged (its checksum differs); generating its content again"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return None
@@ -68,7 +69,8 @@ def _read(path: Path) -> Arrays | None:
 def _keep(path: Path, arrays: Arrays) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _serialise(arrays))
+        payload = _serialise(arrays)
+        write_whole(path, _digest(path, payload) + b"\n" + payload)
     except OSError as error:
         message = (
             f"cannot keep generated data in {path.parent} ({error}), so the next process generates it again; "
@@ -85,5 +87,8 @@ def _serialise(arrays: Arrays) -> bytes:
             np.save(member, array, allow_pickle=False)
             # A fixed date makes the file a pure function of the arrays.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), member.getvalue(), zipfile.ZIP_DEFLATED)
-    payload = buffer.getvalue()
-    return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+    return buffer.getvalue()
+
+
+def _digest(path: Path, payload: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\n" + payload).hexdigest().encode()

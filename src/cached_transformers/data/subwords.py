@@ -10,8 +10,9 @@ The four special ids come first: `PAD`, `BEGIN`, `END`, `UNKNOWN`.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,28 @@ SPECIALS = ("<pad >", "<s >", "</s >", "<unk >")
 SUBWORDS = ("bpe", "unigram")
 FORMATS = ("raw", "moses")
 SMALLEST = len(SPECIALS) + 256
+
+
+@contextlib.contextmanager
+def loading(called: object) -> Iterator[None]:
+    """While a stored tokenizer is made again: whatever goes wrong as a ValueError that names it."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:  # foreign JSON gives errors of every kind, and so do the libraries
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{called} is no tokenizer of this library, or damaged: {reason}") from error
+
+
+def trained_model(model: str) -> Any:
+    """A tokenizer of the `tokenizers` library from its JSON (ValueError: it has ids beyond their number)."""
+    made = require("tokenizers", extra="language").Tokenizer.from_str(model)
+    made.encode_special_tokens = True  # a text that holds the name of a special token means its characters
+    size, highest = made.get_vocab_size(), max(made.get_vocab().values(), default=-1)
+    if highest != size - 1:
+        raise ValueError(f"its {size} ids reach up to {highest}; they must be 0, 1, 2, ...")
+    return made
 
 
 class Subwords(Protocol):
@@ -60,9 +83,8 @@ class ByteSubwords:
 
     def __init__(self, model: str) -> None:
         self._json = model
-        self._model: Any = require("tokenizers", extra="language").Tokenizer.from_str(model)
-        self._model.encode_special_tokens = True  # a text that holds the name of one means its characters
-        self.vocabulary = self._model.get_vocab_size()
+        self._model = trained_model(model)
+        self.vocabulary: int = self._model.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         found = self._model.encode_batch([f" {text}" if text else "" for text in texts], add_special_tokens=False)
@@ -172,17 +194,21 @@ class PairTokenizer:
         return json.dumps({"kind": "pair", "source": self.source.stored(), "target": target, **options}).encode()
 
 
-def load_pair_tokenizer(stored: dict[str, Any]) -> PairTokenizer:
-    """The tokenizer of parsed `PairTokenizer.dump`."""
-    target = None if stored["target"] is None else load_subwords(stored["target"])
-    return PairTokenizer(load_subwords(stored["source"]), target, stored["format"], stored["lowercase"])
+def load_pair_tokenizer(tree: dict[str, Any]) -> PairTokenizer:
+    """The tokenizer of parsed `PairTokenizer.dump`; what is none gives errors of any kind (see `loading`)."""
+    if tree["format"] not in FORMATS or not isinstance(tree["lowercase"], bool):
+        raise ValueError(f"format={tree['format']!r} and lowercase={tree['lowercase']!r} are no options")
+    target = None if tree["target"] is None else load_subwords(tree["target"])
+    return PairTokenizer(load_subwords(tree["source"]), target, tree["format"], tree["lowercase"])
 
 
-def load_subwords(stored: dict[str, Any]) -> Subwords:
-    """The subwords that `stored` described."""
-    if stored["kind"] == "sentencepiece":
-        return SentencePieces(base64.b64decode(stored["model"]))
-    return ByteSubwords(stored["model"])
+def load_subwords(tree: dict[str, Any]) -> Subwords:
+    """The subwords that `Subwords.stored` described."""
+    if tree["kind"] == "sentencepiece":
+        return SentencePieces(base64.b64decode(tree["model"]))
+    if tree["kind"] != "bytes":
+        raise ValueError(f"kind={tree['kind']!r} is unknown")
+    return ByteSubwords(tree["model"])
 
 
 def train_subwords(kind: str, texts: Iterable[str], size: int, text_format: str) -> ByteSubwords:
@@ -237,12 +263,14 @@ def read_pair_tokenizer(path: str, text_format: str, lowercase: bool) -> PairTok
         )
     content = file.read_bytes()
     try:
-        stored = json.loads(content)
-    except ValueError:
-        return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
-    if not isinstance(stored, dict) or stored.get("kind") != "pair":
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        with loading(f"data.tokenizer={path!r}"):
+            return PairTokenizer(SentencePieces(content), None, text_format, lowercase)
+    if not isinstance(tree, dict) or tree.get("kind") != "pair":
         raise ValueError(f"data.tokenizer={path!r} is not the tokenizer of a translation run; give another")
-    found = load_pair_tokenizer(stored)
+    with loading(f"data.tokenizer={path!r}"):
+        found = load_pair_tokenizer(tree)
     if (found.text_format, found.lowercase) != (text_format, lowercase):
         raise ValueError(
             f"data.tokenizer={path!r} is of text_format={found.text_format}, lowercase={found.lowercase}; set "

@@ -51,6 +51,11 @@ class TextDataset:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def samples(self) -> Iterator[np.ndarray]:
+        """What tells this text from others (`data/samples.py`)."""
+        yield self.tokens
+        yield self.starts
+
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model; ends are token ids, empty where the tokenizer has none."""
         lines = self.tokenizer.line_ends

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .archives import ARCHIVES, DAMAGE
+from .archives import ARCHIVES, naming, read_file, regular_files
 from .splits import SPLIT_WORDS, named_split
 
 TextPath = str | Path | Mapping[str, str | Path]
@@ -38,14 +38,10 @@ class TextFile:
 
     def content(self) -> bytes:
         """The text as bytes, decompressed (ValueError: the file is damaged)."""
-        try:
-            content = self.path.read_bytes() if self.member is None else _read_member(self.path, self.member)
+        with naming(self, "file"):
+            content = read_file(self.path) if self.member is None else _read_member(self.path, self.member)
             decompress = DECOMPRESS.get(PurePosixPath(self.name).suffix)
             return content if decompress is None else decompress(content)
-        except FileNotFoundError:
-            raise
-        except DAMAGE as error:
-            raise ValueError(f"{self} cannot be read: {error}; the file is damaged, fetch it again") from error
 
     def stem(self) -> str:
         """File name without the suffixes of text and compression: `wiki.train` for wiki.train.tokens.xz."""
@@ -145,22 +141,20 @@ def decoded(content: bytes, name: object, exact: bool = False) -> str:
 
 def _is_text(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+    if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
         return False
     return any(parts[-1].endswith(f"{text}{packed}") for text in _TEXT for packed in ("", *DECOMPRESS))
 
 
 def members(archive: Path) -> list[TextFile]:
     """The texts in an archive; all its files when none is named as one (enwik8.zip holds `enwik8`)."""
-    try:
+    with naming(archive):
         if archive.name.endswith(".zip"):
             with zipfile.ZipFile(archive) as packed:
                 names = [info.filename for info in packed.infolist() if not info.is_dir()]
         else:
             with tarfile.open(archive) as unpacked:
-                names = [info.name for info in unpacked if info.isfile()]
-    except DAMAGE as error:
-        raise ValueError(f"{archive} cannot be read: {error}; the archive is damaged, fetch it again") from error
+                names = [info.name for info in regular_files(unpacked) if info.isfile()]
     texts = [name for name in names if _is_text(name)]
     return [TextFile(archive, name, member=name) for name in texts or names]
 
@@ -170,6 +164,9 @@ def _read_member(archive: Path, member: str) -> bytes:
         with zipfile.ZipFile(archive) as packed:
             return packed.read(member)
     with tarfile.open(archive) as unpacked:
-        file = unpacked.extractfile(member)
-        assert file is not None
+        # The last one of its name, as in every tar, but no link of that name.
+        found = [info for info in regular_files(unpacked) if info.name == member and info.isfile()]
+        file = unpacked.extractfile(found[-1]) if found else None
+        if file is None:
+            raise ValueError(f"it has no file {member!r} any more")
         return file.read()

@@ -19,12 +19,13 @@ import numpy as np
 from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
 
-from .subwords import load_pair_tokenizer
+from .subwords import load_pair_tokenizer, loading, trained_model
 
 UNKNOWN, END = "<unk>", "<eos>"
 SPECIALS = ("pad", "begin", "end", "mask")
 SENTENCE_MARKS = (".", "!", "?")
 BPE_SIZE = 16_000
+_MOST_SENTINELS = 1_000_000
 _CHUNK = 1 << 16  # characters that are encoded at once
 _PIECES = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
@@ -128,8 +129,7 @@ class BytePairTokenizer:
 
     def __init__(self, model: str) -> None:
         self._json = model
-        self._model: Any = require("tokenizers", extra="language").Tokenizer.from_str(model)
-        self._model.encode_special_tokens = True  # a text that holds "<eos>" means these five characters
+        self._model = trained_model(model)
         self.vocabulary = self._model.get_vocab_size()
         texts = [self._model.decode([index], skip_special_tokens=False) for index in range(self.vocabulary)]
         ends = tuple(f"{mark}{quote}" for mark in SENTENCE_MARKS for quote in ("", '"', "'", ")", "\u201d"))
@@ -233,18 +233,31 @@ def train_tokenizer(kind: str, texts: Iterable[str], size: int | None, punctuati
     return WordTokenizer.train(texts, size, punctuation) if kind == "word" else BytePairTokenizer.train(texts, size)
 
 
-def load_tokenizer(content: bytes) -> Tokenizer:
-    """The tokenizer that `dump` wrote."""
-    stored = json.loads(content)
-    if stored["kind"] == "byte":
+def load_tokenizer(content: bytes, called: object = "the tokenizer") -> Tokenizer:
+    """The tokenizer that `dump` wrote (ValueError: it is none; `called` is what the message calls it)."""
+    with loading(called):
+        return _loaded(json.loads(content))
+
+
+def _loaded(tree: dict[str, Any]) -> Tokenizer:
+    if tree["kind"] == "byte":
         return ByteTokenizer()
-    if stored["kind"] == "pair":
-        return load_pair_tokenizer(stored)
-    if stored["kind"] == "special":
-        return SpecialTokens(load_tokenizer(stored["text"].encode()), stored["sentinels"])
-    if stored["kind"] == "word":
-        return WordTokenizer(stored["words"], stored["punctuation"])
-    return BytePairTokenizer(stored["model"])
+    if tree["kind"] == "pair":
+        return load_pair_tokenizer(tree)
+    if tree["kind"] == "special":
+        if type(tree["sentinels"]) is not int or tree["sentinels"] > _MOST_SENTINELS:
+            raise ValueError(f"sentinels={tree['sentinels']!r} is no number of ids")
+        return SpecialTokens(_loaded(json.loads(tree["text"])), tree["sentinels"])
+    if tree["kind"] == "word":
+        words, punctuation = tree["words"], tree["punctuation"]
+        if not isinstance(punctuation, bool) or words[:2] != [UNKNOWN, END] or len(set(words)) != len(words):
+            raise ValueError(f"its words must be text, begin with {UNKNOWN} and {END}, and occur once each")
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("its words must be text")
+        return WordTokenizer(words, punctuation)
+    if tree["kind"] != "bpe":
+        raise ValueError(f"kind={tree['kind']!r} is unknown")
+    return BytePairTokenizer(tree["model"])
 
 
 def check_kind(kind: str, size: int | None) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, stored_config
 from cached_transformers.training.checkpoint_average import load_average
-from cached_transformers.training.config import RunConfig
+from cached_transformers.training.config import RunConfig, config_to_dict, differing_keys, with_defaults
 from cached_transformers.training.run_files import CATEGORIES, CONFIG
+from cached_transformers.training.same_data import refuse_exchanged
 from cached_transformers.yaml_tree import flatten, parse_yaml
 
 from .build import build_model, without_checkpoint
@@ -40,16 +41,28 @@ def load_run(
         checkpoint = "last" if config.training.test == "last" else "best"
         average = config.training.average_last if average is None and config.training.average_last > 1 else average
     if average is not None:
+        refuse_exchanged(folder, read_checkpoint(Checkpoints(folder / "checkpoints").named("last")))
         model = build_model(without_checkpoint(config))
         return config, model, load_average(model, folder, average, config.training.average_caches)
     path = Checkpoints(folder / "checkpoints").named(checkpoint) if checkpoint in ("best", "last") else Path(checkpoint)
     stored = read_checkpoint(path)
+    refuse_exchanged(folder, stored)
+    changed = [key for key in differing_keys(with_defaults(stored.config), config_to_dict(config)) if _of_model(key)]
+    if changed:
+        raise ValueError(
+            f"{folder / CONFIG} describes another model than {path} holds; undo the change, or carry out the run's "
+            f"`cached train` again, which writes it anew: {'; '.join(changed[:5])}"
+        )
     model = build_model(without_checkpoint(config))
     try:
         model.load_state_dict(stored.weights)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from None
     return config, model, stored.step
+
+
+def _of_model(difference: str) -> bool:
+    return difference.startswith("model.") or difference.startswith("model:")
 
 
 def read_run_config(folder: str | Path) -> RunConfig:
@@ -88,5 +101,10 @@ def read_categories(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / CATEGORIES
     if not path.is_file():
         raise ValueError(f"{folder} has no {CATEGORIES}: it is not a run of a detector")
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        if all(isinstance(record["name"], str) and isinstance(record["id"], int) for record in found):
+            return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError(f"{path} is damaged: it must list the id and the name of each class; put it back")

@@ -21,6 +21,7 @@ from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run_files import BAD_FILES, CONFIG
 from cached_transformers.training.run_lock import main_holds
+from cached_transformers.training.same_data import data_file
 from cached_transformers.training.trainer import Trainer
 
 from .build import build_dataset, build_model, memory_name, without_checkpoint
@@ -39,7 +40,7 @@ def run_training(
     Args:
         config: from `load_config`; options that the data determine are filled in.
         folder: the run folder, made when absent.
-        resume: "auto", "never", or the path of a checkpoint.
+        resume: "auto", "anyway", "never", or the path of a checkpoint; see `Trainer.resume`.
         console: where progress goes; None is silent.
         variant: name of the arm of a comparison.
 
@@ -75,7 +76,8 @@ def _train_test_report(
     with main_first(processes):
         train, validation = (build_dataset(config, split) for split in ("train", "validation"))
         test = None if config.training.test == "none" else build_dataset(config, "test")
-    trainer = _begun(fill_from_data(config, train.describe()), train, validation, folder, resume, processes, reporter)
+    splits = {"train": train, "validation": validation, "test": test}
+    trainer = _begun(fill_from_data(config, train.describe()), splits, folder, resume, processes, reporter)
     facts = trainer.task.facts()
     for name, value in facts.items():
         reporter.message(f"{name.replace('_', ' ')}: {value:,.4g}")
@@ -105,13 +107,14 @@ def _train_test_report(
 
 
 def _begun(
-    config: RunConfig, train: Any, validation: Any, folder: Path, resume: str, processes: World, reporter: Reporter
+    config: RunConfig, splits: Mapping[str, Any], folder: Path, resume: str, processes: World, reporter: Reporter
 ) -> Trainer:
     """A trainer that stands where the run is to begin or to go on, and the run folder with what describes it."""
     continued = resume != "never" and bool(Checkpoints(folder / "checkpoints").paths())
     model = build_model(without_checkpoint(config) if continued else config)
-    task = make_task(config, model, train, validation, processes)
+    task = make_task(config, model, splits["train"], splits["validation"], processes)
     trainer = Trainer(config, task, folder, processes, reporter)
+    trainer.files |= data_file(splits)
     if continued:
         task.check_continued(folder)
     check_average(config)
@@ -120,7 +123,7 @@ def _begun(
     if processes.main:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, config_to_yaml(config).encode())
-        write_files(folder, task.files())
+        write_files(folder, trainer.files)
     return trainer
 
 

@@ -52,10 +52,19 @@ def bad_files(processes: World, *datasets: Any) -> dict[str, str]:
 def write_bad_files(folder: Path, found: Mapping[str, str]) -> int:
     """Add files to `bad_files.json`, which holds those of earlier sessions of the run; how many it then names."""
     path = folder / BAD_FILES
-    files = {**(json.loads(path.read_text(encoding="utf-8"))["files"] if path.is_file() else {}), **found}
+    files = {**(_bad_before(path) if path.is_file() else {}), **found}
     if files:
         write_whole(path, json_text({"count": len(files), "files": files}))
     return len(files)
+
+
+def _bad_before(path: Path) -> dict[str, str]:
+    """What `bad_files.json` names; nothing where it is damaged, since it is there to be read by people."""
+    try:
+        found = json.loads(path.read_bytes())["files"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_evaluation(folder: Path, result: dict[str, Any]) -> None:

@@ -92,7 +92,8 @@ class SeededRows(TorchDataset[tuple[Tensor, int]]):
                     raise
                 self.met.append(error)
         raise ValueError(
-            f"{_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file}; fetch the data again"
+            f"{_IN_A_ROW} files in a row cannot be used, the last {self.met[-1].file} ({self.met[-1].reason}); fetch "
+            "the data again"
         )
 
 

@@ -96,17 +96,27 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out."""
+    """Lines of a metrics file; none when it does not exist, and an unfinished last line is left out.
+
+    Raises:
+        ValueError: a line (named) that is not JSON, or none of ours.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # Line feeds alone end lines, and none stands in JSON; what is not UTF-8 is no JSON either.
+    lines = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
     parsed = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines if lines != [""] else [], 1):
+        way = f"{path}, line {number} is not one of ours; the file was changed or damaged: remove the line"
         try:
-            parsed.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line.encode())  # refuses what was escaped
+        except (ValueError, RecursionError):
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON; the file was changed by hand") from None
+                raise ValueError(way) from None
+            continue
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            raise ValueError(way)
+        parsed.append(found)
     return parsed
 
 

@@ -29,6 +29,7 @@ from .loader import mixed_seed
 from .metrics import EventFiles, MetricsFile, tallies
 from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
 from .progress import Reporter
+from .same_data import refuse_other_data, sums
 from .scores import goodness
 from .task import Task
 
@@ -46,6 +47,9 @@ class Trainer:
         world: the processes that train together; only the main one writes.
         reporter: what shows the progress.
 
+    Attributes:
+        files: files of the run by name, of which checkpoints hold the sums.
+
     Raises:
         ValueError: settings that this model or machine cannot satisfy.
     """
@@ -58,6 +62,7 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
+        self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
@@ -85,7 +90,8 @@ class Trainer:
         return self.average.module if self.average is not None and self.average.updates else self.model
 
     def resume(self, mode: str) -> None:
-        """Continue from a checkpoint: "auto" (the newest valid one, if any), "never", or a path.
+        """Continue from a checkpoint: "auto" (the newest valid one, if any), "anyway" (that one, with whatever the data
+        are now), "never", or a path.
 
         Raises:
             ValueError: the checkpoint is bad, or belongs to another configuration; the message says why.
@@ -96,7 +102,7 @@ class Trainer:
                     f"{self.folder} holds a run already; continue it with --resume auto, or use another --out"
                 )
             return
-        if mode == "auto":
+        if mode in ("auto", "anyway"):
             checkpoint, problems = self.checkpoints.newest_valid()
             for problem in problems:
                 self.reporter.message(f"skipped: {problem}")
@@ -113,6 +119,9 @@ class Trainer:
             )
         if checkpoint.step > self.settings.steps:
             raise ValueError(f"{checkpoint.path} is beyond training.steps={self.settings.steps}; ask for more steps")
+        other = refuse_other_data(checkpoint, self.files, self.folder, mode == "anyway")
+        if other is not None:
+            self.reporter.message(f"{other}; going on with them")
         self._load(checkpoint)
         self._settle(checkpoint)
         self.reporter.message(f"continuing from {checkpoint.path}")
@@ -191,6 +200,7 @@ class Trainer:
             "tallies": self._tallies,
             "carried": carried,
             "rank_buffers": by_rank(self.model, self.world),
+            "files": sums(self.files),
         }
         if self.average is not None:
             live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from cached_transformers.data.archives import as_text
 from cached_transformers.experiments.statistics import summarise, summarise_pairs
 
 from .cache_use_table import cache_use_statistics
@@ -116,7 +117,7 @@ def read_run(folder: str | Path) -> Run:
         records=_read_records(folder / "metrics.jsonl"),
         summary=_read_object(summary) if summary.is_file() else {},
         gates=_read_gates(gates) if gates.is_file() else None,
-        config=config.read_text(encoding="utf-8") if config.is_file() else None,
+        config=as_text(config.read_bytes(), config) if config.is_file() else None,
         evaluation=_read_object(evaluation) if evaluation.is_file() else None,
     )
 
@@ -167,12 +168,12 @@ def find_comparisons(folder: str | Path, sections: Sequence[str] | None = None) 
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = as_text(path.read_bytes(), path).splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # a run in progress may be in the middle of writing its last line
                 break
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
@@ -184,8 +185,8 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        data = json.loads(as_text(path.read_bytes(), path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(data).__name__}")

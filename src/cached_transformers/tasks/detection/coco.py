@@ -8,8 +8,9 @@ Shape legend: N objects, C channels, H height, W width.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.data.image_files import BadFile
+from cached_transformers.data.samples import Sample, read_samples
 from cached_transformers.data.splits import check_split
 from cached_transformers.extras import require
 from cached_transformers.registry import DATASETS
@@ -215,6 +217,16 @@ class CocoDetection:
     def truth(self, image_ids: Sequence[int]) -> Any:
         """Ground truth of some images as a `pycocotools.coco.COCO`, crowds and all."""
         return self.annotations.truth(image_ids)
+
+    def samples(self) -> Iterator[Sample]:
+        """What tells these data from others (`data/samples.py`): classes, boxes, and some of the images and masks."""
+        yield json.dumps([self.class_names, self.image_ids]).encode()
+        objects = [found for number in self.image_ids for found in self.annotations.objects.get(number, [])]
+        yield np.array([found["box"] for found in objects], dtype=np.float64)
+        yield np.array([found["class"] for found in objects], dtype=np.int64)
+        yield from read_samples(len(objects), lambda place: repr(objects[place]["segmentation"]).encode())
+        names = [self.annotations.images[number]["file_name"] for number in self.image_ids]
+        yield from read_samples(len(names), lambda place: self._files.read(names[place]))
 
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model."""

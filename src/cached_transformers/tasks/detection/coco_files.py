@@ -87,7 +87,7 @@ def _archives(root: Path) -> Iterator[Listing]:
 def _parsed(content: bytes, label: str) -> dict[str, Any]:
     try:
         tree = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{label} is not JSON: {error}; is it complete?") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{label} must hold a JSON object, not {type(tree).__name__}")

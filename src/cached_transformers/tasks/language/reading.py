@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import state as states
-from cached_transformers.data.tokenizers import Tokenizer
+from cached_transformers.data.subwords import PairTokenizer
+from cached_transformers.data.tokenizers import SpecialTokens, Tokenizer, load_tokenizer
 
 from .streaming import Progress, read_stream
 from .text_pieces import Piece, text_pieces
@@ -128,6 +129,31 @@ class TextReader:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         place = self.places.place(now.consumed)
         states.save(_bookmark(now.state, *place, now.tokens, now.nats, self.what), self.path)
+
+
+def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:
+    """The tokenizer in a folder of a run of a language model.
+
+    Args:
+        path: the file. model: of the run.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it belongs to another run or to a run of another kind.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: it is not a run of a language model on text")
+    found = load_tokenizer(path.read_bytes(), path)
+    if isinstance(found, (PairTokenizer, SpecialTokens)) or not hasattr(model, "init_state"):
+        raise ValueError(
+            f"{path.parent} is a run on pairs of texts, and a stream is read by a language model; give another run, or "
+            "use cached translate where these are translations"
+        )
+    size = getattr(model, "vocabulary", found.vocabulary)
+    if found.vocabulary > size:
+        raise ValueError(
+            f"{path} has {found.vocabulary} ids, the model {size}: it is that of another run; put the run's own back"
+        )
+    return found
 
 
 def fingerprint(checkpoint: Path, file: Path, length: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from cached_transformers.data.archives import naming
 from cached_transformers.data.tokenizers import Tokenizer
 
 BLOCK = 1 << 16
@@ -34,33 +35,42 @@ def text_pieces(path: Path, tokenizer: Tokenizer, begin: int = 0) -> Iterator[Pi
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, is shorter than `begin`, or has lines that are longer than 1 MiB.
+        ValueError: the file is damaged, is shorter than `begin`, or has lines that are longer than 1 MiB; or it is not
+            UTF-8 and the tokenizer needs that.
     """
     exact = tokenizer.vocabulary == 256 and tokenizer.lossless  # bytes may be cut anywhere
     first = [tokenizer.start] if begin == 0 else []
+    with _OPEN.get(path.suffix, open)(path, "rb") as file:
+        _skip(file, begin, path)
+        rest = b""
+        while block := _read(file, BLOCK, path):
+            rest += block
+            end = len(rest) if exact else _last_cut(rest)
+            if end:
+                yield Piece([*first, *_encode(tokenizer, rest[:end], False, path, begin)], begin, begin + end)
+                first, rest, begin = [], rest[end:], begin + end
+            elif len(rest) > LONGEST:
+                raise ValueError(
+                    f"{path} has no line end in {LONGEST:,} bytes from byte {begin:,} on, and a token may not be "
+                    "cut; break the text into lines, or train with data.tokenizer=byte"
+                )
+        if rest:
+            yield Piece([*first, *_encode(tokenizer, rest, True, path, begin)], begin, begin + len(rest))
+
+
+def _read(file: IO[bytes], size: int, path: Path) -> bytes:
+    """So many bytes of the (decompressed) text, or what is left of it (ValueError: the file is damaged)."""
+    with naming(path, "file"):
+        return file.read(size)
+
+
+def _encode(tokenizer: Tokenizer, text: bytes, last: bool, path: Path, begin: int) -> list[int]:
     try:
-        with _OPEN.get(path.suffix, open)(path, "rb") as file:
-            _skip(file, begin, path)
-            rest = b""
-            while block := file.read(BLOCK):
-                rest += block
-                end = len(rest) if exact else _last_cut(rest)
-                if end:
-                    yield Piece([*first, *_encode(tokenizer, rest[:end], False)], begin, begin + end)
-                    first, rest, begin = [], rest[end:], begin + end
-                elif len(rest) > LONGEST:
-                    raise ValueError(
-                        f"{path} has no line end in {LONGEST:,} bytes from byte {begin:,} on, and a token may not be "
-                        "cut; break the text into lines, or train with data.tokenizer=byte"
-                    )
-            if rest:
-                yield Piece([*first, *_encode(tokenizer, rest, True)], begin, begin + len(rest))
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}; the file is damaged, fetch it again") from error
-
-
-def _encode(tokenizer: Tokenizer, text: bytes, last: bool) -> list[int]:
-    ids = tokenizer.encode(text.decode("utf-8", "surrogateescape")).tolist()
+        ids = tokenizer.encode(text.decode("utf-8", "surrogateescape")).tolist()
+    except (UnicodeError, TypeError) as error:  # byte pairs are of characters
+        raise ValueError(
+            f"{path} is not UTF-8 behind byte {begin:,}; convert it, or train with data.tokenizer=byte"
+        ) from error
     # Byte pairs mark the end of a document, which a piece in the middle is not.
     return ids[:-1] if not last and tokenizer.ends_document else ids
 
@@ -74,7 +84,7 @@ def _last_cut(text: bytes) -> int:
 
 def _skip(file: IO[bytes], count: int, path: Path) -> None:
     while count:
-        skipped = len(file.read(min(count, BLOCK)))
+        skipped = len(_read(file, min(count, BLOCK), path))
         if not skipped:
             raise ValueError(
                 f"{path} is shorter than what was read of it before; give the same file, or another --state"

@@ -6,7 +6,7 @@ Legend: N tokens of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,10 @@ class Denoising:
     def collate(self, items: Sequence[Pair]) -> PairBatch:
         """Padded pairs; lengths are multiples of 8 where `max_length` is one."""
         return pad_pairs(items, self.tokenizer.pad, self._multiple)
+
+    def samples(self) -> Iterator[np.ndarray]:
+        """What tells this text from others (`data/samples.py`)."""
+        return self.text.samples()
 
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model; pad, begin and end are ids."""

@@ -8,7 +8,7 @@ validation and test keep every line, so that scores are of the whole split.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -280,6 +280,12 @@ class Translation:
         if self.split == "train":
             raise ValueError("training pairs may be left out, so their lines do not stand beside the items")
         return self.parallel(self.split)
+
+    def samples(self) -> Iterator[np.ndarray]:
+        """What tells these pairs from others (`data/samples.py`)."""
+        yield self.lengths
+        for tokens in self._tokens:
+            yield tokens.numpy()
 
     def describe(self) -> dict[str, object]:
         """Facts for reports and for building a model."""

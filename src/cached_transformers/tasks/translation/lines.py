@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 def read_tokenizer(path: Path) -> PairTokenizer:
     """The tokenizer in a folder of a translation run (ValueError when it is none)."""
-    found = load_tokenizer(path.read_bytes()) if path.is_file() else None
+    found = load_tokenizer(path.read_bytes(), path) if path.is_file() else None
     if not isinstance(found, PairTokenizer):
         raise ValueError(f"{path.parent} is not a run of a translation model: it has no {path.name} of two languages")
     return found

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cached_transformers.data.archives import Listing, identity, open_listing
+from cached_transformers.data.archives import Listing, as_text, identity, open_listing
 from cached_transformers.data.image_files import open_picture
 from cached_transformers.data.store import load_or_build
 from cached_transformers.extras import require
@@ -101,7 +101,9 @@ class _CIFAR(StoredImages):
         if self.count == len(CLASSES):
             return list(CLASSES)
         listed = [name for name in listing.names if PurePosixPath(name).name == "fine_label_names.txt"]
-        names = listing.read(listed[0]).decode("utf-8").split() if listed else [f"class {n}" for n in range(self.count)]
+        if not listed:
+            return [f"class {number}" for number in range(self.count)]
+        names = as_text(listing.read(listed[0]), listing.root / listed[0]).split()
         if len(names) != self.count:
             raise ValueError(f"{listing.root / listed[0]} names {len(names)} classes, {self.title} has {self.count}")
         return names

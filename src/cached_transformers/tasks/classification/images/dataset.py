@@ -14,7 +14,7 @@ Shape legend: B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cached_transformers.data.dataset import Batch, LabelledDataset
 from cached_transformers.data.image_files import BadFile, open_picture
+from cached_transformers.data.samples import Sample, read_samples
 from cached_transformers.data.splits import check_fraction, check_split, items_of_split
 from cached_transformers.extras import require
 
@@ -170,6 +171,10 @@ class StoredImages(ImageDataset):
     def pixels(self, index: int) -> Tensor:
         return torch.from_numpy(self._images[index].copy())
 
+    def samples(self) -> Iterator[Sample]:
+        yield from super().samples()
+        yield self._images
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EncodedImages(ImageDataset):
@@ -218,6 +223,10 @@ class EncodedImages(ImageDataset):
     def encoded(self, index: int) -> tuple[bytes, object]:
         """The file of one item, and what errors call it."""
         raise NotImplementedError("abstract: a data set of files reads its own")
+
+    def samples(self) -> Iterator[Sample]:
+        yield from super().samples()
+        yield from read_samples(len(self), lambda index: self.encoded(index)[0])
 
     def picture(self, index: int) -> Any:
         """One item as a PIL image, upright, in its own size (BadFile: the file (named) cannot be decoded)."""

@@ -32,6 +32,8 @@ from cached_transformers.registry import DATASETS
 from .class_folders import is_image, report_empty_classes
 from .dataset import AUGMENTATION_DEFAULTS, BadFiles, EncodedImages
 
+MOST_CLASSES = 1_000_000
+"""Classes of a data set, so that a label that is none does not ask for as many outputs."""
 ShardPath = str | Path | Mapping[str, str | Path]
 
 
@@ -91,6 +93,13 @@ class ImageShards(EncodedImages):
         train = _index(shards["train"], self.label, tars, self.bad_files)
         chosen = train if source == "train" else _index(shards[source], self.label, tars, self.bad_files)
         number = len(tars) or self.classes or int(train.label.max()) + 1
+        if number > MOST_CLASSES:
+            where = (
+                f"data.classes={number}"
+                if self.classes
+                else f"{train.file(int(train.label.argmax()))}: label {number - 1}"
+            )
+            raise ValueError(f"{where} is beyond {MOST_CLASSES:,} classes; is it one?")
         names = classes or [f"class {place}" for place in range(number)]
         for part in (train, chosen):
             part.check_labels(number)
@@ -208,7 +217,7 @@ def _index(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_file
         else:
             key = {**identity(shard), "label": label}
             found = load_or_build("shard-index", key, lambda shard=shard: _labelled(shard, label))  # type: ignore[misc]
-            _report_missing(shard, found["missing"].tobytes().decode("utf-8"), bad_files)
+            _report_missing(shard, found["missing"].tobytes().decode("utf-8", "surrogateescape"), bad_files)
         places = np.full(len(found["offsets"]), number, dtype=np.int32)
         columns.append((places, found["offsets"], found["sizes"], found["labels"]))
     examples = Examples(list(shards), *(np.concatenate(column) for column in zip(*columns, strict=True)))
@@ -255,7 +264,7 @@ def _labelled(shard: Path, label: str) -> Arrays:
         "offsets": tar.offsets[places],
         "sizes": tar.sizes[places],
         "labels": np.array([labels[example] for example in both], dtype=np.int64),
-        "missing": np.frombuffer("\n".join(missing).encode("utf-8"), dtype=np.uint8),
+        "missing": np.frombuffer("\n".join(missing).encode("utf-8", "surrogateescape"), dtype=np.uint8),
     }
 
 
@@ -264,8 +273,10 @@ def _label(content: bytes, key: str, name: str) -> int:
         value = json.loads(content)[key] if key else int(content)
         if isinstance(value, bool) or int(value) != value:
             raise ValueError(f"{value!r} is no whole number")
+        if abs(value) >= 1 << 63:
+            raise ValueError("it has more than 64 bits")
         return int(value)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         wanted = f"JSON with a whole number under {key!r}" if key else "a whole number"
         raise ValueError(f"{name} must hold {wanted}, not {content[:40]!r} ({error})") from None
 

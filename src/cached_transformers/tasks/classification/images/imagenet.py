@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from cached_transformers.data.archives import Listing
+from cached_transformers.data.archives import Listing, as_text, read_file
 from cached_transformers.registry import DATASETS
 
 from .class_folders import LabelledFiles, ListedImages, class_names, is_image, labelled, refuse_foreign_classes
@@ -103,7 +103,7 @@ def read_labels(file: Path, images: Sequence[str], names: Sequence[str]) -> np.n
         ValueError: a line that names no class; images without a line; or numbers alone, which may be of another order.
     """
     place = {name: label for label, name in enumerate(names)}
-    lines = [re.split(r"[,\s]+", line.strip()) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [re.split(r"[,\s]+", line.strip()) for line in as_text(read_file(file), file).splitlines()]
     rows = [(n, line) for n, line in enumerate(lines, 1) if line != [""] and line[0] != "ImageId"]
     if rows and all(len(line) == 1 for _, line in rows):
         if rows[0][1][0].isdigit():
@@ -126,7 +126,7 @@ def read_labels(file: Path, images: Sequence[str], names: Sequence[str]) -> np.n
 
 
 def _label(file: Path, line: int, text: str, place: Mapping[str, int]) -> int:
-    label = int(text) if text.isdigit() else place.get(text, -1)
+    label = int(text) if text.isdecimal() and len(text) < 10 else place.get(text, -1)
     if not 0 <= label < len(place):
         raise ValueError(f"{file}, line {line}: {text!r} is none of the {len(place)} classes of train/")
     return label

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from cached_transformers.data.archives import Listing, open_listing
+from cached_transformers.data.archives import Listing, as_text, open_listing
 from cached_transformers.registry import DATASETS
 
 from .class_folders import LabelledFiles, ListedImages, is_image, labelled
@@ -61,7 +61,8 @@ def _validation(val: Listing, names: list[str]) -> LabelledFiles:
         return labelled(val, names, None)
     place = {name: label for label, name in enumerate(names)}
     labels: dict[str, int] = {}
-    for number, line in enumerate(val.read(annotations).decode("utf-8").splitlines(), 1):
+    listed = as_text(val.read(annotations), val.root / annotations)
+    for number, line in enumerate(listed.splitlines(), 1):
         parts = line.split("\t") if "\t" in line else line.split()
         if not parts:
             continue
@@ -72,8 +73,8 @@ def _validation(val: Listing, names: list[str]) -> LabelledFiles:
     found = {PurePosixPath(file).name for file in files}
     for what, missing in (("no file for", set(labels) - found), ("no annotation for", found - set(labels))):
         if missing:
-            listed = ", ".join(sorted(missing)[:5])
-            raise ValueError(f"{val.root} has {what} {len(missing)} images ({listed}); fetch it again")
+            named = ", ".join(sorted(missing)[:5])
+            raise ValueError(f"{val.root} has {what} {len(missing)} images ({named}); fetch it again")
     return LabelledFiles(val, files, np.array([labels[PurePosixPath(file).name] for file in files], dtype=np.int64))
 
 

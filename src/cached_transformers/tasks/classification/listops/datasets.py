@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.data.dataset import Batch, LabelledDataset
+from cached_transformers.data.samples import Sample
 from cached_transformers.data.splits import check_split
 from cached_transformers.data.store import Arrays, load_or_build
 from cached_transformers.registry import DATASETS
@@ -58,6 +59,11 @@ class ExpressionDataset(LabelledDataset):
     def expressions(self) -> Iterator[Expression]:
         """All items, in order."""
         return (self.expression(index) for index in range(len(self)))
+
+    def samples(self) -> Iterator[Sample]:
+        yield from super().samples()
+        yield self._tokens
+        yield self._ends
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         expression = self.expression(index)

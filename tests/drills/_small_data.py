@@ -1,0 +1,331 @@
+"""Small good inputs of every data source: a maker for each, and the options that read what it made.
+
+Sixteen images of 8 x 8 pixels, some two hundred words, a dozen pairs: as little as goes through all of a reader.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+TEXT = (
+    "\n".join(f"the {a} cat saw {b} small dogs on a hill number {a * b} ." for a in range(6) for b in range(7)) + "\n"
+)
+GERMAN = "\n".join(f"die {a} Katze sah {b} kleine Hunde ." for a in range(2) for b in range(6)) + "\n"
+ENGLISH = "\n".join(f"the {a} cat saw {b} small dogs ." for a in range(2) for b in range(6)) + "\n"
+LISTOPS = "Source\tTarget\r\n" + "".join(f"( ( ( [MAX {a} ) {b} ) ] )\t{max(a, b)}\r\n" for a in (1, 5) for b in (2, 7))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data source.
+
+    Attributes:
+        dataset: the registered name. make: puts the files into a folder.
+        path: of the data in that folder, or by split. options: of the data set beside it.
+    """
+
+    dataset: str
+    make: Callable[[Path], None]
+    path: str | Mapping[str, Any] = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, folder: Path) -> dict[str, Any]:
+        """Options of the data set that reads the files in this folder."""
+        places = (
+            {"tokenizer": folder / str(self.options["tokenizer"])} if "." in self.options.get("tokenizer", "") else {}
+        )
+        if isinstance(self.path, str):
+            path: Any = str(folder / self.path)
+        else:
+            path = {
+                split: str(folder / files) if isinstance(files, str) else [str(folder / file) for file in files]
+                for split, files in self.path.items()
+            }
+        return {"path": path, **self.options, **{name: str(file) for name, file in places.items()}}
+
+
+def picture(number: int, kind: str = "PNG") -> bytes:
+    """An image file of 8 x 8 pixels."""
+    made = io.BytesIO()
+    Image.frombytes("RGB", (8, 8), bytes((number * 37 + place) % 256 for place in range(192))).save(made, kind)
+    return made.getvalue()
+
+
+def packed_tar(files: Mapping[str, bytes]) -> bytes:
+    """A plain tar of files in memory."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as packed:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            packed.addfile(info, io.BytesIO(content))
+    return target.getvalue()
+
+
+def packed_zip(files: Mapping[str, bytes]) -> bytes:
+    """A zip of files in memory."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in files.items():
+            packed.writestr(name, content)
+    return target.getvalue()
+
+
+def written(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Files by relative name, written below a folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _classes(*splits: str, each: int = 4, suffix: str = "png") -> dict[str, bytes]:
+    kind = {"png": "PNG", "jpg": "JPEG", "JPEG": "JPEG"}[suffix]
+    return {
+        f"{split}/{name}/{number}.{suffix}": picture(number + 9 * place, kind)
+        for split in splits
+        for place, name in enumerate(("n01", "n02"))
+        for number in range(each)
+    }
+
+
+def _folder(folder: Path) -> None:
+    written(folder, _classes("train", "val", "test"))
+
+
+def _archive(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        files = {f"all/{name}": content for name, content in _classes("train", "val", "test").items()}
+        plain = packed_zip(files) if name.endswith(".zip") else packed_tar(files)
+        content = {".gz": lambda: gzip.compress(plain), ".xz": lambda: lzma.compress(plain)}.get(
+            name[-3:], lambda: plain
+        )()
+        written(folder, {name: content})
+
+    return make
+
+
+def _shards(label: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        for split in ("train", "val", "test"):
+            if label == "tar":
+                for name in ("n01", "n02"):
+                    images = {f"{number}.jpg": picture(number, "JPEG") for number in range(4)}
+                    written(folder, {f"{split}/{name}.tar": packed_tar(images)})
+                continue
+            files: dict[str, bytes] = {}
+            for number in range(6):
+                files[f"{number:04}.png"] = picture(number)
+                value = str(number % 2).encode() if label == "cls" else json.dumps({"label": number % 2}).encode()
+                files[f"{number:04}.{label}"] = value
+            written(folder, {f"{split}-000.tar": packed_tar(files)})
+
+    return make
+
+
+def _imagenet(folder: Path) -> None:
+    for name in ("n01", "n02"):
+        images = {f"{name}_{number}.JPEG": picture(number, "JPEG") for number in range(4)}
+        written(folder, {f"train/{name}.tar": packed_tar(images)})
+    written(folder, {f"val/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
+    written(folder, {"val.txt": "".join(f"v{number}.JPEG {number % 2}\n" for number in range(4)).encode()})
+
+
+def _tiny_imagenet(folder: Path) -> None:
+    images = {name.replace("/n0", "/n0").rpartition("/")[0] + f"/images/{name.rpartition('/')[2]}": content
+              for name, content in _classes("train", suffix="JPEG").items()}  # fmt: skip
+    written(folder, images)
+    written(folder, {f"val/images/v{number}.JPEG": picture(number, "JPEG") for number in range(4)})
+    listed = "".join(f"v{number}.JPEG\tn0{number % 2 + 1}\t0\t0\t8\t8\n" for number in range(4))
+    written(folder, {"val/val_annotations.txt": listed.encode(), "words.txt": b"n01\tcat, feline\nn02\tdog\n"})
+
+
+def _cifar(label_bytes: int, packed: bool) -> Callable[[Path], None]:
+    def records(count: int) -> bytes:
+        rows = (
+            bytes([number % 2] * label_bytes) + bytes((number * 7 + p) % 256 for p in range(3072))
+            for number in range(count)
+        )
+        content = b"".join(rows)
+        return lzma.compress(content) if packed else content
+
+    def make(folder: Path) -> None:
+        names = ("data_batch_1", "test_batch") if label_bytes == 1 else ("train", "test")
+        written(folder, {f"{name}.bin{'.xz' if packed else ''}": records(6) for name in names})
+        if label_bytes == 2:
+            written(folder, {"fine_label_names.txt": "".join(f"c{number}\n" for number in range(100)).encode()})
+
+    return make
+
+
+def _coco(archive: bool) -> Callable[[Path], None]:
+    def tree(begin: int) -> dict[str, Any]:
+        images, annotations = [], []
+        for number in range(begin, begin + 4):
+            images.append({"id": number, "file_name": f"{number}.png", "width": 8, "height": 8})
+            polygon = [1.0, 1.0, 6.0, 1.0, 6.0, 5.0, 1.0, 5.0]
+            rest = {"image_id": number, "category_id": 1 + number % 2, "iscrowd": 0}
+            annotations.append(
+                {"id": 10 * number + 1, "bbox": [1, 1, 5, 4], "area": 20.0, "segmentation": [polygon], **rest}
+            )
+            counts = {"size": [8, 8], "counts": [10, 4, 50]}
+            annotations.append({"id": 10 * number + 2, "bbox": [1, 2, 1, 4], "area": 4, "segmentation": counts, **rest})
+            coded = {"size": [8, 8], "counts": ":4b1"}
+            annotations.append({"id": 10 * number + 3, "bbox": [1, 2, 1, 4], "area": 4, "segmentation": coded, **rest})
+        crowd = {"id": 9999, "image_id": begin, "category_id": 1, "bbox": [0, 0, 8, 8], "area": 64, "iscrowd": 1}
+        annotations.append({**crowd, "segmentation": {"size": [8, 8], "counts": [0, 64]}})
+        return {
+            "images": images,
+            "annotations": annotations,
+            "categories": [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}],
+        }
+
+    def make(folder: Path) -> None:
+        files: dict[str, bytes] = {}
+        for split, begin in (("train2017", 1), ("val2017", 5)):
+            files[f"annotations/instances_{split}.json"] = json.dumps(tree(begin)).encode()
+            files |= {f"{split}/{number}.png": picture(number) for number in range(begin, begin + 4)}
+        written(folder, {"coco.zip": packed_zip(files)} if archive else files)
+
+    return make
+
+
+def _listops(packed: bool) -> Callable[[Path], None]:
+    content = lzma.compress(LISTOPS.encode()) if packed else LISTOPS.encode()
+    suffix = ".xz" if packed else ""
+    return lambda folder: written(folder, {f"basic_{part}.tsv{suffix}": content for part in ("train", "val", "test")})
+
+
+def _texts(
+    suffix: str, train: str = "train.txt", valid: str = "valid.txt", test: str = "test.txt"
+) -> Callable[[Path], None]:
+    pack = {"": lambda c: c, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    return lambda folder: written(folder, {f"{name}{suffix}": pack(TEXT.encode()) for name in (train, valid, test)})
+
+
+def _one(name: str, content: Callable[[], bytes]) -> Callable[[Path], None]:
+    return lambda folder: written(folder, {name: content()})
+
+
+def _books(folder: Path) -> None:
+    title = "*** START OF THIS BOOK ***\n"
+    written(
+        folder, {f"{split}/{n}.txt": (title + TEXT).encode() for split in ("train", "validation", "test") for n in "12"}
+    )
+
+
+def _pairs(suffix: str) -> Callable[[Path], None]:
+    pack = {"": lambda c: c, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix]
+    files = {
+        f"{split}.{language}{suffix}": pack(text.encode())
+        for split in ("train", "valid", "test")
+        for language, text in (("en", ENGLISH), ("de", GERMAN))
+    }
+    return lambda folder: written(folder, files)
+
+
+def _table(folder: Path) -> None:
+    rows = "".join(f"{a}\t{b}\n" for a, b in zip(ENGLISH.splitlines(), GERMAN.splitlines(), strict=True))
+    written(folder, {f"{split}.tsv": f"en\tde\n{rows}".encode() for split in ("train", "valid", "test")})
+
+
+def _pairs_archive(folder: Path) -> None:
+    inside = folder / "made"
+    _pairs("")(inside)
+    files = {file.name: file.read_bytes() for file in sorted(inside.iterdir())}
+    for file in inside.iterdir():
+        file.unlink()
+    inside.rmdir()
+    written(folder, {"pairs.tar": packed_tar(files)})
+
+
+def _pairs_and_tokenizer(folder: Path) -> None:
+    from cached_transformers.data.subwords import PairTokenizer, train_subwords
+
+    _pairs("")(folder)
+    made = PairTokenizer(train_subwords("bpe", [*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))
+    written(folder, {"subwords.json": made.dump()})
+
+
+def _pairs_and_pieces(folder: Path) -> None:
+    import sentencepiece
+
+    _pairs("")(folder)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*ENGLISH.splitlines(), *GERMAN.splitlines()] * 3),
+        model_writer=model,
+        vocab_size=60,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    written(folder, {"pieces.model": model.getvalue()})
+
+
+_IMAGES = {"image_size": 8, "validation_fraction": 0.25}
+_SHARDS = {"image_size": 8}
+_LANGUAGES = {"source": "en", "target": "de", "vocabulary_size": 270, "max_length": 64}
+_PAIRS_BY_SPLIT = {
+    split: [f"{name}.en.bz2", f"{name}.de.bz2"]
+    for split, name in (("train", "train"), ("validation", "valid"), ("test", "test"))
+}
+_BY_SPLIT = {"train": "train.txt.gz", "validation": "valid.txt.gz", "test": "test.txt.gz"}
+
+SOURCES: dict[str, Source] = {
+    "image_folder": Source("image_folder", _folder, "", {**_IMAGES, "bad_files": "stop"}),
+    "image_folder_skip": Source("image_folder", _folder, "", {**_IMAGES, "bad_files": "skip"}),
+    "image_folder_tar": Source("image_folder", _archive("i.tar"), "i.tar", {**_IMAGES, "bad_files": "skip"}),
+    "image_folder_gz": Source("image_folder", _archive("i.tar.gz"), "i.tar.gz", _IMAGES),
+    "image_folder_xz": Source("image_folder", _archive("i.tar.xz"), "i.tar.xz", {**_IMAGES, "bad_files": "skip"}),
+    "image_folder_zip": Source("image_folder", _archive("i.zip"), "i.zip", {**_IMAGES, "bad_files": "skip"}),
+    "image_shards_cls": Source("image_shards", _shards("cls"), "", _SHARDS),
+    "image_shards_json": Source(
+        "image_shards", _shards("json"), "", {**_SHARDS, "label": "json:label", "bad_files": "skip"}
+    ),
+    "image_shards_tar": Source("image_shards", _shards("tar"), "", {**_SHARDS, "label": "tar", "bad_files": "skip"}),
+    "imagenet": Source("imagenet", _imagenet, "", {"image_size": 8, "bad_files": "skip"}),
+    "tiny_imagenet": Source("tiny_imagenet", _tiny_imagenet, "", {**_IMAGES, "bad_files": "skip"}),
+    "cifar10": Source("cifar10", _cifar(1, False), "", {"validation_fraction": 0.4}),
+    "cifar10_xz": Source("cifar10", _cifar(1, True), "", {"validation_fraction": 0.4}),
+    "cifar100": Source("cifar100", _cifar(2, False), "", {"validation_fraction": 0.4}),
+    "coco": Source("coco", _coco(False), "", {"bad_files": "skip", "test": "val2017"}),
+    "coco_zip": Source("coco", _coco(True), "coco.zip", {"test": "val2017", "empty": "keep"}),
+    "listops_tsv": Source("listops_tsv", _listops(False)),
+    "listops_tsv_xz": Source("listops_tsv", _listops(True)),
+    "text": Source("text", _texts("")),
+    "text_bpe": Source("text", _one("a.txt", TEXT.encode), "a.txt", {"tokenizer": "bpe", "vocabulary_size": 260}),
+    "text_gz": Source("text", _texts(".gz"), _BY_SPLIT),
+    "text_xz": Source("text", _texts(".xz"), "", {"tokenizer": "byte"}),
+    "text_bz2": Source("text", _texts(".bz2")),
+    "text_zip": Source("text", _one("t.zip", lambda: packed_zip({"a.txt": TEXT.encode()})), "t.zip"),
+    "text_tar": Source("text", _one("t.tar", lambda: packed_tar({f"{n}.txt": TEXT.encode() for n in "ab"})), "t.tar"),
+    "text_tgz": Source("text", _one("t.tgz", lambda: gzip.compress(packed_tar({"a.txt": TEXT.encode()}))), "t.tgz"),
+    "wikitext2": Source("wikitext2", _texts("", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
+    "wikitext103": Source("wikitext103", _texts(".xz", "wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")),
+    "ptb": Source("ptb", _texts("", "ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")),
+    "enwik8": Source("enwik8", _one("enwik8.zip", lambda: packed_zip({"enwik8": TEXT.encode()})), "enwik8.zip"),
+    "books": Source("books", _books),
+    "translation": Source("translation", _pairs(""), "", _LANGUAGES),
+    "translation_gz": Source("translation", _pairs(".gz"), "", _LANGUAGES),
+    "translation_tsv": Source("translation", _table, "", _LANGUAGES),
+    "translation_tar": Source("translation", _pairs_archive, "pairs.tar", _LANGUAGES),
+    "translation_tokenizer": Source(
+        "translation", _pairs_and_tokenizer, "", {**_LANGUAGES, "tokenizer": "subwords.json"}
+    ),
+    "translation_pieces": Source("translation", _pairs_and_pieces, "", {**_LANGUAGES, "tokenizer": "pieces.model"}),
+    "multi30k": Source("multi30k", _pairs(".bz2"), _PAIRS_BY_SPLIT, {"vocabulary_size": 270, "max_length": 64}),
+    "iwslt14": Source("iwslt14", _pairs(".xz"), "", {"vocabulary_size": 270, "max_length": 64}),
+    "denoising": Source("denoising", _texts(".gz"), "", {"tokenizer": "word", "max_length": 16}),
+}  # fmt: skip
+"""By what a case calls it. `listops` and `digits` read no file; the hub's two are read by a library."""
