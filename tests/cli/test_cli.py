@@ -13,6 +13,7 @@ from cached_transformers import __version__
 from cached_transformers.cli import main as main_module
 from cached_transformers.cli.main import main
 from cached_transformers.training.checkpoint import Checkpoints
+from cached_transformers.training.interruption import RunFailed
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_debug_shows_the_traceback(capsys, recipe, monkeypatch):
         (ImportError("i"), 2, "error: i"),
         (FileNotFoundError(2, "No such file", "f"), 2, "error: No such file: f"),
         (OSError(28, "disk is full"), 1, "error: disk is full"),
-        (RuntimeError("r"), 1, "error: r"),
+        (RunFailed("r"), 1, "error: r"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

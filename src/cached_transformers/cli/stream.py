@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.language.reading import TextReader, fingerprint
     from cached_transformers.training.checkpoint import Checkpoints
+    from cached_transformers.training.distributed import pick_device
     from cached_transformers.training.run_files import TOKENIZER
 
     refuse_below_one(arguments, "segment_length", "every", "tokens")
@@ -53,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.state or folder / f"stream_{file.name}.safetensors"
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
-    reader = TextReader(model.to(arguments.device), tokenizer, file, length, path, fingerprint(weights, file, length))
+    reader = TextReader(
+        model.to(pick_device(arguments.device)), tokenizer, file, length, path, fingerprint(weights, file, length)
+    )
     if reader.now is not None:
         print(f"going on behind token {reader.first:,} ({path})")
     bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless

@@ -25,6 +25,7 @@ from cached_transformers.experiments.load import read_run_config
 from cached_transformers.experiments.run import run_training
 from cached_transformers.training.config import RunConfig, config_hash, config_to_yaml
 from cached_transformers.training.distributed import pick_device
+from cached_transformers.training.interruption import RunFailed
 from cached_transformers.training.run_files import json_text, write_whole
 
 from .cache_use import has_shared_cache, score_variant
@@ -131,7 +132,7 @@ class Comparison:
             command += ["--out", str(folder), "--variant", variant.name]
             status = subprocess.run(command, stdout=log, stderr=log, env=environ, check=False).returncode
         if status:
-            raise RuntimeError(f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}")
+            raise RunFailed(f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}")
 
     def score_caches(self, console: Console) -> None:
         """Score the runs with a shared cache with it treated in other ways; what is in their folders is kept."""

@@ -22,6 +22,10 @@ class Interrupted(Exception):
         self.step = step
 
 
+class RunFailed(RuntimeError):
+    """A run ended before its time for a reason that the message tells, with its way out; no mistake of the code."""
+
+
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """A list that receives the number of the first SIGINT or SIGTERM; a second one acts as if nobody listened."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import shares
 from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
 
 from .options import one_of
@@ -53,6 +54,7 @@ class MemoryBranch(nn.Module):
         one_of("combine", combine, ("pad", "project"))
         if combine == "project" and mix == "outputs":
             raise ValueError("combine='project' needs mix='heads': after the output projections the widths are fixed")
+        shares(dropout=dropout)
         self.heads, self.cache, self.dropout = heads, cache, dropout
         value = width if combine == "project" else cache
         self.query = nn.Linear(cache, cache, bias=bias)
