@@ -115,7 +115,7 @@ class Registry(Generic[T]):
         Raises:
             ValueError: there is none; the message suggests the nearest name and lists all.
         """
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown_name(self.kind, name, self.names()))
         return self._entries[name]
 

@@ -231,8 +231,8 @@ def _watch_writes(root: Path) -> list[str]:
 DRILL = Drill(
     "fuzz",
     f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
-    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names what is wrong, no traceback, nothing "
-    "written elsewhere",
+    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names what is wrong, no traceback, "
+    "nothing written elsewhere",
     cases,
     attempt,
     count=200,
