@@ -56,7 +56,7 @@ STRANGE_IDS: dict[str, tuple[Tensor, str]] = {
 @pytest.mark.parametrize("make", [classifier, language, translation])
 def test_ids(make: Callable[[], nn.Module], strange: str) -> None:
     ids, message = STRANGE_IDS[strange]
-    more = (IDS[: len(ids)],) if make is translation else ()
+    more = (torch.zeros(len(ids), N, dtype=torch.long),) if make is translation else ()
     with pytest.raises(ValueError, match=message):
         make()(ids, *more)
 

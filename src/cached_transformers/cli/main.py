@@ -40,6 +40,8 @@ examples:
 """
 
 
+LONGEST = 4000
+"""Characters of a message; a library that lists all it knows takes more."""
 MISTAKE = 70
 """EX_SOFTWARE of sysexits.h."""
 LESS_MEMORY = (
@@ -116,6 +118,8 @@ def report(error: Exception, debug: bool = False) -> int:
             f"this is a mistake of cached-transformers, not yours: {type(error).__name__}: {one_line(message)}; "
             f"please report it with the traceback ({kept})"
         )
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ... (cut)"
     print(f"error: {message}", file=sys.stderr)
     return status
 

@@ -101,8 +101,8 @@ class EncoderDecoder(StackModel):
         super().__init__()
         stack = StackOptions(width, depth, heads, feed_forward, head_width=head_width, **options)
         stack = replace(stack, feed_forward_bias=stack.bias)
-        sizes = {"vocabulary": vocabulary, "target_vocabulary": target_vocabulary, "max_length": max_length}
-        at_least_one(**sizes, decoder_depth=decoder_depth)
+        at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
+        at_least_one(max_length=max_length, decoder_depth=decoder_depth)
         shares(output_dropout=output_dropout)
         shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
         self.vocabulary, self.max_length = vocabulary, max_length
