@@ -137,3 +137,25 @@ def test_sizes(name: str, option: str, size: int) -> None:
     }
     with pytest.raises(ValueError, match=f"{option}={size}"):
         create_model(name, **{**fitting[name], **STACK, option: size})
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"memory": {"name": "grc", "window": [0, 7]}}, r"window=\[0, 7\] must be \(height, width\)"),
+        ({"memory": {"name": "grc", "window": [2, 2]}}, r"window=\[2, 2\] is of 4 tokens, but 5 tokens read 5 slots"),
+        ({"memory": {"name": "grc_stream", "dropout": -0.5}}, r"dropout=-0\.5 must lie in \[0, 1\]"),
+        ({"memory": {"name": "infinity_former", "ridge": float("inf")}}, "ridge=inf must be positive and finite"),
+        ({"attention": {"name": "longformer", "dilation": []}}, r"dilation=\[\] must be at least 1"),
+        ({"dropout": 2.0}, r"dropout=2\.0 must lie in \[0, 1\]"),
+    ],
+)
+def test_options_out_of_range(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vision(**part)(IMAGES)
+
+
+def test_deviations_and_shares_of_a_language_model() -> None:
+    for option, message in {"initial_std": "initial_std=-1", "output_dropout": "output_dropout=-1"}.items():
+        with pytest.raises(ValueError, match=message):
+            create_model("language_model", vocabulary=V, **STACK, **{option: -1})

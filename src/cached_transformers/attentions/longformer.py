@@ -84,7 +84,7 @@ class LongformerAttention(PatternAttention):
         if self.window < 2 or self.window % 2:
             raise ValueError(f"window={self.window} must be even and at least 2: as many tokens on each side")
         steps: Any = dilation
-        if not isinstance(steps, int) and not isinstance(steps[0], int):
+        if not isinstance(steps, int) and steps and not isinstance(steps[0], int):
             steps = of_layer("dilation", steps, index)
         self.dilations: tuple[int, ...] = (steps,) if isinstance(steps, int) else tuple(steps)
         if not self.dilations or not all(isinstance(step, int) and step >= 1 for step in self.dilations):
