@@ -1,10 +1,29 @@
-"""Conditions on the values in a tensor, which may lie on a device or in a compiled graph."""
+"""Conditions on sizes, and on the values in a tensor, which may lie on a device or in a compiled graph."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+LARGEST_SIZE = 2**31 - 1
+"""Above it a tensor of one row has more than 8 GB."""
+
+
+def at_least_one(way_out: str = "", **sizes: int | None) -> None:
+    """Refuse (ValueError) a size below 1, or beyond all use; None is a size that was not given."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1{way_out}")
+        if size is not None and size > LARGEST_SIZE:
+            raise ValueError(f"{name}={size} must be at most {LARGEST_SIZE}")
+
+
+def shares(**rates: float | None) -> None:
+    """Refuse (ValueError) a share outside of [0, 1], as of what is dropped; None is one that was not given."""
+    for name, rate in rates.items():
+        if rate is not None and not 0 <= rate <= 1:
+            raise ValueError(f"{name}={rate} must lie in [0, 1]: it is a share")
 
 
 def insist(condition: Tensor, why: str) -> None:

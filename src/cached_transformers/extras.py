@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 from cached_transformers.torchvision_guard import ensure_torchvision
@@ -37,3 +39,19 @@ def require(module: str, *, extra: str) -> ModuleType:
             raise
         message = f'{package} is not installed; it comes with: pip install "cached-transformers[{extra}]"'
         raise ImportError(message, name=package) from error
+
+
+@contextlib.contextmanager
+def refused_by(library: str, what: str) -> Iterator[None]:
+    """Whatever a library raises for options that it was handed as they are, as a `ValueError` that says so.
+
+    Args:
+        what: that was asked of it, e.g. "timm.create_model('vit_tiny_patch16_224', depth=-1)".
+    """
+    try:
+        yield
+    except (ValueError, ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{library} refuses {what}: {type(error).__name__}: {reason[:500]}") from error

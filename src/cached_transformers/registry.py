@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from .annotations import check_type, hints_of, shown
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +33,7 @@ class Entry(Generic[T]):
     Attributes:
         info: facts in words, which `cached list`, `cached explain` and the documentation show.
         probe: how the part is probed, where its file says so (`seam.probing.Probing` of a memory); nobody shows it.
+        given: parameters of the factory that are no user's to set; see `Registry`.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Entry(Generic[T]):
     paper: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     probe: Any = None
+    given: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -60,7 +64,7 @@ class Entry(Generic[T]):
 
         Returns:
             "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
-            are), "options" as lines `name: annotation = default`, and "open_ended".
+            are), "options" that users set as lines `name: annotation = default`, and "open_ended".
         """
         stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
         return {
@@ -73,7 +77,7 @@ class Entry(Generic[T]):
                 for key, value in stated.items()
                 if value is not None
             },
-            "options": [_option_line(option) for option in self.options.values()],
+            "options": [_option_line(option) for name, option in self.options.items() if name not in self.given],
             "open_ended": self.open_ended,
         }
 
@@ -83,10 +87,11 @@ class Registry(Generic[T]):
 
     Args:
         kind: the word used in messages, e.g. "memory".
+        given: parameters that the model gives to every part of the kind, and no user sets.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, given: tuple[str, ...] = ()) -> None:
+        self.kind, self.given = kind, given
         self._entries: dict[str, Entry[T]] = {}
 
     def register(self, name: str, *, paper: str | None = None, probe: Any = None, **info: Any) -> Callable[[F], F]:
@@ -99,7 +104,7 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info, probe)
+            self._entries[name] = Entry(name, factory, paper, info, probe, self.given)
             return factory
 
         return add
@@ -110,21 +115,41 @@ class Registry(Generic[T]):
         Raises:
             ValueError: there is none; the message suggests the nearest name and lists all.
         """
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown_name(self.kind, name, self.names()))
         return self._entries[name]
 
-    def check(self, name: str, kwargs: Mapping[str, Any]) -> None:
-        """Refuse keywords that the factory of `name` does not take (ValueError with a suggestion)."""
+    def check(self, name: str, options: Mapping[str, Any], path: str | None = None) -> None:
+        """Refuse what a user may not set of the part called `name`, before it is built.
+
+        Args:
+            path: where options stand that a file or a command line gave, for messages; their values are then checked
+                against the annotations of the factory.
+
+        Raises:
+            ValueError: an option that the factory does not take (with a suggestion) or that the model gives, or a value
+                of another type.
+        """
         entry = self.entry(name)
-        for key in kwargs:
-            if key not in entry.options and not entry.open_ended:
-                raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, list(entry.options)))
+        known = [option for option in entry.options if option not in self.given]
+        hints = {} if path is None else hints_of(entry.factory)
+        for key, value in options.items():
+            where = f"{path}.{key}" if path else str(key) if path is not None else f"{self.kind} {name!r}: {key}"
+            if key in self.given:
+                raise ValueError(f"{where}={shown(value)} is what the model says; leave it out")
+            if not isinstance(key, str) or (key not in entry.options and not entry.open_ended):
+                raise ValueError(unknown_name(f"option of {self.kind} {name!r}", key, known))
+            check_type(where, value, hints.get(key, Any))
 
     def create(self, name: str, *args: Any, **kwargs: Any) -> T:
-        """Build the part called `name`; unknown names and keywords are refused with a suggestion."""
+        """Build the part called `name`; what is unknown is refused with a suggestion, and what is missing named."""
         self.check(name, kwargs)
-        return self.entry(name).factory(*args, **kwargs)
+        factory = self.entry(name).factory
+        try:
+            inspect.signature(factory).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{self.kind} {name!r} cannot be made of these options: {error}") from None
+        return factory(*args, **kwargs)
 
     def import_files(self, package: str, path: Iterable[str]) -> dict[str, Callable[..., T]]:
         """Import every file and folder of a package, and give what they registered, by the names of the classes."""
@@ -159,13 +184,13 @@ def _option_line(option: inspect.Parameter) -> str:
 
 def unknown_name(kind: str, name: object, known: list[str]) -> str:
     """Message for a name that does not exist: the nearest one, and all of them."""
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name)[:100], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(known)) or 'none'})"
+    return f"unknown {kind} {shown(name)}{hint} (known: {', '.join(sorted(known)) or 'none'})"
 
 
-MEMORIES: Registry[Any] = Registry("memory")
-ATTENTIONS: Registry[Any] = Registry("attention")
+MEMORIES: Registry[Any] = Registry("memory", given=("width", "heads", "depth", "index", "causal", "norm", "facts"))
+ATTENTIONS: Registry[Any] = Registry("attention", given=("width", "heads", "depth", "index", "causal"))
 MODELS: Registry[Any] = Registry("model")
 DATASETS: Registry[Any] = Registry("dataset")
 PROBES: Registry[Any] = Registry("probe task")

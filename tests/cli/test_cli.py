@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import standin
+import torch
 import yaml
 
 from cached_transformers import __version__
 from cached_transformers.cli import main as main_module
 from cached_transformers.cli.main import main
 from cached_transformers.training.checkpoint import Checkpoints
+from cached_transformers.training.interruption import RunFailed
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_debug_shows_the_traceback(capsys, recipe, monkeypatch):
         (ImportError("i"), 2, "error: i"),
         (FileNotFoundError(2, "No such file", "f"), 2, "error: No such file: f"),
         (OSError(28, "disk is full"), 1, "error: disk is full"),
-        (RuntimeError("r"), 1, "error: r"),
+        (RunFailed("r"), 1, "error: r"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -151,6 +153,64 @@ def test_each_kind_of_failure_has_its_status(capsys, monkeypatch, error, status,
 
     monkeypatch.setattr(main_module.explain, "run", fail)
     assert call(capsys, "explain", "grc") == (status, "", f"{message}\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("r"), TypeError("t"), KeyError("k"), RecursionError("d")])
+@pytest.mark.parametrize("words", [(), ("--debug",)], ids=["plain", "debug"])
+def test_what_nobody_foresaw_is_our_mistake_and_leaves_its_traceback(capsys, monkeypatch, tmp_path, error, words):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(main_module.explain, "run", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    status, out, err = call(capsys, *words, "explain", "grc")
+    assert (status, out) == (70, "")
+    line = err.rstrip().splitlines()[-1]
+    assert line.startswith(f"error: this is a mistake of cached-transformers, not yours: {type(error).__name__}: ")
+    if words:
+        assert "Traceback" in err and not list(tmp_path.iterdir())
+    else:
+        (kept,) = tmp_path.iterdir()
+        assert err.count("\n") == 1 and f"({kept})" in line and "in fail" in kept.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_does_not_suffice_says_what_to_lower(capsys, monkeypatch, error):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(main_module.explain, "run", fail)
+    status, _, err = call(capsys, "explain", "grc")
+    assert status == 1 and err.startswith("error: out of memory") and "lower training.batch_size" in err
+
+
+@pytest.mark.parametrize("words", [("--debug", "explain", "gcr"), ("explain", "gcr", "--debug")])
+def test_debug_stands_before_or_behind_the_command(capsys, words):
+    status, _, err = call(capsys, *words)
+    assert status == 2 and "Traceback" in err and err.rstrip().splitlines()[-1].startswith("error: unknown name 'gcr'")
+
+
+@pytest.mark.parametrize("option", ["width", "depth", "feed_forward", "patch_size"])
+@pytest.mark.parametrize("size", [0, -1, 10**12])
+def test_absurd_sizes_are_refused_before_they_are_asked_for(capsys, tmp_path, monkeypatch, option, size):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "digits_vit_plain", f"model.{option}={size}", "training.tensorboard=false"]
+    for dry in (["--dry-run"], []):
+        status, _, err = call(capsys, *words, *dry)
+        assert status == 2 and option in err, err
+
+
+def test_a_model_that_no_machine_holds_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = call(capsys, "train", "digits_vit_plain", "model.width=8000000", "model.heads=1")
+    assert status == 2 and "GiB of weights and caches, this machine" in err
 
 
 def test_a_run_that_diverges_ends_with_status_1(capsys, recipe, tmp_path):

@@ -36,7 +36,7 @@ def test_what_this_process_has_registered_is_listed_and_explained(elsewhere, cap
     assert main(["explain", "a_memory_from_elsewhere"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         *("a_memory_from_elsewhere (memory)", "Carries nothing.", "", "equations:", "  y = x", "  z = y"),
-        *("", "cost:", "  nothing", "", "options:", "  width: int   (required, or given by the model)"),
+        *("", "cost:", "  nothing", "", "options:"),  # width is what the model says
         *("  ratio: float = 0.5", "  ... and whatever the wrapped library accepts"),
     ]
     assert main(["list", "memories", "--json"]) == 0

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import pytest
 import standin
 import yaml
+from torch import nn
 
+from cached_transformers.annotations import check_type, hints_of, understood
+from cached_transformers.registry import ATTENTIONS, DATASETS, LISTED, MEMORIES, PROBES
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
-from cached_transformers.training.config import config_hash, config_to_dict, config_to_yaml, differing_keys
+from cached_transformers.training.config import RunConfig, config_hash, config_to_dict, config_to_yaml, differing_keys
+from cached_transformers.training.optim import OptimizerConfig
 from cached_transformers.yaml_tree import apply_override, parse_yaml
 
 
@@ -64,6 +75,13 @@ def test_a_bare_name_opens_up_for_an_option():
         ("training.steps.x=1", ["training.steps is 12", "no options"]),
         ("training.steps", ["key=value"]),
         ("name=a/b", ["name='a/b'", "folder"]),
+        ("training.seed=99999999999999999999", ["training.seed=", "a whole number", "64 bits"]),
+        ("training.clip_norm=.nan", ["training.clip_norm=nan", "not-a-number"]),
+        ("training.steps=!!bool x", ["training.steps", "'x' is no bool"]),
+        ("training.steps=!!timestamp x", ["training.steps", "timestamp", "no place here"]),
+        ("model.width=&a [*a]", ["model.width", "alias"]),
+        ('description="\\0"', ["description", "null character"]),
+        ("description=2024-01-01 00:00:00\n---\n2", ["description is not valid YAML"]),
     ],
 )
 def test_bad_input_is_named_with_rule_and_way_out(override, parts):
@@ -116,3 +134,135 @@ def test_keys_that_may_differ_between_resumptions_do_not_change_the_hash():
 
 def test_dumped_yaml_is_plain():
     assert yaml.safe_load(config_to_yaml(build()))["training"]["batch_size"] == 8
+
+
+@pytest.mark.parametrize("registry", [*LISTED.values(), PROBES], ids=lambda registry: registry.kind)
+def test_every_annotation_of_every_part_is_understood(registry):
+    for entry in registry:
+        for name, annotation in hints_of(entry.factory).items():
+            assert understood(annotation), f"{entry.name}: {name}: {annotation}"
+    for section in typing.get_type_hints(RunConfig).values():
+        assert understood(section)
+        for annotation in typing.get_type_hints(section).values() if dataclasses.is_dataclass(section) else ():
+            assert understood(annotation)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "right", "wrong"),
+    [
+        (Path, ["a", Path("a")], [2024, None, "a\0b", {}, ["a"]]),
+        (str | Path | Mapping[str, str | Path], ["a", {"train": "b"}], [3, None, {"train": 3}, {1: "b"}, ["a"]]),
+        (Sequence[int], [[], [1, 2], (3,)], [7, "12", None, [1, "2"], [True], {1: 2}, [2**63]]),
+        (Sequence[int] | Sequence[Sequence[int]], [[1], [[1], [2, 3]]], [[[1], 2], [[[1]]], 1]),
+        (tuple[int, int] | None, [[1, 2], None], [[1], [1, 2, 3], [1.5, 2], 1]),
+        (tuple[int, ...], [[], [1, 2, 3]], [["a"], 1]),
+        (dict[str, Any], [{}, {"a": object()}], [{1: 2}, [], "a"]),
+        (Iterable[str], [["a"]], ["a", [1], 1]),
+        (Literal["auto", True], ["auto", True], [1, "true", None]),
+        (float, [1, 0.5, math.inf], [math.nan, True, "1", 2**63]),
+        (Callable[[int], int], [len], ["len", 1]),
+        (nn.Module | None, [None, nn.Identity()], [1, "relu", {}]),
+        (OptimizerConfig, [OptimizerConfig()], [{"name": "sgd"}, "sgd"]),
+        (Any, [1, None, "a"], []),
+    ],
+)
+def test_values_fit_annotations(annotation, right, wrong):
+    assert understood(annotation)
+    for value in right:
+        assert check_type("x", value, annotation) == value
+    for value in wrong:
+        with pytest.raises(ValueError, match=r"^x=.* must be "):
+            check_type("x", value, annotation)
+
+
+def test_what_is_not_understood_is_not_accepted():
+    def factory(unknown: Absent, known: int, anything=None) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    hints = hints_of(factory)
+    with pytest.raises(ValueError, match="unknown=3 is for code to set"):
+        check_type("unknown", 3, hints["unknown"])
+    assert check_type("anything", 3, hints["anything"]) == 3
+    assert not understood(TypeVar("T"))
+
+
+@pytest.mark.parametrize("path", ["2024", "2024.5", "null", "true", "{train: 3}", "[a]"])
+@pytest.mark.parametrize("name", [e.name for e in DATASETS if "path" in e.options and not e.name.startswith("standin")])
+def test_a_path_is_text(name, path):
+    optional = "None" in str(hints_of(DATASETS.entry(name).factory)["path"])
+    if optional and path == "null":
+        return
+    with pytest.raises(ValueError, match=r"data\.path=.* must be "):
+        build(f"data={{name: {name}, path: {path}}}")
+
+
+def test_a_date_is_text_as_the_name_of_a_folder():
+    assert parse_yaml("2024-01-01", "x") == "2024-01-01"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.attention={name: longformer, global_tokens: 7}", r"global_tokens=7 must be a list of whole numbers"),
+        ("model.memory={name: segatron, widths: 7}", r"model\.memory\.widths=7 must be a list of whole numbers"),
+        ("model.memory={name: segatron, sentence_ends: [a]}", r"model\.memory\.sentence_ends=\['a'\]"),
+    ],
+)
+def test_lists_are_lists(override, message):
+    tree = {**standin.recipe(), "model": {"name": "language_model"}}
+    apply_override(tree, override)
+    with pytest.raises(ValueError, match=message):
+        config_from_dict(tree)
+
+
+@pytest.mark.parametrize("kind", ["memory", "attention"])
+def test_what_the_model_gives_is_no_option(kind):
+    registry = {"memory": MEMORIES, "attention": ATTENTIONS}[kind]
+    for entry in registry:
+        if entry.name.startswith("test_"):
+            continue
+        for option in registry.given:
+            tree = {**standin.recipe(), "model": {"name": "language_model", kind: {"name": entry.name, option: 2}}}
+            with pytest.raises(ValueError, match=rf"model\.{kind}\.{option}=2 is what the model says; leave it out"):
+                config_from_dict(tree)
+        assert not {line.partition(":")[0] for line in entry.facts()["options"]} & {*registry.given}
+
+
+def test_sizes_must_fit_those_of_the_data():
+    with pytest.raises(ValueError, match=r"model\.classes=3, but data 'standin_rows' has classes=4"):
+        fill_from_data(build("model.classes=3"), {"classes": 4})
+    text = config_from_dict({**standin.recipe(), "model": {"name": "language_model", "vocabulary": 5}})
+    with pytest.raises(ValueError, match=r"model\.vocabulary=5, but .* has vocabulary=9"):
+        fill_from_data(text, {"vocabulary": 9})
+    images = config_from_dict(
+        {**standin.recipe(), "model": {"name": "vision_transformer", "patch_size": 2, "channels": 3}}
+    )
+    with pytest.raises(ValueError, match=r"model\.channels=3, but .* has channels=1"):
+        fill_from_data(images, {"image_size": 8, "channels": 1, "classes": 2})
+
+
+def test_large_and_deep_yaml_is_refused_and_many_keys_are_read():
+    names = "abcdefghij"
+    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+    bomb += "\n".join(f"{n}: &{n} [{', '.join([f'*{before}'] * 10)}]" for before, n in itertools.pairwise(names))
+    with pytest.raises(ValueError, match=r"r stands for .* values, and 100,000 are the most"):
+        parse_yaml(bomb, "r")
+    with pytest.raises(ValueError, match="r nests lists or mappings too deeply"):
+        parse_yaml("[" * 3000, "r")
+    with pytest.raises(ValueError, match="r has 1,000,001 characters"):
+        parse_yaml("a" * 1_000_001, "r")
+    assert len(parse_yaml("\n".join(f"k{i}: {i}" for i in range(3000)), "r")) == 3000
+    with pytest.raises(ValueError, match=r"x\.x.* keys, one in another"):
+        apply_override({}, ".".join("x" * 60) + "=1")
+
+
+def test_a_recipe_is_text(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes("name: größe".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"r\.yaml is no text in UTF-8: byte 0xf6 at place 8; save it as UTF-8"):
+        load_config(path)
+    path.write_bytes("name: x".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"r\.yaml is no text in UTF-8"):
+        load_config(path)
+    with pytest.raises(ValueError, match="unknown recipe"):
+        load_config(tmp_path)

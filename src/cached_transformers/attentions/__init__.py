@@ -38,8 +38,10 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     if "name" not in spec:
         raise ValueError(f"attention {attention!r} must be a name, or have a 'name' beside its options")
     name = spec.pop("name")
-    entry = ATTENTIONS.entry(name)
+    # An attention that stands alone has no model, so that its sizes may come with its name.
+    facts |= {key: spec.pop(key) for key in ATTENTIONS.given if key in spec and key not in facts}
     ATTENTIONS.check(name, spec)
+    entry = ATTENTIONS.entry(name)
     given = {k: v for k, v in facts.items() if k in entry.options and k not in spec}
     missing = [n for n, p in entry.options.items() if p.default is p.empty and n not in given and n not in spec]
     if missing:

@@ -37,13 +37,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
 from .parts.building_blocks import attend, largest, pick_rows, product
 from .parts.hamming import lloyd
 from .parts.keys import all_keys
-from .parts.sizes import at_least_one, head_width
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(

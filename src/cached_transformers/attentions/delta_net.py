@@ -36,12 +36,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
 from .parts.building_blocks import into_blocks, out_of_blocks
 from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
-from .parts.sizes import at_least_one, head_width
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
 from .parts.building_blocks import causal_scan
 from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
-from .parts.sizes import at_least_one
 
 
 @ATTENTIONS.register(

@@ -23,12 +23,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend
 from .parts.pattern import PatternAttention
-from .parts.sizes import at_least_one
 
 SHARING = {"none": 0, "heads": 1, "keys_values": 2}
 """What shares a projection: nothing; all heads; all heads, and keys with values."""

@@ -84,10 +84,10 @@ class LongformerAttention(PatternAttention):
         if self.window < 2 or self.window % 2:
             raise ValueError(f"window={self.window} must be even and at least 2: as many tokens on each side")
         steps: Any = dilation
-        if not isinstance(steps, int) and not isinstance(steps[0], int):
+        if not isinstance(steps, int) and steps and not isinstance(steps[0], int):
             steps = of_layer("dilation", steps, index)
         self.dilations: tuple[int, ...] = (steps,) if isinstance(steps, int) else tuple(steps)
-        if not all(isinstance(step, int) and step >= 1 for step in self.dilations):
+        if not self.dilations or not all(isinstance(step, int) and step >= 1 for step in self.dilations):
             raise ValueError(f"dilation={dilation} must be at least 1 for each head; 1 is a window without gaps")
         if heads is not None and len(self.dilations) not in (1, heads):
             raise ValueError(f"dilation={dilation} must have one number, or one for each of heads={heads}")

@@ -36,13 +36,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 from cached_transformers.seam.memory import Context
 
 from .parts.building_blocks import attend, into_blocks, merge, paired_logits, pick_rows, wide
 from .parts.pattern import PatternAttention
-from .parts.sizes import at_least_one, head_width
+from .parts.sizes import head_width
 
 LOGITS = {
     "scaled": "q . k / sqrt(E)",

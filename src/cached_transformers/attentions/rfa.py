@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 
 from .parts.building_blocks import causal_scan
 from .parts.linearised import LinearisedAttention, head_weights, hidden, with_ones
-from .parts.sizes import at_least_one, head_width
+from .parts.sizes import head_width
 
 
 class RFAState(NamedTuple):

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
@@ -48,7 +49,7 @@ from .parts.building_blocks import (
     with_neighbours,
 )
 from .parts.pattern import PatternAttention
-from .parts.sizes import at_least_one, head_width
+from .parts.sizes import head_width
 
 
 @ATTENTIONS.register(

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import one_softmax, pick_rows, product, wide, zero_unseen
 from .parts.pattern import PatternAttention
-from .parts.sizes import at_least_one
 
 
 class Edges(NamedTuple):

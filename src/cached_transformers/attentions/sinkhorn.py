@@ -35,12 +35,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, into_blocks, wide
 from .parts.pattern import PatternAttention, in_sequence
-from .parts.sizes import at_least_one
 
 
 @ATTENTIONS.register(

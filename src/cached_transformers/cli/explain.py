@@ -65,6 +65,7 @@ def _draw(arguments: argparse.Namespace) -> Any:
     """The figure of an attention."""
     from cached_transformers.experiments.reports.figures.attention_patterns import DRAWS, TOKENS, pattern_figure
     from cached_transformers.experiments.reports.figures.style import SUFFIXES
+    from cached_transformers.registry import ATTENTIONS
     from cached_transformers.yaml_tree import apply_override
 
     if arguments.plot.suffix.lower() not in SUFFIXES:  # before the work, not after it
@@ -72,6 +73,7 @@ def _draw(arguments: argparse.Namespace) -> Any:
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)
+    ATTENTIONS.check(arguments.name, {key: value for key, value in spec.items() if key != "name"}, "")
     tokens = TOKENS if arguments.tokens is None else arguments.tokens
     return pattern_figure(spec, tokens, draws=DRAWS if arguments.draws is None else arguments.draws)
 

@@ -1,7 +1,7 @@
 """Entry point of the `cached` command: arguments in, exit status out, and the one place where errors become messages.
 
-Exit status: 0 done; 1 failed at run time; 2 bad input; 128 + n stopped by signal n (130 after Ctrl-C).
-Set CACHED_DEBUG=1 to see the traceback of an error.
+Exit status: 0 done; 1 failed at run time; 2 bad input; 70 a mistake of this package; 128 + n stopped by signal n (130
+after Ctrl-C). With --debug, or CACHED_DEBUG=1, the traceback of an error is shown.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 
 from cached_transformers import __version__
-from cached_transformers.training.interruption import Interrupted, Stopped, ended_by_signals
+from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 
 from . import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
 from . import list as list_command
@@ -39,6 +40,18 @@ examples:
 """
 
 
+LONGEST = 4000
+"""Characters of a message; a library that lists all it knows takes more."""
+MISTAKE = 70
+"""EX_SOFTWARE of sysexits.h."""
+LESS_MEMORY = (
+    "lower training.batch_size (or raise training.accumulate), training.segment_length, the model's width or depth, or "
+    "the length of its memory"
+)
+NO_ROOM = ("t allocate memory", "not enough memory", "Storage size calculation overflowed", "multiplication overflow")
+"""What torch says when a tensor does not fit."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
@@ -52,24 +65,28 @@ def build_parser() -> argparse.ArgumentParser:
     shown = (list_command, explain, train, evaluate, detect, translate_command)
     for module in (*shown, compare, reproduce, plot, probe, stream, benchmark):
         module.add_parser(subparsers)
+    what = "show the traceback of an error, as CACHED_DEBUG=1 does"
+    parser.add_argument("--debug", action="store_true", help=what)
+    for command in subparsers.choices.values():  # without a default, which would undo what stands before the command
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=what)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    parser = build_parser()
-    arguments = parse(parser, argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
+    debug = os.environ.get("CACHED_DEBUG") == "1"
     try:
+        parser = build_parser()
+        arguments = parse(parser, argv)
+        debug |= arguments.debug
+        if arguments.command is None:
+            parser.print_help()
+            return 0
         with ended_by_signals():
-            return arguments.run(arguments)
+            return arguments.run(arguments)  # type: ignore[no-any-return]
     except BrokenPipeError:  # the reader of a pipe has gone, as in `cached list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, ImportError, FileNotFoundError, OSError, RuntimeError) as error:
-        return report(error, 2 if isinstance(error, (ValueError, ImportError, FileNotFoundError)) else 1)
     except Interrupted as stop:
         print(f"{stop}; run the same command again (with --resume auto, the default) to continue", file=sys.stderr)
         return 128 + stop.signal_number
@@ -79,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as error:
+        return report(error, debug)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,15 +111,66 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def report(error: Exception, status: int) -> int:
-    """Print an error for people and pass the exit status on."""
-    if os.environ.get("CACHED_DEBUG") == "1":
+def report(error: Exception, debug: bool = False) -> int:
+    """Print an error for people, and give the exit status that says whose it is."""
+    if debug:
         traceback.print_exception(error)
-    message = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    status, message = verdict(error)
+    if status == MISTAKE:
+        kept = "above" if debug else written_traceback(error)
+        message = (
+            f"this is a mistake of cached-transformers, not yours: {type(error).__name__}: {one_line(message)}; "
+            f"please report it with the traceback ({kept})"
+        )
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ... (cut)"
     print(f"error: {message}", file=sys.stderr)
     return status
+
+
+def verdict(error: Exception) -> tuple[int, str]:
+    """Exit status and message: what messages are raised for, what a machine may lack, and whatever nobody foresaw."""
+    message = str(error)
+    if isinstance(error, MemoryError) or out_of_memory(error):
+        return 1, f"out of memory ({one_line(message) or 'of the process'}); {LESS_MEMORY}"
+    if isinstance(error, OSError) and error.strerror:
+        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, (ValueError, ImportError, FileNotFoundError)):
+        return 2, message
+    if isinstance(error, (OSError, RunFailed)):
+        return 1, message
+    origin = type(error).__module__
+    if origin.startswith(("torch._dynamo", "torch._inductor")):
+        return 1, f"torch.compile failed ({one_line(message)}); train without it (training.compile=false)"
+    if type(error).__name__ == "AcceleratorError" or "gloo/transport" in message or origin == "torch.distributed":
+        return 1, f"the device or another process failed: {one_line(message)}"
+    return MISTAKE, message
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether torch, or numpy in its place, could not allocate a tensor, or not even number its elements."""
+    message = str(error)
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or any(words in message for words in NO_ROOM)
+    )
+
+
+def written_traceback(error: Exception) -> str:
+    """Where the traceback of an error was written; the traceback itself where no file can be."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        handle, path = tempfile.mkstemp(prefix="cached_error_", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return text
+    return path
+
+
+def one_line(message: str) -> str:
+    """The first line of a message, cut where it is long."""
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return first if len(first) <= 300 else f"{first[:300]} ..."
 
 
 if __name__ == "__main__":

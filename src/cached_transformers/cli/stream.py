@@ -51,6 +51,7 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     from cached_transformers.experiments.load import load_run
     from cached_transformers.tasks.language.reading import TextReader, fingerprint, read_tokenizer
     from cached_transformers.training.checkpoint import Checkpoints
+    from cached_transformers.training.distributed import pick_device
     from cached_transformers.training.run_files import TOKENIZER
 
     folder, file, checkpoint = arguments.folder, arguments.file, arguments.checkpoint
@@ -59,7 +60,9 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
-    reader = TextReader(model.to(arguments.device), tokenizer, file, length, path, fingerprint(weights, file, length))
+    reader = TextReader(
+        model.to(pick_device(arguments.device)), tokenizer, file, length, path, fingerprint(weights, file, length)
+    )
     if reader.now is not None:
         print(f"going on behind token {reader.first:,} ({path})")
     bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ def build_dataset(config: RunConfig, split: str) -> Any:
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The configured model with weights that depend on `training.seed` alone."""
+    """The configured model with weights that depend on `training.seed` alone.
+
+    Raises:
+        ValueError: the options do not fit each other, or the model does not fit into the memory of this machine.
+    """
+    _refuse_too_large(config)
     seed_everything(config.training.seed)
     return MODELS.create(**config.model)
 
@@ -53,6 +59,21 @@ def filled(config: RunConfig) -> RunConfig:
     for name, options in memory_specs(config.model.get("memory")):
         open_options |= {*MEMORIES.entry(name).options} & {*MEMORY_LEARNS_FROM_DATA} - {*options}
     return fill_from_data(config, build_dataset(config, "train").describe()) if open_options else config
+
+
+def _refuse_too_large(config: RunConfig) -> None:
+    """Count the bytes of the model before they are asked for: a system that lends too much ends the process later."""
+    if config.model.get("pretrained"):
+        return
+    with torch.device("meta"):
+        model = MODELS.create(**without_checkpoint(config).model)
+    size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > room:
+        raise ValueError(
+            f"model {config.model['name']!r} has {size / 2**30:,.1f} GiB of weights and caches, this machine "
+            f"{room / 2**30:,.1f} GiB of memory; lower model.width, model.depth, or the length of its memory"
+        )
 
 
 def refuse_what_cannot_be_built(config: RunConfig) -> None:

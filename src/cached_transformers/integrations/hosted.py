@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.extras import require
+from cached_transformers.annotations import shown
+from cached_transformers.checks import at_least_one
+from cached_transformers.extras import refused_by, require
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
@@ -44,7 +46,9 @@ class TimmModel(nn.Module):
 
         if not timm.is_model(architecture):
             raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
-        self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
+        at_least_one(classes=classes)
+        with refused_by("timm", f"{architecture} with {shown(options)}"):
+            self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
             add_memory(self.model, memory)
 
@@ -101,8 +105,10 @@ class TransformersModel(nn.Module):
         else:
             if vocabulary is None:
                 raise ValueError("vocabulary=None: give the number of token ids, or the name of pretrained weights")
-            config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
-            self.model = transformers.AutoModelForCausalLM.from_config(config)
+            at_least_one(vocabulary=vocabulary)
+            with refused_by("transformers", f"{architecture} with {shown(options)}"):
+                config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
+                self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
         self.remembers = memory is not None
         if memory is not None:

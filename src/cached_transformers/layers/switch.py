@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.annotations import check_type, hints_of
 from cached_transformers.memories.parts.shared_cache import in_backward
 from cached_transformers.registry import unknown_name
 
@@ -242,6 +243,8 @@ def make_feed_forward(
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(unknown_name("option of experts", name, [*_OPTIONS, "every"]))
+        check_type(f"experts.{name}", options[name], hints_of(SwitchFeedForward)[name])
+    check_type("experts.every", every, int)
     if "experts" not in options:
         raise ValueError(f"experts={experts} must say how many there are, e.g. {{experts: 8, every: 2}}")
     if not 1 <= every <= depth:

@@ -110,8 +110,6 @@ def _create(
     name: str, options: dict[str, Any], width: int, heads: int, facts: Mapping[str, Any]
 ) -> LayerMemory | ModelMemory:
     entry = MEMORIES.entry(name)
-    if "facts" in options:
-        raise ValueError(f"memory {name!r}: facts={options['facts']!r} is what the model says; leave it out")
     offered = {**facts, "facts": dict(facts)}
     if isinstance(entry.factory, type) and issubclass(entry.factory, ModelMemory):
         offered.pop("length", None)  # a model memory's length has nothing to do with that of a layer's input

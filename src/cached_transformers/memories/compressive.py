@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
-from .parts.options import check_choices, check_sizes
+from .parts.options import check_choices
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -116,7 +117,7 @@ class Compressive(LayerMemory):
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:
-        check_sizes(length=self.length, eval_length=self.eval_length, rate=self.rate)
+        at_least_one(length=self.length, eval_length=self.eval_length, rate=self.rate)
         for name, value in {"compressed": self.compressed, "eval_compressed": self.eval_compressed}.items():
             if value < 0:
                 raise ValueError(f"{name}={value} must be a number of slots, or 0 for a plain Transformer-XL")

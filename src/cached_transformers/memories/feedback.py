@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import (
     Context,
@@ -39,7 +40,7 @@ from cached_transformers.seam.memory import (
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
-from .parts.options import NO_MEMORY, check_choices, check_sizes
+from .parts.options import NO_MEMORY, check_choices
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -136,7 +137,7 @@ class Feedback(ModelMemory):
         official_renorm: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(NO_MEMORY, length=length, depth=depth)
+        at_least_one(NO_MEMORY, length=length, depth=depth)
         check_choices(
             positions=(positions, ("learned", "relative", None)),
             start=(start, ("empty", "zeros")),

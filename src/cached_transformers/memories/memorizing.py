@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 from cached_transformers.state import State
 
 from .parts.neighbour_index import NeighbourIndex
-from .parts.options import NO_MEMORY, check_sizes, one_of
+from .parts.options import NO_MEMORY, one_of
 
 
 class Found(NamedTuple):
@@ -171,7 +172,7 @@ class Memorizing(LayerMemory):
         depth: int | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(NO_MEMORY, length=length, eval_length=eval_length, k=k)
+        at_least_one(NO_MEMORY, length=length, eval_length=eval_length, k=k)
         if heads < 1 or width % heads:
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
         if layer is not None and (layer < 1 or (depth is not None and layer > depth)):

@@ -23,11 +23,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .parts.options import check_sizes, one_of
+from .parts.options import one_of
 from .parts.recall import recalled
 from .parts.rows import Rows, empty_rows, push
 
@@ -150,7 +151,7 @@ class ReadTwice(ModelMemory):
         depth: int = 1,
     ) -> None:
         super().__init__()
-        check_sizes(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
+        at_least_one(slots=slots, every=every, top_k=top_k, clip=clip, block_length=block_length)
         one_of("summary", summary, ("cls", "ends", "mean"))
         one_of("after", after, ("none", "tanh", "place"))
         one_of("attention", attention, ("side", "joint"))

@@ -14,12 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
-from .parts.options import NO_MEMORY, check_sizes
+from .parts.options import NO_MEMORY
 from .parts.rows import Rows, empty_rows, push
 
 
@@ -66,7 +67,7 @@ class TransformerXL(LayerMemory):
         clamp: int | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
+        at_least_one(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
         self.width, self.heads, self.relative, self.clamp = width, heads, relative, clamp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
@@ -16,6 +18,9 @@ def initialise(model: nn.Module, std: float | None = None, projection_std: float
     With `std` the initial weights of Transformer-XL instead (github.com/kimiyoung/transformer-xl): N(0, std) linear
     maps, embeddings and relative biases, N(1, std) norms, N(0, projection_std) projections of adaptive embeddings.
     """
+    for name, deviation in {"initial_std": std, "projection_std": projection_std}.items():
+        if deviation is not None and not 0 <= deviation < math.inf:
+            raise ValueError(f"{name}={deviation} is the deviation of initial weights: it must not be negative")
     skip = {
         id(m) for memory in model.modules() if isinstance(memory, LayerMemory | ModelMemory) for m in memory.modules()
     }

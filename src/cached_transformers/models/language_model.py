@@ -11,26 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import at_least_one, shares
+from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
-from cached_transformers.state import State, map_state
-from cached_transformers.state import check as check_state
 from cached_transformers.state import reset as reset_rows
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
 from .initial_weights import initialise
+from .inputs import check_padding, check_targets, check_tokens
 from .stack_model import StackModel, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-IGNORED = -100
-"""Target that takes no part, as in torch.nn.functional.cross_entropy."""
 
 
 @MODELS.register("language_model")
@@ -88,6 +85,8 @@ class LanguageModel(StackModel):
     ) -> None:
         super().__init__()
         stack = StackOptions(width, depth, heads, feed_forward, **options)
+        at_least_one(vocabulary=vocabulary)
+        shares(output_dropout=output_dropout)
         self.vocabulary = vocabulary
         adaptive = cutoffs is not None or embedding_width is not None
         if not adaptive and (div_value != 1 or tied_projections is not True):
@@ -119,7 +118,6 @@ class LanguageModel(StackModel):
         initialise(self, initial_std, projection_std)
         if tied and isinstance(self.embedding, nn.Embedding):
             self.head.weight = self.embedding.weight
-        self._fresh: dict[torch.dtype, State] = {}
 
     @property
     def scores_targets(self) -> bool:
@@ -182,46 +180,19 @@ class LanguageModel(StackModel):
         padding: Tensor | None,
         targets: Tensor | None,
     ) -> None:
-        if inputs_BN.dim() != 2 or inputs_BN.shape[1] == 0 or inputs_BN.is_floating_point():
-            raise ValueError(
-                f"inputs of shape {tuple(inputs_BN.shape)} and dtype {inputs_BN.dtype} must be token ids, "
-                "(rows, tokens), with at least one token"
-            )
-        shape = inputs_BN.shape
-        for name, t in {"padding": padding, "targets": targets}.items():
-            if t is not None and t.shape != shape:
-                raise ValueError(f"{name} of shape {tuple(t.shape)} must have the shape of the inputs, {tuple(shape)}")
-        if padding is not None and padding.dtype != torch.bool:
-            raise ValueError(f"padding of dtype {padding.dtype} must be bool, True = padding")
-        if reset is not None and (reset.shape != shape[:1] or reset.dtype != torch.bool):
+        check_tokens("inputs", inputs_BN, self.vocabulary)
+        if padding is not None:
+            check_padding(padding, inputs_BN)
+        if targets is not None:
+            check_targets(targets, inputs_BN, self.vocabulary)
+        rows = inputs_BN.shape[:1]
+        if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise ValueError(
                 f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one for each of the "
-                f"{shape[0]} rows"
+                f"{rows[0]} rows"
             )
-        insist(_known(inputs_BN, self.vocabulary), self._stranger("a token id", "a vocabulary"))
-        if targets is not None:
-            known = _known(targets.masked_fill(targets == IGNORED, 0), self.vocabulary)
-            insist(known, self._stranger("a target", f"{IGNORED} (no part in the loss) or a vocabulary"))
-        if state is not None and not torch.compiler.is_compiling():
-            check_state(state, self._layout(), shape[0])
-
-    def _stranger(self, what: str, where: str) -> str:
-        last = self.vocabulary - 1
-        return (
-            f"{what} is not in {where} of {self.vocabulary} tokens, 0 to {last}; encode the text with that vocabulary"
-        )
-
-    def _layout(self) -> State:
-        """What a state of this model looks like, without contents."""
-        dtype = next(self.stack.parameters()).dtype
-        if dtype not in self._fresh:
-            self._fresh[dtype] = map_state(lambda t: t.to("meta"), self.init_state(1))
-        return self._fresh[dtype]
+        self.check_state(state, rows[0])
 
     def generate(self, prompt_BN: Tensor, state: StackState | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)
-
-
-def _known(tokens: Tensor, vocabulary: int) -> Tensor:
-    return ((tokens >= 0) & (tokens < vocabulary)).all()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import at_least_one, insist
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
@@ -25,6 +25,7 @@ from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import LearnedPositions, Positions, make_positions
 
 from .initial_weights import initialise
+from .inputs import check_padding, check_tokens
 from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
@@ -75,8 +76,8 @@ class SequenceClassifier(StackModel):
         stack = StackOptions(width, depth, heads, feed_forward, **options)
         if init not in ("xavier", "lra"):
             raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
-        if head_width is not None and head_width < 1:
-            raise ValueError(f"head_width={head_width} must be at least 1; null takes feed_forward")
+        at_least_one(vocabulary=vocabulary, classes=classes, max_length=max_length)
+        at_least_one("; null takes feed_forward", head_width=head_width)
         self.vocabulary, self.max_length = vocabulary, max_length
         self.embedding = nn.Embedding(vocabulary, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -107,13 +108,15 @@ class SequenceClassifier(StackModel):
             padding: (B, N) bool, True = padding.
 
         Raises:
-            ValueError: more than `max_length` tokens; or, with learned positions, a stream that is longer.
+            ValueError: shapes or dtypes that do not fit, a state of another model, a token that the vocabulary has not
+                (on the CPU, outside compiled code; an assertion of the device later elsewhere), more than `max_length`
+                tokens; or, with learned positions, a stream that is longer.
         """
+        check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
         rows, n = inputs_BN.shape
-        if n > self.max_length:
-            raise ValueError(
-                f"a sequence of {n} tokens, but max_length={self.max_length}; shorten it or build a longer model"
-            )
+        self.check_state(state, rows)
+        if padding is not None:
+            check_padding(padding, inputs_BN)
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
             padding = F.pad(padding, (1, 0), value=False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import create_attention
@@ -31,6 +32,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
+from cached_transformers.state import State, check, map_state
 
 from .segments import remembers
 from .stack_options import StackOptions
@@ -57,6 +59,20 @@ class StackModel(nn.Module):
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row")
         return self.stack.init_state(batch_size)
+
+    def check_state(self, state: StackState | None, rows: int) -> None:
+        """Refuse (ValueError) a state of another model, or of another number of rows; compiled code does not look."""
+        if state is not None and not torch.compiler.is_compiling():
+            check(state, self._layout(), rows)
+
+    def _layout(self) -> State:
+        """What a state of this model looks like, without contents."""
+        like = next(self.stack.parameters())
+        known = self.__dict__.setdefault("_layouts", {})  # of each dtype; no attribute that models would have to make
+        if like.dtype not in known:
+            known[like.dtype] = map_state(lambda t: t.to("meta"), self.stack.init_state(1))
+        layout: State = known[like.dtype]
+        return layout
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""

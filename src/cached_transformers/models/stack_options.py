@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -31,6 +32,7 @@ from typing import Any, TypedDict, TypeVar
 from torch import nn
 
 from cached_transformers.attentions import AttentionSpec
+from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import unknown_name
@@ -39,6 +41,10 @@ F = TypeVar("F", bound=Callable[..., None])
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 """Kinds of norm: arXiv:1607.06450 and arXiv:1910.07467."""
+
+
+DEEPEST = 4096
+"""Layers; the deepest transformers have 1,000, and each is built one after the other."""
 
 
 class StackKeywords(TypedDict, total=False):
@@ -121,13 +127,18 @@ class StackOptions:
     experts: ExpertsSpec = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "feed_forward"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1{' layer' if name == 'depth' else ''}")
-        if self.head_width is not None and self.head_width < 1:
-            raise ValueError(f"head_width={self.head_width} must be at least 1; None is width / heads")
+        at_least_one(" layer", depth=self.depth)
+        at_least_one(feed_forward=self.feed_forward)
+        at_least_one("; None is width / heads", head_width=self.head_width)
+        if self.depth > DEEPEST:
+            raise ValueError(f"depth={self.depth} must be at most {DEEPEST} layers")
         if self.width < 1 or self.heads < 1 or (self.head_width is None and self.width % self.heads):
             raise ValueError(f"width={self.width} must be a positive multiple of heads={self.heads}")
+        at_least_one(width=self.width)
+        shares(dropout=self.dropout, attention_dropout=self.attention_dropout)
+        shares(activation_dropout=self.activation_dropout, drop_path=self.drop_path)
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps} must be a small number, e.g. 1e-5; it is added to a variance")
         if self.norm not in ("pre", "post"):
             raise ValueError(f"norm={self.norm!r} must be 'pre' or 'post'")
         if self.norm_kind not in NORMS:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import LearnedPositions
 
 from .initial_weights import initialise
+from .inputs import check_images
 from .stack_model import StackModel, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
@@ -51,6 +53,7 @@ class VisionTransformer(StackModel):
     ) -> None:
         super().__init__()
         stack = StackOptions(width, depth, heads, feed_forward, **options)
+        at_least_one(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} must be a multiple of patch_size={patch_size}")
         side = image_size // patch_size
@@ -70,12 +73,12 @@ class VisionTransformer(StackModel):
 
         A state that is carried on makes each row a sequence of images, of which a memory has seen the earlier ones:
         learned places are those in an image, and in the layers positions go on.
+
+        Raises:
+            ValueError: images of another shape or dtype, padding, or a state of another model.
         """
-        expected = (self.channels, self.image_size, self.image_size)
-        if tuple(inputs_BCHW.shape[1:]) != expected:
-            raise ValueError(
-                f"images of shape {tuple(inputs_BCHW.shape[1:])}, but this model takes {expected}; resize them"
-            )
+        check_images(inputs_BCHW, self.channels, (self.image_size, self.image_size))
+        self.check_state(state, len(inputs_BCHW))
         if padding is not None:
             raise ValueError("images have no padding; call the model without it")
         x_BND = self.patches(inputs_BCHW).flatten(2).transpose(1, 2)

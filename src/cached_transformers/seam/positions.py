@@ -117,6 +117,8 @@ class RelativePositionBias2D(Positions):
 
     def __init__(self, window: tuple[int, int], heads: int) -> None:
         super().__init__()
+        if len(window) != 2 or min(window) < 1:
+            raise ValueError(f"window={list(window)} must be (height, width), each at least 1 token")
         self.window = window
         self.table = nn.Parameter(torch.empty((2 * window[0] - 1) * (2 * window[1] - 1), heads))
         nn.init.trunc_normal_(self.table, std=0.02)

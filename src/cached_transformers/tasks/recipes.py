@@ -7,20 +7,22 @@ data set, model, memory and attention by the time that the module is imported.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cached_transformers.annotations import shown
 from cached_transformers.memories import memory_specs
 from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, Registry, unknown_name
 from cached_transformers.resources import recipes_folder
-from cached_transformers.training.config import RunConfig, build_config, check_type
-from cached_transformers.yaml_tree import apply_override, parse_yaml
+from cached_transformers.training.config import RunConfig, build_config
+from cached_transformers.yaml_tree import apply_override, read_yaml
 
 LEARNED_FROM_DATA = ("image_size", "channels", "classes", "vocabulary", "target_vocabulary", "max_length")
 """Options of a model that are filled in from `dataset.describe()` when a recipe leaves them out."""
+MUST_EQUAL = tuple((key, "the model takes as it is") for key in ("image_size", "channels"))
+MUST_HOLD = tuple((key, "the model must have room for") for key in ("classes", "vocabulary", "target_vocabulary"))
+"""Those of them that may differ from the data in no way, and those that may be larger than the data need."""
 MEMORY_LEARNS_FROM_DATA = ("sentence_ends", "paragraph_ends")
 """The same for options of a memory."""
 
@@ -32,7 +34,7 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         ValueError: no such recipe, not YAML, or a key or value that is not allowed.
     """
     path = find_recipe(source)
-    tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping with the keys data, model, training, ...")
     tree.setdefault("name", path.stem)
@@ -71,7 +73,7 @@ def check_sections(config: RunConfig) -> None:
         ValueError: unknown name, unknown or missing option, or an option of the wrong type.
     """
     if "split" in config.data:
-        raise ValueError(f"data.split={config.data['split']!r} cannot be set: training and evaluation choose")
+        raise ValueError(f"data.split={shown(config.data['split'])} cannot be set: training and evaluation choose")
     _check_part("data", config.data, DATASETS, given=("split",))
     _check_part("model", config.model, MODELS, given=LEARNED_FROM_DATA)
     for key, registry in (("memory", MEMORIES), ("attention", ATTENTIONS)):
@@ -93,27 +95,15 @@ def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[s
     """Check one `{name, **options}`; options in `given` come from elsewhere, and None means that most of them do."""
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
         raise ValueError(
-            f"{path}={section!r} must name a {registry.kind}: {{name: ...}} with one of {registry.names()}"
+            f"{path}={shown(section)} must name a {registry.kind}: {{name: ...}} with one of {registry.names()}"
         )
     options = {key: value for key, value in section.items() if key != "name"}
     entry = registry.entry(section["name"])
-    registry.check(entry.name, options)
-    hints = _hints(entry.factory)
-    for key, value in options.items():
-        check_type(f"{path}.{key}", value, hints.get(key, Any))
+    registry.check(entry.name, options, path)
     required = [n for n, p in entry.options.items() if p.default is p.empty and n not in options]
     missing = [] if given is None else [n for n in required if n not in given]
     if missing:
         raise ValueError(f"{path} {entry.name!r} needs {', '.join(missing)}; set {path}.{missing[0]}=...")
-
-
-def _hints(factory: Any) -> dict[str, Any]:
-    if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):
-        factory = factory.__init__  # type: ignore[misc]
-    try:  # of a dataclass its fields, each in the names of the module that has it
-        return typing.get_type_hints(factory)
-    except NameError:  # annotations imported for type checking only cannot be resolved at run time
-        return {}
 
 
 def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConfig:
@@ -128,6 +118,15 @@ def fill_from_data(config: RunConfig, description: Mapping[str, Any]) -> RunConf
             f"set model.{missing[0]}=... or choose data of another kind"
         )
     model = {**config.model, **learned}
+    for key, rule in (*MUST_EQUAL, *MUST_HOLD):
+        if (ours := model.get(key)) is None or key not in description or key not in entry.options:
+            continue
+        theirs = description[key]
+        if ours != theirs if (key, rule) in MUST_EQUAL else ours < theirs:
+            raise ValueError(
+                f"model.{key}={ours}, but data {config.data['name']!r} has {key}={theirs}, which {rule}; leave "
+                f"model.{key} out, and it is taken from the data"
+            )
     memory = model.get("memory")
     if isinstance(memory, list):
         model["memory"] = [_fill_memory(one, description) for one in memory]

@@ -11,14 +11,14 @@ import dataclasses
 import hashlib
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 
+from cached_transformers.annotations import check_type, shown
 from cached_transformers.registry import unknown_name
 from cached_transformers.yaml_tree import flatten
 
@@ -56,7 +56,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+=-]+", self.name):
-            raise ValueError(f"name={self.name!r} becomes a folder: use letters, digits and the characters _ . + = -")
+            raise ValueError(
+                f"name={shown(self.name)} becomes a folder: use letters, digits and the characters _ . + = -"
+            )
 
 
 def build_config(tree: Mapping[str, Any]) -> RunConfig:
@@ -107,7 +109,7 @@ def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _build(cls: type[D], tree: Any, path: str) -> D:
     """A dataclass from a mapping, with every key and type checked; `path` is the dotted prefix for messages."""
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{path.rstrip('.')}={tree!r} must be a mapping of options")
+        raise ValueError(f"{path.rstrip('.') or 'the configuration'}={shown(tree)} must be a mapping of options")
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -132,48 +134,3 @@ def _all_keys() -> list[str]:
     sections: dict[str, Any] = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
     sections["evaluation"] = EvaluationConfig
     return [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
-
-
-def check_type(path: str, value: Any, expected: Any) -> Any:
-    """`value` if it fits the annotation (an int is a fine float); annotations that YAML cannot express pass.
-
-    Raises:
-        ValueError: it does not fit; the message gives path, value and what was expected.
-    """
-    if not _fits(value, expected):
-        raise ValueError(f"{path}={value!r} must be {_describe(expected)}, not {type(value).__name__}")
-    return float(value) if expected is float else value
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    origin = get_origin(expected)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, option) for option in get_args(expected))
-    if origin is Literal:
-        return any(value == option and type(value) is type(option) for option in get_args(expected))
-    if expected in (None, type(None)):
-        return value is None
-    if expected is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if expected in (str, bool):
-        return isinstance(value, expected)
-    if expected is dict or origin in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if origin in (list, tuple):
-        items = [a for a in get_args(expected) if a is not Ellipsis]
-        return isinstance(value, (list, tuple)) and all(any(_fits(v, a) for a in items) for v in value)
-    return True
-
-
-def _describe(expected: Any) -> str:
-    origin = get_origin(expected)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(option) for option in get_args(expected))
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, get_args(expected)))
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(
-        expected, "a list" if origin in (list, tuple) else "a mapping" if origin is dict else str(expected)
-    )

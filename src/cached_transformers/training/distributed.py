@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cached_transformers.annotations import shown
 from cached_transformers.memories.parts.shared_cache import caches
 
 T = TypeVar("T")
@@ -108,12 +110,13 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     """The torch device for `training.device` (ValueError: unknown, or not on this machine)."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"training.device={name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
+        raise ValueError(f"training.device={shown(name)} is no device; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"training.device={name!r}: this machine has no CUDA device; use training.device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"training.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices, from 0")
     if device.type == "cuda" and local_rank is not None:
         return torch.device("cuda", local_rank)
     return device

@@ -27,6 +27,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from cached_transformers.data.image_files import BadFile
 
+from .interruption import RunFailed
+
 T = TypeVar("T")
 Key = tuple[int, ...]
 """(epoch, index) of one row, or (epoch, index, copy) where rows are repeated."""
@@ -278,8 +280,16 @@ def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: boo
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own, so that making the iterator does not draw from the global one
     )
-    for loaded in loader:
-        yield opened(loaded, dataset)
+    try:
+        for loaded in loader:
+            yield opened(loaded, dataset)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RunFailed(
+            f"a loading process ended ({' '.join(str(error).split())}), for want of memory as a rule; take fewer "
+            "(training.workers), or none"
+        ) from error
 
 
 def _ignore_interrupts(worker: int) -> None:

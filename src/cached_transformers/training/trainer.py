@@ -24,7 +24,7 @@ from .buffers import by_rank, of_rank, remembered
 from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
 from .distributed import World
-from .interruption import Interrupted, stop_requests
+from .interruption import Interrupted, RunFailed, stop_requests
 from .loader import mixed_seed
 from .metrics import EventFiles, MetricsFile, tallies
 from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
@@ -289,7 +289,7 @@ class Trainer:
         self.bad_in_a_row += 1
         self.reporter.message(f"step {self.step}: loss or gradient is not finite; the step was skipped")
         if self.bad_in_a_row >= self.settings.max_bad_steps:
-            raise RuntimeError(
+            raise RunFailed(
                 f"{self.bad_in_a_row} steps in a row had a non-finite loss or gradient (training.max_bad_steps="
                 f"{self.settings.max_bad_steps}), the last at step {self.step}; lower optimizer.learning_rate, add "
                 f"schedule.warmup_steps, or use training.precision=float32. "

@@ -12,10 +12,3 @@ def head_width(width: int, heads: int) -> int:
     if heads < 1 or width % heads:
         raise ValueError(f"width={width} must be a positive multiple of heads={heads}, which share it")
     return width // heads
-
-
-def at_least_one(**sizes: int | None) -> None:
-    """Refuse a size below 1 (ValueError); None is a size that was not given."""
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.memories.parts.options import NO_MEMORY, check_choices, check_sizes
+from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
@@ -142,7 +143,7 @@ class CRTN(ModelMemory):
         relative: bool = True,
     ) -> None:
         super().__init__()
-        check_sizes(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
+        at_least_one(NO_MEMORY, depth=depth, segment=segment, regions=regions, topk=topk)
         if topk > regions:
             raise ValueError(f"topk={topk} regions cannot be recalled of regions={regions}; take topk <= regions")
         if short_memory < 0:

@@ -131,8 +131,8 @@ class InfinityFormer(LayerMemory):
                 raise ValueError(f"{name}={size} must be at least 1; a model without memory takes memory=None")
         positive = {"ridge": ridge, "min_variance": min_variance, "prior_deviation": prior_deviation}
         for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"{name}={value} must be positive")
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive and finite")
         if not 0 < contraction < 1:
             raise ValueError(
                 f"contraction={contraction} must lie between 0 and 1: the share of [0, 1] left to the past"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.checks import shares
 from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
 
 from .options import one_of
@@ -53,6 +54,7 @@ class MemoryBranch(nn.Module):
         one_of("combine", combine, ("pad", "project"))
         if combine == "project" and mix == "outputs":
             raise ValueError("combine='project' needs mix='heads': after the output projections the widths are fixed")
+        shares(dropout=dropout)
         self.heads, self.cache, self.dropout = heads, cache, dropout
         value = width if combine == "project" else cache
         self.query = nn.Linear(cache, cache, bias=bias)
@@ -78,7 +80,11 @@ class MemoryBranch(nn.Module):
         return k.unflatten(-1, (self.heads, -1)).transpose(1, 2), v.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x_BNC: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
-        """(B, H, N, F or E): what the tokens read, whose first C channels are `x_BNC`."""
+        """(B, H, N, F or E): what the tokens read, whose first C channels are `x_BNC`.
+
+        Raises:
+            ValueError: there is a window, and tokens and slots are not as many as it has.
+        """
         rows, n = x_BNC.shape[:2]
         q = self.query(x_BNC.flatten(0, 1)).unflatten(0, (rows, n))  # flat: no copy of a slice of wider tokens
         q_BHNF = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -95,6 +101,11 @@ class MemoryBranch(nn.Module):
         if self.relative_bias is not None:
             grid = grid_positions(self.relative_bias.window, x_BNC.device)
             bias = self.relative_bias.bias(None, grid, grid).to(q_BHNF.dtype)
+            if bias.shape[-2:] != (n, k_BHMF.shape[2]):
+                raise ValueError(
+                    f"window={list(self.relative_bias.window)} is of {bias.shape[-1]} tokens, but {n} tokens read "
+                    f"{k_BHMF.shape[2]} slots; leave it out: a host with windows (Swin) gives its own"
+                )
         out = F.scaled_dot_product_attention(
             q_BHNF,
             k_BHMF.to(q_BHNF.dtype),

@@ -20,10 +20,3 @@ def check_choices(**given: tuple[Any, tuple[Any, ...]]) -> None:
     for name, (value, choices) in given.items():
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
-
-
-def check_sizes(way_out: str = "", **sizes: int | None) -> None:
-    """Refuse (ValueError) a size below 1; None, where an option may be left to its default, is none."""
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size} must be at least 1{way_out}")

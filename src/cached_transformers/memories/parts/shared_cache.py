@@ -158,11 +158,19 @@ class SharedCache(CacheSlots):
 
         In training the update by `x_BNC` is made and proposed for the next step. In evaluation the rows' own update is
         computed with attend="sample" and thrown away after use, and the stored cache is returned otherwise.
+
+        Raises:
+            ValueError: there is no row, or no token, to update by.
         """
         if (self.training and not self.held) or self.sync == "none":
             self.commit()
         if not self.training and self.constant_in_evaluation:
             return self.cache_MC
+        if 0 in x_BNC.shape[:2]:
+            raise ValueError(
+                f"a batch of {x_BNC.shape[0]} rows of {x_BNC.shape[1]} tokens has nothing to update the cache by; "
+                "leave empty batches out"
+            )
         # A copy: the buffer is overwritten by the next commit, and a graph that waits for its backward must not see
         # that.
         cache_MC = self.cache_MC.clone() if self.training else self.cache_MC

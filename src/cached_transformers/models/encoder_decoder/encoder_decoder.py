@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.checks import insist
+from cached_transformers.checks import at_least_one, shares
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.token_loss import token_losses
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import BucketedPositions, Positions, make_positions
-from cached_transformers.state import State, map_state
-from cached_transformers.state import check as check_state
 
+from ..inputs import check_padding, check_targets, check_tokens
 from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
 from ..stack_options import StackKeywords, StackOptions, takes_stack_options
 from .initial_weights import initialise_weights
@@ -102,7 +101,9 @@ class EncoderDecoder(StackModel):
         super().__init__()
         stack = StackOptions(width, depth, heads, feed_forward, head_width=head_width, **options)
         stack = replace(stack, feed_forward_bias=stack.bias)
-        _check_sizes(vocabulary, target_vocabulary, max_length, decoder_depth)
+        at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
+        at_least_one(max_length=max_length, decoder_depth=decoder_depth)
+        shares(output_dropout=output_dropout)
         shared = _sharing(shared_embeddings, vocabulary, target_vocabulary)
         self.vocabulary, self.max_length = vocabulary, max_length
         self.target_vocabulary = vocabulary if target_vocabulary is None else target_vocabulary
@@ -133,7 +134,6 @@ class EncoderDecoder(StackModel):
             self.head.weight = self.target_embedding.weight
         self._experts = stack.experts is not None
         self._carries = carries(self.stack)
-        self._fresh: dict[torch.dtype, State] = {}
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -219,41 +219,22 @@ class EncoderDecoder(StackModel):
         return self.head(self._scaled(self.output_dropout(h_BTD)))  # type: ignore[no-any-return]
 
     def _check_source(self, inputs_BN: Tensor, padding: Tensor | None, state: StackState | None) -> None:
-        _check_tokens("inputs", inputs_BN, self.max_length)
-        if padding is not None and padding.shape != inputs_BN.shape:
-            raise ValueError(
-                f"padding of shape {tuple(padding.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape)}"
-            )
-        if padding is not None and padding.dtype != torch.bool:
-            raise ValueError(f"padding of dtype {padding.dtype} must be bool, True = padding")
-        _insist_known("a token id", inputs_BN, self.vocabulary)
-        if state is not None and not torch.compiler.is_compiling():
-            check_state(state, self._layout(), len(inputs_BN))
+        check_tokens("inputs", inputs_BN, self.vocabulary, self.max_length)
+        if padding is not None:
+            check_padding(padding, inputs_BN)
+        self.check_state(state, len(inputs_BN))
 
     def _check_target(
         self, inputs_BN: Tensor, decoder_inputs_BT: Tensor, targets: Tensor | None, label_smoothing: float
     ) -> None:
-        _check_tokens("decoder_inputs", decoder_inputs_BT, self.max_length)
+        what = "a token id of decoder_inputs"
+        check_tokens("decoder_inputs", decoder_inputs_BT, self.target_vocabulary, self.max_length, what)
         if len(inputs_BN) != len(decoder_inputs_BT):
             raise ValueError(f"{len(inputs_BN)} rows of inputs, but {len(decoder_inputs_BT)} of decoder_inputs")
-        if targets is not None and targets.shape != decoder_inputs_BT.shape:
-            raise ValueError(
-                f"targets of shape {tuple(targets.shape)} must have the shape of decoder_inputs, "
-                f"{tuple(decoder_inputs_BT.shape)}"
-            )
         if not 0 <= label_smoothing < 1 or (label_smoothing and targets is None):
             raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 1), and needs targets")
-        _insist_known("a token id of decoder_inputs", decoder_inputs_BT, self.target_vocabulary)
         if targets is not None:
-            known = targets.masked_fill(targets == IGNORED, 0)
-            _insist_known(f"a target other than {IGNORED} (no part in the loss)", known, self.target_vocabulary)
-
-    def _layout(self) -> State:
-        """What a state of this model looks like, without contents."""
-        dtype = next(self.stack.parameters()).dtype
-        if dtype not in self._fresh:
-            self._fresh[dtype] = map_state(lambda t: t.to("meta"), self.init_state(1))
-        return self._fresh[dtype]
+            check_targets(targets, decoder_inputs_BT, self.target_vocabulary, "decoder_inputs")
 
 
 def _schemes(
@@ -274,14 +255,6 @@ def _schemes(
     return Positions(), name, make_positions("sinusoidal", **sizes)
 
 
-def _check_sizes(vocabulary: int, target_vocabulary: int | None, max_length: int, decoder_depth: int | None) -> None:
-    sizes = {"vocabulary": vocabulary, "target_vocabulary": target_vocabulary}
-    sizes |= {"max_length": max_length, "decoder_depth": decoder_depth}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-
-
 def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None) -> str:
     one = target_vocabulary is None or target_vocabulary == vocabulary
     if shared is None:
@@ -294,23 +267,3 @@ def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None)
             "tokens; take 'decoder', or a vocabulary of both languages"
         )
     return shared
-
-
-def _check_tokens(name: str, tokens: Tensor, longest: int) -> None:
-    if tokens.dim() != 2 or 0 in tokens.shape or tokens.is_floating_point():
-        raise ValueError(
-            f"{name} of shape {tuple(tokens.shape)} and dtype {tokens.dtype} must be token ids, (rows, tokens), with "
-            "at least one token"
-        )
-    if tokens.shape[1] > longest:
-        raise ValueError(
-            f"{name} of {tokens.shape[1]} tokens, but max_length={longest}; shorten them or build a longer model"
-        )
-
-
-def _insist_known(what: str, tokens: Tensor, vocabulary: int) -> None:
-    insist(
-        ((tokens >= 0) & (tokens < vocabulary)).all(),
-        f"{what} is not in a vocabulary of {vocabulary} tokens, 0 to {vocabulary - 1}; encode the text with that "
-        "vocabulary",
-    )

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cached_transformers.checks import at_least_one
 from cached_transformers.layers.reduction import to_map
 
+from ..inputs import check_images
 from .layers import PatchEmbedding, PyramidBlock, Size, resize_positions
 
 Pool = Literal["token", "avg", ""]
@@ -82,6 +84,7 @@ class PyramidVisionTransformer(nn.Module):
             raise ValueError(
                 f"embed_dims, num_heads, mlp_ratios, depths and sr_ratios must name as many stages, got {lengths}"
             )
+        at_least_one(patch_size=patch_size, in_chans=in_chans)
         sides = (img_size, img_size) if isinstance(img_size, int) else (int(img_size[0]), int(img_size[1]))
         self.img_size, self.in_chans, self.num_classes = sides, in_chans, num_classes
         self.num_stages, self.class_token = len(depths), class_token
@@ -177,8 +180,9 @@ class PyramidVisionTransformer(nn.Module):
         """Normed tokens (B, N, D) of the last stage, class token first.
 
         Raises:
-            ValueError: the images are smaller than 8 patches a side.
+            ValueError: images of another shape or dtype, or smaller than 8 patches a side.
         """
+        check_images(x_BCHW, self.in_chans)
         self._check(x_BCHW.shape[2], x_BCHW.shape[3])
         for i in range(self.num_stages - 1):
             x_BCHW = self._map_of(*self._run_stage(i, x_BCHW))
@@ -219,6 +223,7 @@ class PyramidVisionTransformer(nn.Module):
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt={output_fmt!r} is not available; the maps of a pyramid are 'NCHW'")
         taken = self._taken(indices)
+        check_images(x, self.in_chans)
         self._check(x.shape[2], x.shape[3])
         last = max(taken) if stop_early else self.num_stages - 1
         maps = []

@@ -23,7 +23,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from cached_transformers.extras import require
+from cached_transformers.annotations import shown
+from cached_transformers.checks import at_least_one
+from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.memories import OneMemory
 from cached_transformers.memories.parts.shared_cache import reset_caches as empty_caches
@@ -107,8 +109,7 @@ class Detector(nn.Module):
         detector_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if classes < 1:
-            raise ValueError(f"classes={classes} must be at least 1")
+        at_least_one(classes=classes, fpn_channels=fpn_channels)
         if not 1 <= min_size <= max_size:
             raise ValueError(f"min_size={min_size} must lie in 1..max_size={max_size} pixels")
         if pad_to_square and max_size % self.strides[-1]:
@@ -139,9 +140,10 @@ class Detector(nn.Module):
         sizes = {"min_size": min_size, "max_size": max_size}
         if pad_to_square:
             sizes["size_divisible"] = max_size  # torchvision rounds both sides of a batch up to a multiple of it
-        self.detector = self._factory()(
-            pyramid, classes + self.background, **sizes, **self._anchors(anchor_sizes), **options
-        )
+        with refused_by("torchvision", f"model.detector_options={shown(options)}"):
+            self.detector = self._factory()(
+                pyramid, classes + self.background, **sizes, **self._anchors(anchor_sizes), **options
+            )
 
     def forward(
         self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None
@@ -269,9 +271,10 @@ def make_body(name: str, strides: Sequence[int], options: dict[str, Any]) -> tup
 
     if not timm.is_model(name):
         raise ValueError(f"timm knows no model {name!r} for model.backbone; timm.list_models('pvt*') lists some")
-    body = timm.create_model(name, pretrained=False, num_classes=0, **options)
-    if getattr(body, "class_token", False) is True:  # PVT; maps do not need it, and the original drops it, too
-        body = timm.create_model(name, pretrained=False, num_classes=0, **{"class_token": False, **options})
+    with refused_by("timm", f"{name} with model.backbone_options={shown(options)}"):
+        body = timm.create_model(name, pretrained=False, num_classes=0, **options)
+        if getattr(body, "class_token", False) is True:  # PVT; maps do not need it, and the original drops it, too
+            body = timm.create_model(name, pretrained=False, num_classes=0, **{"class_token": False, **options})
     facts = list(getattr(body, "feature_info", None) or [])
     by_stride = {int(fact["reduction"]): (index, int(fact["num_chs"])) for index, fact in enumerate(facts)}
     if len(by_stride) < len(facts) or not set(strides) <= set(by_stride) or not hasattr(body, "forward_intermediates"):

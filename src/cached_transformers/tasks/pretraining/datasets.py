@@ -87,7 +87,9 @@ class Denoising:
         if path is not None:
             options["path"] = path
         options |= {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
-        text = DATASETS.create(options.pop("name"), split=split, **options)
+        name = options.pop("name")
+        DATASETS.check(name, options, "data.corpus")
+        text = DATASETS.create(name, split=split, **options)
         if not isinstance(text, TextDataset):
             raise ValueError(f"data.corpus={corpus!r} is no text; take text, wikitext2, books, ...")
         self.text, self.split, self.augment = text, split, split == "train"

@@ -56,7 +56,9 @@ def create_objective(spec: ObjectiveSpec) -> Objective:
     options = dict(spec)
     if "name" not in options:
         raise ValueError(f"data.objective={spec} must have a name, e.g. {{name: span_corruption, rate: 0.15}}")
-    return OBJECTIVES.create(options.pop("name"), **options)
+    name = options.pop("name")
+    OBJECTIVES.check(name, options, "data.objective")
+    return OBJECTIVES.create(name, **options)
 
 
 @OBJECTIVES.register("bart", paper="arXiv:1910.13461")

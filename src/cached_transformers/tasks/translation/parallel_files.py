@@ -20,7 +20,7 @@ from cached_transformers.data.text import fingerprint
 from cached_transformers.data.text_files import ARCHIVES, DECOMPRESS, TextFile, members
 from cached_transformers.registry import unknown_name
 
-PairPath = str | Path | Mapping[str, Any]
+PairPath = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 """A folder, archive or TSV file, or a mapping from split to a TSV file or to [source file, target file]."""
 _TSV = (".tsv", ".tab")
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cached_transformers.annotations import check_type
 from cached_transformers.extras import require
 from cached_transformers.registry import unknown_name
-from cached_transformers.training.config import check_type
 
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "random")
 

@@ -1,0 +1,157 @@
+"""Values of options against the annotations of what takes them: one answer for recipes, calls and command lines.
+
+An annotation is understood, or its option can only be left out: nothing passes because nobody knew what it means. A
+class means its instances; text stands for a `Path`, a whole number for a `float`, and one kind of list for another,
+since YAML has one kind of each.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import math
+import pathlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+LARGEST = 2**63 - 1
+"""Whole numbers go into tensors of 64 bits."""
+_LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_CALLABLES = (typing.Callable, collections.abc.Callable)
+_WORDS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", "true or false each"),
+    type(None): ("null", "nulls"),
+    pathlib.Path: ("a path", "paths"),
+}
+"""A class as a recipe knows it: one value, and several."""
+_COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
+
+
+def check_type(path: str, value: Any, expected: Any) -> Any:
+    """`value` if it fits the annotation; a whole number becomes a `float` where one is expected.
+
+    Raises:
+        ValueError: it does not fit; the message gives path, value and what was expected.
+    """
+    if not understood(expected):
+        raise ValueError(f"{path}={shown(value)} is for code to set, which knows {shown(expected)}; leave it out")
+    if not fits(value, expected):
+        raise ValueError(f"{path}={shown(value)} must be {describe(expected)}, not {_kind(value)}")
+    return float(value) if expected is float else value
+
+
+def understood(expected: Any) -> bool:
+    """Whether `fits` knows what an annotation means."""
+    origin = get_origin(expected)
+    if origin in (Union, types.UnionType, *_LISTS, *_MAPPINGS):
+        return all(part is Ellipsis or understood(part) for part in get_args(expected))
+    if origin is Literal or origin in _CALLABLES or expected in (Any, None, *_CALLABLES):
+        return True
+    return origin is None and inspect.isclass(expected) and not getattr(expected, "_is_protocol", False)
+
+
+def fits(value: Any, expected: Any) -> bool:
+    """Whether a value is what an annotation says; False for one that is not `understood`."""
+    origin, parts = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, option) for option in parts)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in parts)
+    if expected is Any:
+        return True
+    if origin in _CALLABLES or expected in _CALLABLES:
+        return callable(value)
+    if (origin or expected) in _LISTS:
+        return _fits_items(value, expected)
+    if (origin or expected) in _MAPPINGS:
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        return isinstance(value, Mapping) and all(all(map(fits, pair, parts)) for pair in pairs)
+    return value is None if expected is None else inspect.isclass(expected) and _is_one(value, expected)
+
+
+def _fits_items(value: Any, expected: Any) -> bool:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, collections.abc.Collection):
+        return False  # text is no list of letters
+    parts = get_args(expected)
+    if get_origin(expected) is tuple and Ellipsis not in parts:
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    return not parts or all(fits(item, parts[0]) for item in value)
+
+
+def _is_one(value: Any, expected: type) -> bool:
+    """Whether a value is an instance of a class, or what stands for one in YAML."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if expected is int or (expected is float and whole):
+        return whole and abs(value) <= LARGEST
+    if expected is float:
+        return isinstance(value, float) and not math.isnan(value)
+    if isinstance(value, str):
+        return (expected is str or issubclass(expected, pathlib.PurePath)) and is_plain(value)
+    return isinstance(value, expected)
+
+
+def describe(expected: Any, several: bool = False) -> str:
+    """An annotation in words: of one value, or of several."""
+    origin, parts = get_origin(expected), get_args(expected)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(option, several) for option in parts))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if (origin or expected) in _LISTS:
+        inside = describe(parts[0], several=True) if parts and parts[0] is not Any else "values"
+        count = _COUNTS.get(len(parts), len(parts)) if origin is tuple and Ellipsis not in parts else None
+        return f"{'lists' if several else 'a list'} of {'' if count is None else f'{count} '}{inside}"
+    if (origin or expected) in _MAPPINGS:
+        return "mappings" if several else "a mapping"
+    name = getattr(expected, "__name__", str(expected))
+    return _WORDS.get(type(None) if expected is None else expected, (f"a {name}", f"values of {name}"))[several]
+
+
+def _kind(value: Any) -> str:
+    """Type of a value that does not fit, or what is wrong about one of a fitting type."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
+        return "one of more than 64 bits"
+    if isinstance(value, float) and math.isnan(value):
+        return "not-a-number"
+    if isinstance(value, str) and not is_plain(value):
+        return "text with a null character or half a surrogate pair"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {len(value)} ({', '.join(sorted({type(item).__name__ for item in value}))})"
+    return type(value).__name__
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text can be written, and name a file: no null character, no half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def shown(value: object, longest: int = 200) -> str:
+    """A value for a message: its `repr`, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
+
+
+@functools.cache
+def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of the parameters of a function or a class, resolved; of a dataclass its fields.
+
+    One that cannot be resolved, because its names are imported for type checking alone, stays text, which is not
+    `understood`. A parameter without annotation takes everything.
+    """
+    target: Any = factory
+    if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):
+        target = factory.__init__  # type: ignore[misc]
+    try:
+        found = typing.get_type_hints(target)
+    except NameError:
+        found = {}
+    written = {name: option.annotation for name, option in inspect.signature(factory).parameters.items()}
+    return {name: found.get(name, Any if a is inspect.Parameter.empty else a) for name, a in written.items()}

@@ -1,0 +1,81 @@
+"""What models ask of the tensors that they are called with.
+
+Shapes and dtypes are looked at, which costs nothing; values as `checks.insist` does it, which waits for no device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cached_transformers.checks import insist
+from cached_transformers.data.pairs import IGNORED
+
+
+def check_tokens(
+    name: str, tokens_BN: Tensor, vocabulary: int, longest: int | None = None, what: str = "a token id"
+) -> None:
+    """Refuse what are no token ids of a vocabulary.
+
+    Args:
+        name: of the argument, for messages. longest: tokens of a row at most. what: one of them, for messages.
+
+    Raises:
+        ValueError: another shape or dtype, no row or no token, too many tokens, or a token that the vocabulary has not
+            (on the CPU, outside compiled code; an assertion of the device later elsewhere).
+    """
+    shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
+    if len(shape) != 2 or 0 in shape or dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), with at least one token, of "
+            "dtype int64 or int32"
+        )
+    if longest is not None and shape[1] > longest:
+        raise ValueError(f"{name} of {shape[1]} tokens, but max_length={longest}; shorten it or build a longer model")
+    last = vocabulary - 1
+    insist(
+        _known(tokens_BN, vocabulary),
+        f"{what} is not in a vocabulary of {vocabulary} tokens, 0 to {last}; encode the text with that vocabulary",
+    )
+
+
+def check_targets(targets_BN: Tensor, like_BN: Tensor, vocabulary: int, name: str = "the inputs") -> None:
+    """Refuse what are no targets of a loss: tokens of the shape of `like_BN`, which is called `name`, or `IGNORED`.
+
+    Raises:
+        ValueError: as `check_tokens`.
+    """
+    shape, expected = tuple(targets_BN.shape), tuple(like_BN.shape)
+    if shape != expected or targets_BN.dtype != torch.int64:
+        raise ValueError(
+            f"targets of shape {shape} must have the shape of {name}, {expected}, and int64, not {targets_BN.dtype}"
+        )
+    insist(
+        _known(targets_BN.masked_fill(targets_BN == IGNORED, 0), vocabulary),
+        f"a target is not in {IGNORED} (no part in the loss) or a vocabulary of {vocabulary} tokens; a target other "
+        f"than {IGNORED} must be 0 to {vocabulary - 1}: encode the text with that vocabulary",
+    )
+
+
+def check_padding(padding_BN: Tensor, like_BN: Tensor) -> None:
+    """Refuse (ValueError) what is no mask of the inputs."""
+    if padding_BN.shape != like_BN.shape:
+        raise ValueError(
+            f"padding of shape {tuple(padding_BN.shape)} must have the shape of the inputs, {tuple(like_BN.shape)}"
+        )
+    if padding_BN.dtype != torch.bool:
+        raise ValueError(f"padding of dtype {padding_BN.dtype} must be bool, True = padding")
+
+
+def check_images(images_BCHW: Tensor, channels: int, size: tuple[int, int] | None = None) -> None:
+    """Refuse (ValueError) what are no images of so many channels, of one size or of any, of a floating dtype."""
+    shape = tuple(images_BCHW.shape)
+    if len(shape) != 4 or 0 in shape or shape[1:] != (channels, *(size or shape[2:])):
+        wanted = f"{(channels, *size)}; resize them" if size else f"({channels}, height, width)"
+        raise ValueError(f"images of shape {shape}: this model takes at least one, each {wanted}")
+    if not images_BCHW.is_floating_point():
+        raise ValueError(f"images of dtype {images_BCHW.dtype} must be floating; convert them: images.float() / 255")
+
+
+def _known(tokens: Tensor, vocabulary: int) -> Tensor:
+    return ((tokens >= 0) & (tokens < vocabulary)).all()

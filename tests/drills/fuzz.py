@@ -1,0 +1,242 @@
+"""Fuzzed configurations and command lines: whatever is typed or written into a recipe ends with a message, or works.
+
+A case is `seed/number`, of 25 inputs in one process; `seed/number/place` is one of them. Nothing is trained for longer
+than a step: what would compute for minutes (comparisons, probes, benchmarks, reproductions) is stopped where it begins,
+when all that was asked for has been accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cached_transformers.cli.main import build_parser, main
+from cached_transformers.extras import require
+
+from ._fuzz_grammar import Grammar, Input, tree_of
+from .frame import Drill, Failure, in_child
+
+TOGETHER = 25
+"""Inputs of a case."""
+SECONDS = 60
+RUNS = ("images", "text", "pairs")
+OTHERS = ("sklearn.datasets", "tokenizers", "sentencepiece", "pycocotools.coco", "matplotlib.pyplot", "rich.table")
+GIBIBYTES = 3
+"""What an input may take beside what the process has when it begins."""
+_grammar: list[Grammar] = []
+
+
+class Reached(BaseException):
+    """The long work of a command would begin here."""
+
+
+class Hung(BaseException):
+    """An input took too long."""
+
+
+def cases(count: int, seed: int) -> Iterator[str]:
+    """Names of `count` cases."""
+    return (f"{seed}/{number}" for number in range(count))
+
+
+def prepare(shared: Path) -> None:
+    """Data, three trained runs, and everything imported that inputs may reach."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "COLUMNS": "120"}
+    torch.set_num_threads(1)
+    write_data(shared)
+    _grammar[:] = [Grammar(shared, build_parser())]
+    if in_child(lambda: [_train(tree_of(_grammar[0].bases[name]), shared / "runs" / name) for name in RUNS] and 0):
+        raise Failure("the runs that inputs ask for could not be trained")
+    for module in ("timm", "transformers.models.gpt2.modeling_gpt2", "torchvision.models.detection", *OTHERS):
+        with contextlib.suppress(ImportError):
+            require(module, extra="vision")
+
+
+def write_data(shared: Path) -> None:
+    """A text, a corpus of pairs, a data set of detection, and a file of no kind."""
+    from detection.made import folder as write_coco
+    from translation.made import write_corpus
+
+    rng = random.Random(0)
+    (shared / "text").mkdir()
+    for name, lines in {"train": 200, "valid": 20, "test": 20}.items():
+        text = "\n".join(" ".join(rng.choices(["ab", "cde", "f.", "ghi", "=", "ö"], k=6)) for _ in range(lines))
+        (shared / "text" / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+    write_corpus(shared / "pairs", (40, 10, 10))
+    write_coco(shared / "coco")
+    (shared / "binary.bin").write_bytes(bytes(rng.randrange(256) for _ in range(2000)))
+
+
+def _train(tree: dict[str, Any], folder: Path) -> None:
+    from cached_transformers.experiments import run
+    from cached_transformers.tasks.recipes import config_from_dict
+
+    run.write_report = lambda *args: None  # type: ignore[assignment]
+    run.run_training(config_from_dict(tree), folder)
+
+
+def attempt(case: str, folder: Path) -> None:
+    """Give the inputs of a case to the command."""
+    seed, number, *place = case.split("/")
+    room = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + GIBIBYTES * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    _stop_long_work()
+    outside = _watch_writes(folder.parent)
+    problems = []
+    for one in map(int, place) if place else range(TOGETHER):
+        name = f"{seed}/{number}/{one}"
+        given = _grammar[0].draw(name)
+        inside = folder / str(one)
+        inside.mkdir()
+        problem = tried(given, inside)
+        if outside:
+            problem = f"{problem or ''}\nwritten or changed outside of its folder: {outside[:5]}"
+            outside.clear()
+        if problem:
+            problems.append(f"--case '{name}'\n{given}\n{problem}")
+        os.chdir(folder)
+        shutil.rmtree(inside, ignore_errors=True)
+        gc.collect()
+    if problems:
+        raise Failure("\n\n".join(problems))
+
+
+def tried(given: Input, folder: Path) -> str | None:
+    """What is wrong about how an input ended, None where nothing is."""
+    os.chdir(folder)
+    os.environ |= {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    tempfile.tempdir = str(folder)
+    if given.recipe is not None:
+        (folder / "recipe.yaml").write_bytes(given.recipe)
+    if any(word.startswith("runs/") for word in given.argv):
+        shutil.copytree(_grammar[0].shared / "runs", folder / "runs")
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in ("strict", "backslashreplace"))
+    kept = sys.stdout, sys.stderr, sys.stdin, sys.argv
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b"der hund\n"), encoding="utf-8")
+    signal.signal(signal.SIGPROF, _hung)  # seconds of computing: other processes are none of an input's doing
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    status: Any
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            status = main(given.argv)
+    except SystemExit as stop:
+        status = stop.code
+    except Reached:
+        status = 0
+    except Hung:
+        status = f"took longer than {SECONDS} seconds"
+    except BaseException as error:
+        status = f"{type(error).__name__} from main: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout, sys.stderr, sys.stdin, sys.argv = kept
+    for stream in (out, err):
+        with contextlib.suppress(UnicodeError, ValueError):
+            stream.flush()
+    said = [stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err)]
+    return wrong(given, status, said[1])
+
+
+def wrong(given: Input, status: Any, err: str) -> str | None:
+    """What must hold: a status that means something, no traceback, and a message that names what was wrong."""
+    if status == 70:
+        kept = next(iter(sorted(Path().glob("cached_error_*"))), None)
+        return f"exit status 70: {err[-600:]}\n{'' if kept is None else kept.read_text(encoding='utf-8')[-1800:]}"
+    if status not in (0, 1, 2):
+        return f"exit status {status!r}: {err[-1500:]}"
+    if "Traceback (most recent call last)" in err and "--debug" not in given.argv:
+        return f"a traceback: {err[-1500:]}"
+    if status == 0:
+        return None
+    message = re.search(r"error: (.+)", err, re.DOTALL)
+    if message is None or len(message.group(1)) > 8000:
+        return f"no message, or one of {len(err)} characters: {err[-500:]}"
+    names = {letters(part) for key in given.touched for part in (key, key.rpartition(".")[2], Path(key).name)} - {""}
+    if names and status == 2 and "not valid YAML" not in err and not any(name in letters(err) for name in names):
+        return f"the message names none of {sorted(names)}: {err[-800:]}"
+    return None
+
+
+def letters(text: str) -> str:
+    """What two ways of writing a name have in common, as `improved_clustered` and ImprovedClusteredAttention."""
+    return re.sub(r"[\W_]", "", text).lower()
+
+
+def _hung(number: int, frame: object) -> None:
+    raise Hung
+
+
+def _reached(*arguments: Any, **options: Any) -> Any:
+    raise Reached
+
+
+def _stop_long_work() -> None:
+    from cached_transformers.experiments import compare, run, run_outputs
+    from cached_transformers.experiments.benchmarks import named
+    from cached_transformers.experiments.probes.trials import Trials
+    from cached_transformers.experiments.reproductions import table9
+
+    compare.carry_out = _reached  # type: ignore[assignment]
+    named.measure = table9.measure = _reached  # type: ignore[assignment]
+    Trials.train = _reached  # type: ignore[method-assign]
+    for module in (run, run_outputs):  # drawn in other drills, and slowly
+        module.write_report = module.write_figures = lambda *args: None  # type: ignore[attr-defined]
+
+
+def _watch_writes(root: Path) -> list[str]:
+    """A list that fills with the files outside of `root` that are opened for writing, made, moved or removed."""
+    found: list[str] = []
+    events = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod"}
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "socket.connect":
+            raise OSError("no network in a drill")
+        if event == "open":
+            if not isinstance(arguments[0], str | bytes | os.PathLike) or not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+                return
+            paths: tuple[Any, ...] = arguments[:1]
+        elif event in events:
+            paths = tuple(a for a in arguments[:2] if isinstance(a, str | bytes | os.PathLike))
+        else:
+            return
+        for path in map(os.fsdecode, paths):
+            whole = os.path.abspath(path)
+            if not whole.startswith((f"{root}/", "/dev/", "/proc/")):
+                found.append(f"{event} {whole}")
+
+    sys.dont_write_bytecode = True
+    sys.addaudithook(look)
+    return found
+
+
+DRILL = Drill(
+    "fuzz",
+    f"{TOGETHER} command lines and recipes a case, from a grammar of all options of all commands and parts, right, "
+    "wrong and damaged: exit status 0, 1 or 2 within 60 seconds, a message that names what is wrong, no traceback, "
+    "nothing written elsewhere",
+    cases,
+    attempt,
+    count=200,
+    sample=2,
+    prepare=prepare,
+    limit=400.0,
+)

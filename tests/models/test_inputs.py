@@ -1,0 +1,161 @@
+"""What models are called with: shapes, dtypes and ranges that do not fit are refused alike by every model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.memories.grc import GatedRecurrentCache
+from cached_transformers.models.pvt import PyramidVisionTransformer
+from cached_transformers.tasks import create_model
+
+V, ROWS, N = 7, 2, 6
+STACK = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}
+IDS = torch.arange(ROWS * N).view(ROWS, N) % V
+IMAGES = torch.zeros(ROWS, 3, 8, 8)
+
+
+def classifier(**options: Any) -> nn.Module:
+    return create_model("sequence_classifier", vocabulary=V, classes=3, max_length=N, **STACK, **options)
+
+
+def vision(**options: Any) -> nn.Module:
+    return create_model("vision_transformer", image_size=8, patch_size=4, classes=3, **STACK, **options)
+
+
+def language() -> nn.Module:
+    return create_model("language_model", vocabulary=V, **STACK)
+
+
+def translation() -> nn.Module:
+    return create_model("encoder_decoder", vocabulary=V, max_length=N, **STACK)
+
+
+def pyramid() -> nn.Module:
+    sizes: dict[str, Any] = {"embed_dims": (4, 4), "num_heads": (1, 1), "mlp_ratios": (1, 1), "depths": (1, 1)}
+    return PyramidVisionTransformer(img_size=8, patch_size=2, num_classes=2, **sizes, sr_ratios=(1, 1))
+
+
+STRANGE_IDS: dict[str, tuple[Tensor, str]] = {
+    "floats": (IDS.float(), "dtype torch.float32 must be token ids"),
+    "bytes": (IDS.to(torch.uint8), "dtype torch.uint8 must be token ids"),
+    "bools": (IDS > 2, "dtype torch.bool must be token ids"),
+    "one row": (IDS[0], r"shape \(6,\)"),
+    "no row": (IDS[:0], "at least one token"),
+    "no token": (IDS[:, :0], "at least one token"),
+    "too large": (IDS + 1, f"a token id is not in a vocabulary of {V} tokens, 0 to 6"),
+    "negative": (IDS - 1, "a token id is not in a vocabulary"),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE_IDS)
+@pytest.mark.parametrize("make", [classifier, language, translation])
+def test_ids(make: Callable[[], nn.Module], strange: str) -> None:
+    ids, message = STRANGE_IDS[strange]
+    more = (torch.zeros(len(ids), N, dtype=torch.long),) if make is translation else ()
+    with pytest.raises(ValueError, match=message):
+        make()(ids, *more)
+
+
+@pytest.mark.parametrize("make", [classifier, language, translation])
+def test_padding(make: Callable[[], nn.Module]) -> None:
+    more = (IDS,) if make is translation else ()
+    with pytest.raises(ValueError, match=r"padding of shape \(2, 5\) must have the shape of the inputs, \(2, 6\)"):
+        make()(IDS, *more, padding=torch.zeros(ROWS, N - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"padding of dtype torch\.int64 must be bool"):
+        make()(IDS, *more, padding=torch.zeros(ROWS, N, dtype=torch.long))
+
+
+@pytest.mark.parametrize("make", [language, translation])
+def test_targets(make: Callable[[], nn.Module]) -> None:
+    more = (IDS,) if make is translation else ()
+    for targets, message in (
+        (IDS.float(), "int64, not torch.float32"),
+        (IDS.to(torch.int32), "int64, not torch.int32"),
+        (IDS[:, 1:], r"targets of shape \(2, 5\)"),
+        (IDS - 1, "a target is not in -100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()(IDS, *more, targets=targets)
+
+
+@pytest.mark.parametrize("make", [classifier, vision])
+def test_a_carried_state(make: Callable[..., nn.Module]) -> None:
+    model, inputs = make(memory="grc_stream"), IDS if make is classifier else IMAGES
+    state = model(inputs).state
+    model(inputs, state)
+    with pytest.raises(ValueError, match=r"the state has 2 rows .*, the segment 1"):
+        model(inputs[:1], state)
+    other = make(memory={"name": "grc_stream", "ratio": 1.0})
+    with pytest.raises(ValueError, match="the state is that of another model"):
+        other(inputs, state)
+    with pytest.raises(ValueError, match="the state is that of another model"):
+        make(memory=None)(inputs, state)
+    with pytest.raises(ValueError, match="must be what init_state"):
+        model(inputs, {"state": 1})
+
+
+@pytest.mark.parametrize("make", [vision, pyramid])
+def test_images(make: Callable[[], nn.Module]) -> None:
+    for images, message in (
+        (IMAGES[:0], "at least one"),
+        (IMAGES[0], r"images of shape \(3, 8, 8\)"),
+        (IMAGES[:, :1], "this model takes"),
+        (IMAGES.to(torch.uint8), "dtype torch.uint8 must be floating"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()(images)
+
+
+def test_a_cache_is_not_updated_by_nothing() -> None:
+    cache = GatedRecurrentCache(4, 3)
+    for rows, tokens in ((0, 5), (2, 0)):
+        with pytest.raises(ValueError, match=f"a batch of {rows} rows of {tokens} tokens has nothing to update"):
+            cache(torch.zeros(rows, tokens, 4))
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**12])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("language_model", option) for option in ("vocabulary", "width", "depth", "feed_forward")),
+        *(("sequence_classifier", option) for option in ("vocabulary", "classes", "max_length", "width", "depth")),
+        *(("encoder_decoder", option) for option in ("vocabulary", "max_length", "width", "depth", "decoder_depth")),
+        *(("vision_transformer", option) for option in ("image_size", "patch_size", "channels", "classes", "width")),
+    ],
+)
+def test_sizes(name: str, option: str, size: int) -> None:
+    fitting: dict[str, dict[str, int]] = {
+        "language_model": {"vocabulary": V},
+        "sequence_classifier": {"vocabulary": V, "classes": 3, "max_length": N},
+        "encoder_decoder": {"vocabulary": V},
+        "vision_transformer": {"image_size": 8, "patch_size": 4},
+    }
+    with pytest.raises(ValueError, match=f"{option}={size}"):
+        create_model(name, **{**fitting[name], **STACK, option: size})
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"memory": {"name": "grc", "window": [0, 7]}}, r"window=\[0, 7\] must be \(height, width\)"),
+        ({"memory": {"name": "grc", "window": [2, 2]}}, r"window=\[2, 2\] is of 4 tokens, but 5 tokens read 5 slots"),
+        ({"memory": {"name": "grc_stream", "dropout": -0.5}}, r"dropout=-0\.5 must lie in \[0, 1\]"),
+        ({"memory": {"name": "infinity_former", "ridge": float("inf")}}, "ridge=inf must be positive and finite"),
+        ({"attention": {"name": "longformer", "dilation": []}}, r"dilation=\[\] must be at least 1"),
+        ({"dropout": 2.0}, r"dropout=2\.0 must lie in \[0, 1\]"),
+    ],
+)
+def test_options_out_of_range(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        vision(**part)(IMAGES)
+
+
+def test_deviations_and_shares_of_a_language_model() -> None:
+    for option, message in {"initial_std": "initial_std=-1", "output_dropout": "output_dropout=-1"}.items():
+        with pytest.raises(ValueError, match=message):
+            create_model("language_model", vocabulary=V, **STACK, **{option: -1})
