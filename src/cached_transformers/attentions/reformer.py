@@ -126,7 +126,9 @@ class ReformerAttention(PatternAttention):
             raise ValueError(f"see_self={see_self!r} must be 'alone' or 'always'")
         if buckets is None:
             if length is None:
-                raise ValueError("how many buckets depends on the length of a segment; give buckets, or length")
+                raise ValueError(
+                    "attention reformer: how many buckets depends on the length of a segment; give buckets, or length"
+                )
             buckets = usual_buckets(length, chunk)
         factors = [buckets] if isinstance(buckets, int) else list(buckets)
         if not factors or (factors != [1] and any(factor < 2 or factor % 2 for factor in factors)):
