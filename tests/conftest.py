@@ -60,5 +60,5 @@ def no_run_reports() -> Iterator[None]:
     For tests of something else; those of `cached train` and of detectors see to it that a run has its report.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cached_transformers.experiments.run.write_report", lambda folder, reporter: None)
+        patch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -93,7 +94,8 @@ def _holds(path: Path, content: bytes) -> bool:
 
 def _prefix(path: Path) -> str:
     """Beginning of the names under which this machine writes a file; the number of the process follows."""
-    return f".{path.name}.{platform.node()}."
+    machine = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    return f".{path.name}.{machine}."
 
 
 def _remove_leftovers(path: Path) -> None:

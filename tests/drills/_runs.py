@@ -68,8 +68,10 @@ def import_all() -> None:
     """Import what a run imports on its way, so that forked processes have it, with one thread each; `write_data` does
     it."""
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets"):
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.utils.flop_counter", "sklearn.datasets"):
         importlib.import_module(name)
+    if importlib.util.find_spec("sacrebleu"):
+        importlib.import_module("sacrebleu")
     if _detectors():
         for name in ("timm", "torchvision.models.detection", "pycocotools.cocoeval"):
             require(name, extra="vision")
@@ -90,8 +92,10 @@ def train(config: RunConfig, run: Path, resume: str = "auto") -> dict[str, Any]:
 def draw_nothing() -> None:
     """From now on, in this process, small pages that are written in the way of the reports stand for these: drawing
     takes longer than all the rest."""
-    run_module.write_report = lambda folder, reporter: _small_report(folder / "summary.json", folder / "report.html")
-    compare_module.write_compare_report = lambda folder: _small_report(folder / "compare.json", folder / "compare.html")
+    run_module.write_report = lambda folder, reporter, summary: _small_page(folder / "report.html", summary)
+    compare_module.write_compare_report = lambda folder: _small_page(
+        folder / "compare.html", json.loads((folder / "compare.json").read_text(encoding="utf-8"))
+    )
 
 
 def compare_runs(run: Path, reference: Path) -> None:
@@ -175,8 +179,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 1500 else f"{text[:1500]}..."
 
 
-def _small_report(source: Path, page: Path) -> Path:
-    content = json.loads(source.read_text(encoding="utf-8"))
+def _small_page(page: Path, content: Any) -> Path:
     write_whole(page, f"<p>{json.dumps(timeless(content))}</p>\n".encode())
     return page
 
@@ -187,6 +190,7 @@ def _detectors() -> bool:
 
 def _settings(**own: Any) -> dict[str, Any]:
     common = {"steps": STEPS, "batch_size": 4, "evaluate_every": 1, "log_every": 1, "tensorboard": False}
+    common |= {"evaluation_batch_size": 64}
     return {**common, "device": "cpu", **own}
 
 
@@ -199,6 +203,7 @@ def _config(name: str, data: dict[str, Any], model: dict[str, Any], rate: float,
             "training": _settings(**training),
             "optimizer": {"learning_rate": rate},
             "schedule": {"name": "constant"},
+            "evaluation": {"beams": 2, "tokens": 6},
         }
     )
 
@@ -228,7 +233,7 @@ def _listops(data: Path) -> RunConfig:
 def _translation(data: Path) -> RunConfig:
     pairs = {"name": "translation", "source": "de", "target": "en", "path": str(data / "pairs")}
     model = {"name": "encoder_decoder", **_SMALL, "memory": {"name": "grc", "ratio": 0.5}}
-    settings = {"batch_tokens": 200, "evaluation_batch_size": 8, "metric": "loss"}
+    settings = {"batch_tokens": 200, "metric": "loss"}
     return _config("translation", {**pairs, "vocabulary_size": 270, "max_length": 32}, model, 0.3, **settings)
 
 
@@ -237,4 +242,6 @@ def _detection(data: Path) -> RunConfig:
     model |= {"fpn_channels": 8, "memory": {"name": "grc", "ratio": 0.5}, "cache_image_size": [32, 32]}
     model |= {"anchor_sizes": [8, 16, 32, 64, 128]}
     coco = {"name": "coco", "path": str(data / "coco")}
-    return _config("detection", coco, model, 1e-3, steps=3, batch_size=2, metric="box_ap", test="none")
+    return _config(
+        "detection", coco, model, 1e-3, steps=2, batch_size=2, evaluation_batch_size=2, metric="box_ap", test="none"
+    )

@@ -79,7 +79,7 @@ def test_transformer_tiny_is_that_of_its_paper() -> None:
 @pytest.mark.parametrize("name", ["iwslt14_de_en_grc", "iwslt15_en_vi_plain", "multi30k_en_de_grc"])
 def test_they_train_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_module, "write_report", lambda folder, reporter: None)
+    monkeypatch.setattr(run_module, "write_report", lambda *_: None)
     corpus = write_corpus(tmp_path / "corpus", (60, 6, 6))
     config = load_config(name)
     renamed = {"train": "train", "val": config.data.get("validation") or "valid"}

@@ -44,7 +44,7 @@ DEIT = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25}
 def quick(tmp_path, monkeypatch):
     """A cache folder of its own, and no drawing, which takes longer than the training; two tests ask for the report."""
     monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_module, "write_report", lambda folder, reporter: None)
+    monkeypatch.setattr(run_module, "write_report", lambda *_: None)
 
 
 def report_of(folder: Path) -> str:

@@ -159,6 +159,17 @@ def test_a_damaged_best_is_named_kept_aside_and_replaced_by_the_best_of_the_othe
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert f"step_{summary['test']['step']:08d}" in names
     assert (folder / "checkpoints" / f"superseded_{best.name}_0").is_dir()
+    assert load_run(folder, "best")[2] == summary["test"]["step"]
+
+
+def test_a_best_that_vanishes_before_the_test_ends_the_run_with_status_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cached_transformers.experiments.run._test_last", lambda trainer, test: vanish(trainer))
+
+    def vanish(trainer):
+        shutil.rmtree(trainer.folder / "checkpoints")
+
+    assert main(command(tmp_path / "run")) == 1
+    assert "there is no such folder; the same command goes on" in capsys.readouterr().err
 
 
 def test_a_cut_configuration_never_falls_back_to_defaults(tmp_path, uninterrupted):
@@ -171,6 +182,16 @@ def test_a_cut_configuration_never_falls_back_to_defaults(tmp_path, uninterrupte
             read_run_config(folder)
     assert main(command(folder)) == 0
     assert (folder / "config.yaml").read_text(encoding="utf-8") == "".join(lines)
+
+
+def test_a_run_that_is_killed_before_its_report_does_not_look_finished(tmp_path, monkeypatch):
+    def died(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cached_transformers.experiments.run.write_report", died)
+    folder = tmp_path / "run"
+    assert main(command(folder)) == 130
+    assert final(folder).step == STEPS and not (folder / "summary.json").exists()
 
 
 def test_a_run_of_format_1_is_loaded_scored_and_continued(tmp_path, monkeypatch, capsys):

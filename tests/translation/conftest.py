@@ -31,7 +31,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "trained"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path_factory.mktemp("cache_of_run")))
-        patch.setattr(run_module, "write_report", lambda folder, reporter: None)
+        patch.setattr(run_module, "write_report", lambda *_: None)
         training = {"steps": 160, "evaluate_every": 80, "save_every": 20, "keep": 3, "average_last": 3}
         run_training(config_from_dict(recipe(corpus, memory="grc", **training)), folder)
     return folder

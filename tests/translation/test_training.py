@@ -33,7 +33,7 @@ from cached_transformers.training.metrics import read_metrics
 
 @pytest.fixture(autouse=True)
 def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "write_report", lambda folder, reporter: None)
+    monkeypatch.setattr(run_module, "write_report", lambda *_: None)
 
 
 @dataclass(frozen=True)

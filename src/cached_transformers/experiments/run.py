@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cached_transformers.files import json_text, write_whole
+from cached_transformers.files import json_text, jsonable, write_whole
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import fill_from_data
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
@@ -96,10 +96,10 @@ def _train_test_report(
         if number := write_bad_files(folder, bad):
             summary["bad_files"] = number
             reporter.message(f"{number} files could not be used and were skipped: {folder / BAD_FILES}")
-        write_whole(folder / "summary.json", json_text(summary))
         _say_baselines(summary["baselines"], config.training.metric, reporter)
         write_figures(trainer.model, validation, folder, processes)
-        write_report(folder, reporter)
+        write_report(folder, reporter, jsonable(summary))
+        write_whole(folder / "summary.json", json_text(summary))  # the last file: a comparison takes it for the end
     processes.barrier()
     return summary
 
@@ -165,26 +165,18 @@ def _say_baselines(found: dict[str, float] | None, metric: str, reporter: Report
         reporter.message(f"{reporter.label}  baselines ({metric}): {scores}")
 
 
-@contextlib.contextmanager
-def _own_checkpoints() -> Iterator[None]:
-    """A checkpoint of this very run that has vanished or was damaged meanwhile is a failure, and no bad input."""
-    try:
-        yield
-    except ValueError as error:
-        raise RuntimeError(f"{error}; the same command goes on with the checkpoints that are left") from error
-
-
 def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | None:
     """Evaluate the chosen checkpoint, or the average of the last ones, on the test split; the model keeps its
     weights."""
     settings = trainer.settings
     step = trainer.step
     if settings.average_last > 1:
-        with _own_checkpoints():
-            load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
+        load_average(trainer.model, trainer.folder, settings.average_last, settings.average_caches)
     elif settings.test != "last" and trainer.best is not None:
-        with _own_checkpoints():
+        try:
             stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))
+        except ValueError as error:  # what this very run saved has vanished or was damaged meanwhile: no bad input
+            raise RuntimeError(f"{error}; the same command goes on with the checkpoints that are left") from error
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
     elif trainer.average is not None:

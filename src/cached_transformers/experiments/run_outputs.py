@@ -63,10 +63,10 @@ def write_evaluation(folder: Path, result: dict[str, Any]) -> None:
     write_whole(folder / "evaluation.json", json_text(result))
 
 
-def write_report(folder: Path, reporter: Reporter) -> None:
-    """Write `report.html`, or say why not."""
+def write_report(folder: Path, reporter: Reporter, summary: Mapping[str, Any] | None = None) -> None:
+    """Write `report.html`, or say why not; `summary` is what `summary.json` is going to hold, where it is not there."""
     try:
-        path = write_run_report(folder)
+        path = write_run_report(folder, summary)
     except ImportError as error:
         reporter.message(f"no report: {error}")
         return

@@ -120,15 +120,16 @@ class Checkpoints:
     def tidy(self, best: int | None) -> None:
         """Make the folder what a save leaves, whatever was interrupted since: without surplus checkpoints and remains,
         and with text files that name the last and the best."""
-        for name, path in (("last", self.paths()[-1:]), ("best", [] if best is None else [self.path(best)])):
-            if path and path[0].is_dir():
-                write_whole(self.folder / name, f"{path[0].name}\n".encode())
+        chosen = None if best is None else self.path(best)
+        for name, named in (("last", next(reversed(self.paths()), None)), ("best", chosen)):
+            if named is not None and named.is_dir():
+                write_whole(self.folder / name, f"{named.name}\n".encode())
             else:
                 (self.folder / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
         shutil.rmtree(self.folder / _SURPLUS, ignore_errors=True)
         for path in self.paths()[: -self.keep]:
-            if best is None or path != self.path(best):
+            if path != chosen:
                 path.rename(self.folder / _SURPLUS)  # first, so that a step folder is never there in part
                 shutil.rmtree(self.folder / _SURPLUS)
 
@@ -179,6 +180,11 @@ class Checkpoints:
             except ValueError:
                 continue
         return [checkpoint for checkpoint in found if checkpoint.step <= until]
+
+    def choose(self, best: Mapping[str, Any] | None) -> None:
+        """Let the newest step folder say another best, in one event, as where the former cannot be read any more."""
+        path = self.paths()[-1]
+        write_whole(path / META, _sealed({**_read_meta(path), "format": FORMAT, "best": best}))
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than `step` to `superseded_*`: the run goes on from there on a line of its own."""

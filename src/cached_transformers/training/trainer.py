@@ -136,6 +136,8 @@ class Trainer:
             if broken is not None and broken.is_dir():
                 self.checkpoints.set_aside(broken)
             self.checkpoints.set_aside_after(self.step)
+            if broken is not None and checkpoint.path == self.checkpoints.path(self.step):
+                self.checkpoints.choose(self._best_in_short())
             self.checkpoints.tidy(self.best["step"] if self.best else None)
 
     def _choose_best(self, problem: str) -> None:
@@ -146,6 +148,11 @@ class Trainer:
         self.best = max(scored, key=lambda scores: goodness(metric, scores[metric]), default=None)
         now = "the next evaluation decides" if self.best is None else f"of those left it is step {self.best['step']}"
         self.reporter.message(f"the best checkpoint so far cannot be used: {problem}; {now}")
+
+    def _best_in_short(self) -> dict[str, Any] | None:
+        """Step and score of the best so far, for JSON."""
+        metric = self.settings.metric
+        return None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
 
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
@@ -191,9 +198,7 @@ class Trainer:
         if self.world.main:
             for file in self._files:
                 file.sync()
-            metric = self.settings.metric
-            best = None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
-            self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, best)
+            self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, self._best_in_short())
         self._saved_step = self.step
         self.world.barrier()
 

@@ -7,6 +7,7 @@ parts that the page of a comparison has too are public here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ SCORES = {"best on validation": "best", "at the end": "final", "test": "test", "
 """Rows of the table of scores, and where summary.json has them."""
 
 
-def write_run_report(run_folder: str | Path) -> Path:
-    """Write `report.html` into a run folder."""
+def write_run_report(run_folder: str | Path, summary: Mapping[str, Any] | None = None) -> Path:
+    """Write `report.html` into a run folder; `summary` takes the place of what its `summary.json` holds."""
     run = read_run(run_folder)
+    if summary is not None:
+        run = replace(run, summary=dict(summary))
     summary, metric = run.summary, Metric(run.metric)
     title = str(summary.get("name") or run.folder.resolve().name)
     environment = summary.get("environment") or {}
