@@ -135,7 +135,7 @@ def shuffled_lines(content: bytes, random: Random) -> bytes:
     elif kind == 1:
         lines.insert(place, random.choice(lines))
     elif kind == 2:
-        lines[place] = lines[place] * 50
+        lines[place] = lines[place] * 20
     elif kind == 3:
         lines[place] += b"\t" + lines[random.randrange(len(lines))]
     else:

@@ -215,7 +215,7 @@ DRILL = Drill(
     cases=cases,
     attempt=attempt,
     count=20 * len({source.dataset for source in _small_data.SOURCES.values()}),
-    sample=8,
+    sample=3,
     prepare=prepare,
     limit=300.0,  # of a batch; each input has its own
 )

@@ -313,6 +313,6 @@ DRILL = Drill(
     cases=cases,
     attempt=attempt,
     count=500,
-    sample=6,
+    sample=4,
     prepare=prepare,
 )
