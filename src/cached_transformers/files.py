@@ -102,11 +102,12 @@ def _remove_leftovers(path: Path) -> None:
     prefix = _prefix(path)
     for name in os.listdir(path.parent):
         found = re.fullmatch(r"(\d+)\.partial", name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if found is not None and not _lives(int(found[1])):
+        if found is not None and not lives(int(found[1])):
             path.with_name(name).unlink(missing_ok=True)
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Whether a process of this machine runs; true where the system does not say."""
     if os.name != "posix":
         return True
     try:

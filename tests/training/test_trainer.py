@@ -23,6 +23,7 @@ from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training import checkpoint as checkpoint_module
 from cached_transformers.training.checkpoint import read_checkpoint
+from cached_transformers.training.config import config_to_dict
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.metrics import MetricsFile, read_metrics
 from cached_transformers.training.progress import Reporter
@@ -370,3 +371,16 @@ def test_tensorboard_receives_the_lines(tmp_path):
     points = events.Scalars("validation/loss")
     expected = [(line["step"], line["loss"]) for line in metrics(tmp_path) if line["split"] == "validation"]
     assert [(p.step, pytest.approx(p.value)) for p in points] == expected
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [({"epoch": 3}, "it lacks 'optimizer'"), ({"optimizer": {"state": {}, "param_groups": []}}, "param")],
+)
+def test_a_training_state_of_something_else_is_refused_by_message(tmp_path, training, message):
+    """Sums that match say only that the files are whole."""
+    trainer = make(tmp_path)
+    state = trainer.model.state_dict()
+    trainer.checkpoints.save(1, config_to_dict(trainer.config), state, training, None)
+    with pytest.raises(ValueError, match=rf"step_00000001 is not of this run: .*{message}"):
+        trainer.resume("auto")

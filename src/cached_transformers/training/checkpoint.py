@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from cached_transformers.files import NotWritten, sync_folder, write_durably, write_whole
@@ -209,8 +208,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         weights = safetensors.torch.load(contents[WEIGHTS])
         training = torch.load(io.BytesIO(contents[TRAINING]), weights_only=True, map_location="cpu")
-    except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    except Exception as error:  # what is no archive of torch, or holds more than tensors, raises a wide choice
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is damaged, or not one of ours: {reason}") from None
+    if not isinstance(training, dict):
+        raise ValueError(f"{path} is not one of ours: {TRAINING} holds no training state")
     return Checkpoint(path, meta["step"], meta["config"], weights, training)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.files import NotWritten
+from cached_transformers.files import NotWritten, lives
 
 from .distributed import World
 from .interruption import RunFailed
@@ -130,20 +130,9 @@ def _locked(handle: int) -> bool:
         else:
             return True
     owner = _owner(handle)
-    return owner.get("host") != socket.gethostname() or not _alive(owner.get("process"))
-
-
-def _alive(process: Any) -> bool:
-    """Whether another process of that number runs on this machine."""
-    if os.name != "posix" or not isinstance(process, int) or process < 1 or process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    process = owner.get("process")
+    known = isinstance(process, int) and process > 0 and owner.get("host") == socket.gethostname()
+    return not known or process == os.getpid() or not lives(process)
 
 
 def _names(lock: Path, handle: int) -> bool:
@@ -181,7 +170,8 @@ def _refusal(handle: int, lock: Path, what: Path, way_out: str) -> str:
     who = f"process {owner['process']} on {owner['host']}" if {"process", "host"} <= owner.keys() else "another process"
     since = f" since {owner['since']}" if "since" in owner else ""
     command = f" ({owner['command']})" if "command" in owner else ""
-    return f"{what} is in use by {who}{since}{command}; wait for it, stop it, or take {way_out}"
+    gone = "" if fcntl is not None else f"; if it has ended, remove {lock}"
+    return f"{what} is in use by {who}{since}{command}; wait for it, stop it, or take {way_out}{gone}"
 
 
 def _forked() -> None:

@@ -164,7 +164,13 @@ class Trainer:
         return None if self.best is None else jsonable({"step": self.best["step"], metric: self.best[metric]})
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.training
+        try:
+            self._take_up(checkpoint, checkpoint.training)
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+            raise ValueError(f"{checkpoint.path} is not of this run: {reason}; train into another folder") from error
+
+    def _take_up(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         own, say = state.get("rank_buffers", []), self.reporter.message
         self.model.load_state_dict(of_rank(state.get("live_weights") or checkpoint.weights, own, self.world, say))
         if self.average is not None:
