@@ -22,6 +22,8 @@ from cached_transformers.experiments.statistics import mean_interval
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.models.pvt import PyramidVisionTransformer
 from cached_transformers.tasks import create_model
+from cached_transformers.tasks.recipes import config_from_dict
+from cached_transformers.training.config import config_to_yaml
 
 pytest.importorskip("matplotlib")
 
@@ -85,9 +87,10 @@ def test_figure_1_of_a_comparison_and_of_runs(tmp_path: Path) -> None:
 def test_figure_5_holds_every_head(tmp_path: Path) -> None:
     folder = make_comparison(tmp_path / "table", {"plain": [0.5, 0.6], "grc": [0.6, 0.7]})
     for run in folder.glob("*/seed_*"):
-        config = "name: x\ndata: {name: digits}\nmodel: {name: vision_transformer, patch_size: 2, memory: "
-        memory = "{name: grc, variant: released}" if run.parent.name == "grc" else "null"
-        (run / "config.yaml").write_text(config + memory + "}\n")
+        memory = {"name": "grc", "variant": "released"} if run.parent.name == "grc" else None
+        model = {"name": "vision_transformer", "patch_size": 2, "memory": memory}
+        config = config_from_dict({"name": "x", "data": {"name": "digits"}, "model": model})
+        (run / "config.yaml").write_text(config_to_yaml(config))
     assert main(["plot", "fig5", str(folder), "--output", str(tmp_path / "f.svg")]) == 0
     header, *rows = rows_of(tmp_path / "f.csv")
     assert header == ["variant", "seed", "layer", "head", "share"]

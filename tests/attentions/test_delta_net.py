@@ -159,12 +159,16 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
         ({"order": 12}, "order=12 must be at least 1 and less than 12"),
         ({"order": 2, "features": "elu"}, 'order=2 is an option of features="dpfp"'),
         ({"chunk": 0}, "chunk=0"),
-        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_attention({"name": "delta_net", **options}, width=12, heads=2)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
+        create_attention("delta_net", width=12, heads=5)
 
 
 def test_it_is_causal_alone_and_needs_the_input() -> None:

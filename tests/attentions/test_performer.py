@@ -182,12 +182,16 @@ def test_its_cost_is_the_formula() -> None:
         ({"features": 5, "paired": True}, "features=5"),
         ({"kernel": "cosine"}, "kernel='cosine'"),
         ({"chunk": 12}, "chunk=12"),
-        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_attention({"name": "performer", **options}, width=12, heads=2)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
+        create_attention("performer", width=12, heads=5)
 
 
 def test_keys_of_another_width_are_refused() -> None:

@@ -201,12 +201,16 @@ def test_its_cost_is_the_formula() -> None:
         ({"kernel": "cosine"}, "kernel='cosine'"),
         ({"chunk": 0}, "chunk=0"),
         ({"pool": 1}, "pool=1"),
-        ({"heads": 5}, "width=12 must be a positive multiple of heads=5"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_attention({"name": "rfa", **options}, width=12, heads=2)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
+        create_attention("rfa", width=12, heads=5)
 
 
 def test_calls_that_it_cannot_serve_are_refused() -> None:

@@ -4,12 +4,14 @@ prepare(shared)              in a drill's `prepare`
 names()                      of the commands
 carry_out(name, folder)      in a child: the exit status of `cached`
 reference(name)              the folder that it leaves undisturbed, made when first asked for, and its seconds
+watched(name)                the same, with the file operations that it takes
 compared(name, folder)       raises `Failure` where a folder is not like that
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import time
@@ -23,6 +25,7 @@ from cached_transformers.cli.main import main
 from cached_transformers.training.config import config_to_dict
 
 from . import _runs
+from ._operations import Operation, Operations
 from .frame import Failure, in_child
 
 _SHARED: list[Path] = []
@@ -63,14 +66,30 @@ def saying(work: Callable[[], int], log: Path) -> int:
 
 def reference(name: str) -> tuple[Path, float]:
     """The folder of an undisturbed command, and how many seconds it took."""
+    return made_once(name, lambda home: _undisturbed(name, lambda: carry_out(name, home / "run"), home))
 
-    def make(home: Path) -> None:
-        if status := said(lambda: carry_out(name, home / "run"), home / "said"):
-            raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
 
+def watched(name: str) -> tuple[Path, list[Operation]]:
+    """The folder of an undisturbed command, and its file operations in order."""
+
+    def work(home: Path) -> int:
+        operations = Operations(home / "run")
+        status = carry_out(name, home / "run")
+        (home / "operations.json").write_text(json.dumps(operations.met), encoding="utf-8")
+        return status
+
+    run, _ = made_once(f"{name}_watched", lambda home: _undisturbed(name, lambda: work(home), home))
+    listed = json.loads((run.parent / "operations.json").read_text(encoding="utf-8"))
+    return run, [Operation(*fields) for fields in listed]
+
+
+def _undisturbed(name: str, work: Callable[[], int], home: Path) -> None:
     if name == "stream":
         reference("language")
-    return made_once(name, make)
+    if name in _runs.recipes():
+        _runs.recipes()[name](data())  # imports here what a detector needs, for all that are forked
+    if status := said(work, home / "said"):
+        raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> tuple[Path, float]:

@@ -1,8 +1,8 @@
-"""Ends this process at one file operation below a folder: before it, or inside it, half of a write being done.
+"""Ends this process at one file operation below a folder (before it, or half of a write being done), or makes it fail.
 
-What is counted: opening to write, writing, truncating, forcing to disk, renaming, making and removing files and
-folders, and the files that safetensors writes by itself. Between two operations nothing changes on disk, so that "after
-one" is "before the next". Their order is a function of what is done, so a first pass tells what there is.
+What is counted: opening to write, writing, flushing, closing, truncating, forcing to disk, renaming, making and
+removing files and folders. Between two operations nothing changes on disk, so that "after one" is "before the next".
+Their order is a function of what is done, so a first pass tells what there is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,67 +20,82 @@ DIED = 77
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = {"os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.mkdir": 1, "os.truncate": 1, "os.link": 2}
 """Audit events of one operation each, and how many paths they tell."""
+_NEVER_FAIL = ("remove", "rmdir", "link")
+"""Operations that a full disk does not hinder."""
+_UNNAMED = ("write", "flush", "close")
+"""Operations whose error, as Python raises it, names no file."""
 
 
 class Operation(NamedTuple):
-    """One of them: `halves` says whether a process can end inside it."""
+    """One of them: `what` is done and to which file, whether a process can end inside it, and whether it can fail."""
 
     what: str
     halves: bool
+    fails: bool
 
 
 class Operations:
     """Counts the operations below `folder` from now on, in this process, for good.
 
     Args:
-        number: the process ends at this one, from 0; None only counts. inside: in its midst, where it has one.
+        number: of the one at which something happens, from 0; None only counts.
+        then: "before" or "inside", which end the process, or the number of an error that it raises.
+
+    Attributes:
+        met: what was counted. failed: the path of what failed.
     """
 
-    def __init__(self, folder: Path, number: int | None = None, inside: bool = False) -> None:
-        self.folder, self.number, self.inside = os.path.realpath(folder), number, inside
+    def __init__(self, folder: Path, number: int | None = None, then: str | int = "before") -> None:
+        self.folder, self.number, self.then = os.path.realpath(folder), number, then
         self.met: list[Operation] = []
+        self.failed: str | None = None
         sys.addaudithook(self._audit)
         self._wrap_open()
-        self._wrap(os, "fsync", lambda file: self._file_of(file))
-        self._wrap_save_file()
+        for name in ("fsync", "write", "ftruncate"):
+            self._wrap_os(name)
 
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and arguments[2] & _CHANGES and isinstance(arguments[0], (str, bytes, os.PathLike)):
-            self._meet("open", arguments[0])
-        elif event in _EVENTS:
-            folder = arguments[-1] if event in ("os.remove", "os.rmdir") else -1
-            for path in arguments[: _EVENTS[event]]:
-                if self._meet(event.removeprefix("os."), path, folder):
-                    break
-
-    def _meet(self, what: str, path: Any, folder: int = -1, halves: bool = False) -> bool:
-        """Count an operation below the folder, and end here where this is the place; whether it was one."""
-        name = os.fsdecode(path) if not isinstance(path, int) else self._file_of(path)
+    def meet(self, what: str, path: Any, folder: int = -1, halves: bool = False) -> bool:
+        """Count an operation below the folder; whether the process is to end in the midst of it."""
+        name = self._file_of(path) if isinstance(path, int) else os.fsdecode(path)
         if folder not in (-1, None):
             name = os.path.join(self._file_of(folder), name)
         name = os.path.abspath(name)
         if not f"{name}/".startswith(f"{self.folder}/"):
             return False
-        self.met.append(Operation(f"{what} {name[len(self.folder) + 1 :]}", halves))
-        if len(self.met) - 1 == self.number and not self.inside:
+        self.met.append(Operation(f"{what} {name[len(self.folder) + 1 :]}", halves, what not in _NEVER_FAIL))
+        if len(self.met) - 1 != self.number:
+            return False
+        if isinstance(self.then, int):
+            self.failed = name
+            raise OSError(self.then, os.strerror(self.then), *([] if what in _UNNAMED else [name]))
+        if self.then == "before":
             os._exit(DIED)
         return True
 
-    def _in_the_midst(self) -> bool:
-        return self.inside and len(self.met) - 1 == self.number
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and arguments[2] & _CHANGES and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            self.meet("open", arguments[0])
+        elif event in _EVENTS and not (event == "os.mkdir" and os.path.isdir(arguments[0])):
+            folder = arguments[-1] if event in ("os.remove", "os.rmdir") else -1
+            for path in arguments[: _EVENTS[event]]:
+                before = len(self.met)
+                self.meet(event.removeprefix("os."), path, folder)
+                if len(self.met) > before:
+                    break
 
     @staticmethod
-    def _file_of(file: Any) -> str:
-        return os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}")
+    def _file_of(handle: int) -> str:
+        place = f"/proc/self/fd/{handle}"
+        return os.readlink(place) if os.path.islink(place) else ""
 
-    def _wrap(self, module: Any, name: str, path: Callable[[Any], str]) -> None:
-        original = getattr(module, name)
+    def _wrap_os(self, name: str) -> None:
+        original = getattr(os, name)
 
-        def counted(first: Any, *rest: Any, **named: Any) -> Any:
-            self._meet(name, path(first))
-            return original(first, *rest, **named)
+        def counted(file: Any, *rest: Any) -> Any:
+            self.meet(name, file if isinstance(file, int) else file.fileno())
+            return original(file, *rest)
 
-        setattr(module, name, counted)
+        setattr(os, name, counted)
 
     def _wrap_open(self) -> None:
         original = io.open
@@ -94,33 +108,15 @@ class Operations:
         if hasattr(pathlib, "_NormalAccessor"):  # Python 3.10 keeps a reference
             pathlib._NormalAccessor.open = staticmethod(opened)
 
-    def _wrap_save_file(self) -> None:
-        import safetensors.torch
-
-        from cached_transformers import state
-
-        original = safetensors.torch.save_file
-
-        def save_file(tensors: Any, path: Any, *rest: Any) -> None:
-            below = self._meet("save_file", path, halves=True)
-            original(tensors, path, *rest)
-            if below and self._in_the_midst():
-                os.truncate(path, os.path.getsize(path) // 2)
-                os._exit(DIED)
-
-        safetensors.torch.save_file = save_file
-        if hasattr(state, "save_file"):
-            state.save_file = save_file
-
 
 class _Written:
-    """A file opened to write, which counts each write; all else is the file's own."""
+    """A file opened to write, of which writing, flushing, truncating and closing count; all else is the file's own."""
 
     def __init__(self, file: Any, operations: Operations, path: Any) -> None:
         self._file, self._operations, self._path = file, operations, path
 
     def write(self, content: Any) -> Any:
-        if self._operations._meet("write", self._path, halves=True) and self._operations._in_the_midst():
+        if self._operations.meet("write", self._path, halves=True):
             self._file.write(content[: len(content) // 2])
             self._file.flush()
             os._exit(DIED)
@@ -130,19 +126,27 @@ class _Written:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        self._operations.meet("flush", self._path)
+        self._file.flush()
+
     def truncate(self, size: int | None = None) -> Any:
-        self._operations._meet("truncate", self._path)
+        self._operations.meet("truncate", self._path)
         return self._file.truncate(size)
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.close()  # it is closed even where that fails
+            self._operations.meet("close", self._path)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def __enter__(self) -> _Written:
-        self._file.__enter__()
         return self
 
-    def __exit__(self, *problem: Any) -> Any:
-        return self._file.__exit__(*problem)
+    def __exit__(self, *problem: Any) -> None:
+        self.close()
 
     def __iter__(self) -> Any:
         return iter(self._file)

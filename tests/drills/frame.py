@@ -6,6 +6,7 @@ failed can be tried again by its name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -83,7 +84,7 @@ class Outcome(NamedTuple):
 def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[str], None] | None = None) -> Outcome:
     """Try cases, `jobs` at a time."""
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix=f"drill_{drill.name}_") as folder:
+    with kept_environment(), tempfile.TemporaryDirectory(prefix=f"drill_{drill.name}_") as folder:
         work = Path(folder)
         if drill.prepare is not None:
             (work / "shared").mkdir()
@@ -94,6 +95,17 @@ def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[
             if say is not None and (result.problem or len(results) % 100 == 0):
                 say(f"{drill.name}: {len(results)} tried" + (f"; {result.case} failed" if result.problem else ""))
     return Outcome(drill, results, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def kept_environment() -> Iterator[None]:
+    """What `prepare` sets in the environment is gone behind the block."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _tried(drill: Drill, cases: Iterator[str], work: Path, jobs: int) -> Iterator[Result]:

@@ -6,37 +6,16 @@ Names of cases: `ENOSPC/images/43`: the error, the command, and the number of th
 from __future__ import annotations
 
 import errno
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 from . import _commands
-from ._failing import Failing
+from ._operations import Operations
 from .frame import Drill, Failure
 
 NAMES = ("language", "images", "translation", "compare", "stream")
 ERRORS = ("ENOSPC", "EIO")
-
-
-def _changes(name: str) -> list[str]:
-    """What a command changes on disk, in order."""
-    if name == "stream":
-        _commands.reference("language")
-
-    def make(home: Path) -> None:
-        def work() -> int:
-            failing = Failing(home / "run", None, 0)
-            status = _commands.carry_out(name, home / "run")
-            (home / "changes").write_text(json.dumps(failing.met), encoding="utf-8")
-            return status
-
-        if status := _commands.said(work, home / "said"):
-            raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
-
-    run, _ = _commands.made_once(f"changes_{name}", make)
-    changes: list[str] = json.loads((run.parent / "changes").read_text(encoding="utf-8"))
-    return changes
 
 
 def _cases(count: int, seed: int) -> Iterator[str]:
@@ -44,7 +23,8 @@ def _cases(count: int, seed: int) -> Iterator[str]:
     chance = random.Random(seed)
     by_name = []
     for name in NAMES[:count]:  # a few cases need a few commands
-        cases = [f"{error}/{name}/{number}" for error in ERRORS for number in range(len(_changes(name)))]
+        numbers = [number for number, operation in enumerate(_commands.watched(name)[1]) if operation.fails]
+        cases = [f"{error}/{name}/{number}" for error in ERRORS for number in numbers]
         chance.shuffle(cases)
         by_name.append(cases)
     longest = max(map(len, by_name))
@@ -54,12 +34,12 @@ def _cases(count: int, seed: int) -> Iterator[str]:
 def _attempt(case: str, folder: Path) -> None:
     kind, name, number = case.split("/")
     run, said = folder / "run", folder / "said"
-    what = _changes(name)[int(number)]
+    what = _commands.watched(name)[1][int(number)].what
 
     def work() -> int:
-        failing = Failing(run, int(number), getattr(errno, kind))
+        operations = Operations(run, int(number), getattr(errno, kind))
         status = _commands.carry_out(name, run)
-        (folder / "failed").write_text(failing.failed or "", encoding="utf-8")
+        (folder / "failed").write_text(operations.failed or "", encoding="utf-8")
         return status
 
     try:

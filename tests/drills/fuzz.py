@@ -236,7 +236,7 @@ DRILL = Drill(
     cases,
     attempt,
     count=200,
-    sample=2,
+    sample=1,
     prepare=prepare,
     limit=400.0,
 )

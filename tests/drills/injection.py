@@ -6,39 +6,16 @@ and for two deaths `language/43/inside/12`: the second command is ended before i
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import _commands, _runs
-from ._operations import DIED, Operation, Operations
+from . import _commands
+from ._operations import DIED, Operations
 from .frame import Drill, Failure
 
 TWICE = 8
 """For so many cases with one death there is one with two."""
-
-
-def _reference(kind: str) -> tuple[Path, list[Operation]]:
-    """The folder of an undisturbed command, and its operations; carried out when first asked for."""
-    if kind in _runs.recipes():
-        _runs.recipes()[kind](_commands.data())  # imports here what a detector needs, for all that are forked
-    if kind == "stream":
-        _commands.reference("language")
-    home = _commands.made_once(f"{kind}_watched", lambda home: _watched(kind, home))[0].parent
-    listed = json.loads((home / "operations.json").read_text(encoding="utf-8"))
-    return home / "run", [Operation(*fields) for fields in listed]
-
-
-def _watched(kind: str, home: Path) -> None:
-    def work() -> int:
-        operations = Operations(home / "run")
-        status = _commands.carry_out(kind, home / "run")
-        (home / "operations.json").write_text(json.dumps(operations.met), encoding="utf-8")
-        return status
-
-    if status := _commands.said(work, home / "said"):
-        raise Failure(f"{kind}: without any death it ended with status {status}\n{_said(home)}")
 
 
 def _cases(count: int, seed: int) -> Iterator[str]:
@@ -54,7 +31,7 @@ def _cases(count: int, seed: int) -> Iterator[str]:
 
 
 def _cases_of(kind: str, chance: random.Random) -> list[str]:
-    _, operations = _reference(kind)
+    _, operations = _commands.watched(kind)
     last = len(operations) - 1
     once = [f"{kind}/{last}/after"]
     for number, operation in enumerate(operations):
@@ -66,7 +43,7 @@ def _cases_of(kind: str, chance: random.Random) -> list[str]:
 
 def _attempt(case: str, folder: Path) -> None:
     kind, number, moment, *second = case.split("/")
-    reference, operations = _reference(kind)
+    reference, operations = _commands.watched(kind)
     run = folder / "run"
     deaths = [(int(number), moment), *((int(later), "before") for later in second)]
     for order, (place, when) in enumerate(deaths):
@@ -88,7 +65,7 @@ def _ended(kind: str, run: Path, folder: Path, number: int | None = None, inside
 
     def work() -> int:
         if number is not None:
-            Operations(run, number, inside)
+            Operations(run, number, "inside" if inside else "before")
         return _commands.carry_out(kind, run)
 
     return _commands.said(work, folder / "said")

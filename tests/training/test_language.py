@@ -41,7 +41,7 @@ def text(tmp_path) -> Path:
 @pytest.fixture
 def no_report(monkeypatch) -> None:
     """Runs of this process draw no report of theirs, which takes longer than their few steps."""
-    monkeypatch.setattr("cached_transformers.experiments.run.write_report", lambda folder, reporter: None)
+    monkeypatch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
 
 
 @pytest.mark.parametrize("memory", ["transformer_xl", "null"])
@@ -285,7 +285,10 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
     [
         ("training.metric=accuracy", "training.metric='accuracy' does not suit text with tokenizer 'byte'; take loss"),
         ("data.tokenizer=word", "training.metric='bits_per_byte' does not suit text with tokenizer 'word'"),
-        ("model.vocabulary=200", "model.vocabulary=200 is below the 256 token ids of the data"),
+        (
+            "model.vocabulary=200",
+            "model.vocabulary=200, but data 'text' has vocabulary=256, which the model must have room",
+        ),
         (
             "model={name: sequence_classifier, classes: 2, max_length: 9}",
             "for which model 'sequence_classifier' is none; take language_model",

@@ -299,7 +299,10 @@ def test_the_made_language_is_learned(corpus: Path, tmp_path: Path, memory: str 
             "average_last=3, but training.steps=4 .* make 1; save more often",
         ),
         ({"training": {"average_last": 2, "ema_decay": 0.9}}, "both average weights; take one"),
-        ({"model": {"vocabulary": 7}}, r"model.vocabulary=7 is below the \d+ token ids"),
+        (
+            {"model": {"vocabulary": 7}},
+            r"model.vocabulary=7, but data 'translation' has vocabulary=\d+, which",
+        ),
         ({"model": {"max_length": 7}}, "model.max_length=7 is below data.max_length=64"),
         ({"model": {"name": "sequence_classifier", "classes": 3}}, "is none; take encoder_decoder"),
         ({"evaluation": {"beams": 0}}, "evaluation.beams=0 must be at least 1"),

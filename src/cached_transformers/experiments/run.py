@@ -17,6 +17,7 @@ from cached_transformers.training.checkpoint_average import checkpoints_made, lo
 from cached_transformers.training.config import RunConfig, config_to_yaml
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.initial import load_initial_weights
+from cached_transformers.training.interruption import RunFailed
 from cached_transformers.training.loader import to_device
 from cached_transformers.training.progress import Reporter
 from cached_transformers.training.run_files import BAD_FILES, CONFIG
@@ -179,7 +180,7 @@ def _test(trainer: Trainer, test: Any, processes: World) -> dict[str, Any] | Non
         try:
             stored = read_checkpoint(trainer.checkpoints.path(trainer.best["step"]))
         except ValueError as error:  # what this very run saved has vanished or was damaged meanwhile: no bad input
-            raise RuntimeError(f"{error}; the same command goes on with the checkpoints that are left") from error
+            raise RunFailed(f"{error}; the same command goes on with the checkpoints that are left") from error
         trainer.model.load_state_dict(stored.weights)
         step = stored.step
     elif trainer.average is not None:

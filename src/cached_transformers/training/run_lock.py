@@ -131,8 +131,9 @@ def _locked(handle: int) -> bool:
             return True
     owner = _owner(handle)
     process = owner.get("process")
-    known = isinstance(process, int) and process > 0 and owner.get("host") == socket.gethostname()
-    return not known or process == os.getpid() or not lives(process)
+    if not isinstance(process, int) or process < 1 or owner.get("host") != socket.gethostname():
+        return True
+    return process == os.getpid() or not lives(process)
 
 
 def _names(lock: Path, handle: int) -> bool:

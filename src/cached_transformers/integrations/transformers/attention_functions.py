@@ -104,7 +104,8 @@ class AttentionFunction:
         key = (*facts.values(), module.training, query.device)
         if key in self.cores:
             return self.cores[key]
-        core = create_attention(self.spec, **{name: value for name, value in facts.items() if value is not None})
+        known = {name: value for name, value in facts.items() if value is not None and name not in self.spec}
+        core = create_attention(self.spec, **known)
         if dropout not in (0.0, core.dropout) and "dropout" not in self.spec:
             raise ValueError(
                 f"{type(module).__name__} drops {dropout} of the attention weights, which attention "
@@ -180,7 +181,8 @@ def register_attention_function(attention: str | Mapping[str, Any], key: str | N
     """
     spec = {"name": attention} if isinstance(attention, str) else dict(attention)
     spec |= options
-    core = create_attention(spec, width=16, heads=2, length=8, prefix=0, index=0, depth=1, causal=False, dropout=0.0)
+    facts = {"width": 16, "heads": 2, "length": 8, "prefix": 0, "index": 0, "depth": 1, "causal": False, "dropout": 0.0}
+    core = create_attention(spec, **{key: value for key, value in facts.items() if key not in spec})
     name = spec["name"]
     if core.state_dict():
         raise ValueError(
