@@ -341,13 +341,15 @@ def test_evaluation_repeats_itself_and_is_saved_whole(name: str) -> None:
     torch.testing.assert_close(run(other, given).out_BHNV, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_graph_is_compiled(name: str) -> None:
+def test_one_graph_is_compiled(name: str, every: bool) -> None:
+    """Both forms are captured as one graph; one of them, or `every` one, is differentiated by the compiler too."""
     if "compiled" in CASES[name].exempt:
         pytest.skip(CASES[name].exempt["compiled"])
     core, given, forms = build(name), inputs(13), causal_forms(name)
-    for causal in forms:  # both are captured as one graph, and one of them is differentiated by the compiler too
-        backend = "aot_eager" if causal == forms[-1] else "eager"
+    for causal in forms:
+        backend = "aot_eager" if every or causal == forms[-1] else "eager"
         compiled = torch.compile(core, fullgraph=True, backend=backend, dynamic=False)
         want = run(core, given, causal=causal).out_BHNV
         torch.testing.assert_close(run(compiled, given, causal=causal).out_BHNV, want)
