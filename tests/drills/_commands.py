@@ -126,7 +126,6 @@ def data() -> Path:
 
 def _words(name: str, folder: Path) -> list[str]:
     if name == "stream":
-        folder.mkdir(exist_ok=True)
         run = reference("language")[0]
         words = ["stream", str(run), str(data() / "text" / "train.txt"), "--every", "300"]
         return [*words, "--state", str(folder / "state.safetensors")]

@@ -147,8 +147,10 @@ def timeless(value: Any) -> Any:
 
 
 def _names(folder: Path) -> list[str]:
+    """Of all files but those of tensorboard, and locks: the file of one that nobody holds means nothing, and stays
+    where a run was killed between its last file and its end."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in paths if not path.startswith("tensorboard/"))
+    return sorted(path for path in paths if not path.startswith("tensorboard/") and not path.endswith(".lock"))
 
 
 def _same(what: str, found: Any, wanted: Any) -> None:
