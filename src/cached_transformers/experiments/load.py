@@ -84,7 +84,10 @@ def read_run_config(folder: str | Path) -> RunConfig:
         raise ValueError(f"{path} is cut or empty ({len(text)} characters); {way}")
     if lost := [key for key in _expected(folder) if key not in {*flatten(tree), *tree}]:
         raise ValueError(f"{path} is cut: it lacks {', '.join(lost[:5])} ({len(lost)}); {way}")
-    return config_from_dict(tree)
+    try:
+        return config_from_dict(tree)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {way}") from error
 
 
 def _expected(folder: str | Path) -> list[str]:
