@@ -67,7 +67,7 @@ DRILL = Drill(
     "disk: exit status 1, a message that names the file, and the next run ends as the undisturbed one",
     cases=_cases,
     attempt=_attempt,
-    count=300,
+    count=220,
     sample=1,
     prepare=_commands.prepare,
     limit=400.0,

@@ -127,7 +127,7 @@ DRILL = Drill(
     "each, and are carried out again: they end as the undisturbed ones, and the exit status is the signal's",
     cases=_cases,
     attempt=_attempt,
-    count=280,
+    count=210,
     sample=2,
     prepare=_commands.prepare,
     limit=400.0,
