@@ -245,3 +245,9 @@ def test_evaluate_names_what_is_missing(capsys, tmp_path):
     assert status == 2 and "is not a run folder: it has no config.yaml" in err
     status, _, err = call(capsys, "evaluate", str(tmp_path), "--memory", "carry,resett")
     assert status == 2 and "did you mean 'reset'" in err
+
+
+def test_an_endless_argument_is_not_repeated(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["reproduce", "table1", "--scale", "x" * 20_000])
+    assert 0 < len(capsys.readouterr().err) < 6000

@@ -27,6 +27,7 @@ import torch
 
 from cached_transformers.cli.main import build_parser, main
 from cached_transformers.extras import require
+from cached_transformers.registry import LISTED
 
 from ._fuzz_grammar import Grammar, Input, tree_of
 from .frame import Drill, Failure, in_child
@@ -171,6 +172,8 @@ def wrong(given: Input, status: Any, err: str) -> str | None:
     if message is None or len(message.group(1)) > 8000:
         return f"no message, or one of {len(err)} characters: {err[-500:]}"
     names = {letters(part) for key in given.touched for part in (key, key.rpartition(".")[2], Path(key).name)} - {""}
+    for entry in (entry for registry in LISTED.values() for entry in registry if letters(entry.name) in names):
+        names |= {letters(entry.factory.__name__), *map(letters, entry.options)}
     if names and status == 2 and "not valid YAML" not in err and not any(name in letters(err) for name in names):
         return f"the message names none of {sorted(names)}: {err[-800:]}"
     return None

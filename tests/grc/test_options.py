@@ -9,6 +9,7 @@ import pytest
 from grc.small_vit import small_vit
 
 from cached_transformers import create_model
+from cached_transformers.memories.convolution import ConvolutionControl
 from cached_transformers.memories.grc.grc import GRC, caches
 
 
@@ -56,3 +57,9 @@ def test_a_causal_model_refuses_the_shared_cache_and_names_the_causal_form() -> 
 
 def test_caches_finds_every_layer() -> None:
     assert len(list(caches(small_vit()))) == 2
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_groups_of_the_convolution_control_divide_the_width(sequence: bool) -> None:
+    with pytest.raises(ValueError, match=r"convolution: ratio=0.3 makes \d+ groups, which do not divide width=16"):
+        ConvolutionControl(16, 1, ratio=0.3, sequence=sequence)

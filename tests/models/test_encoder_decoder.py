@@ -361,7 +361,7 @@ def test_buckets_are_t5s() -> None:
         ({"heads": 3}, "width=8 must be a positive multiple of heads=3"),
         ({"positions": "bucket"}, "did you mean 'bucketed'"),
         ({"norm": "mid"}, "norm='mid' must be 'pre' or 'post'"),
-        ({"norm_kind": "batch"}, "unknown kind of norm 'batch'"),
+        ({"norm_kind": "batch"}, "unknown norm_kind 'batch'"),
         ({"activation": "gated_relu6"}, "activation='gated_relu6' must be one of"),
         ({"shared_embeddings": "some"}, "unknown shared_embeddings 'some'"),
         ({"shared_embeddings": "all", "target_vocabulary": W}, "needs one vocabulary"),

@@ -90,7 +90,7 @@ def test_sizes_are_checked_alike_in_all_models(name: str, options: dict[str, int
     ("options", "message"),
     [
         ({"norm": "before"}, "norm='before' must be 'pre' or 'post'"),
-        ({"norm_kind": "lair"}, "unknown kind of norm 'lair'; did you mean 'layer'"),
+        ({"norm_kind": "lair"}, "unknown norm_kind 'lair'; did you mean 'layer'"),
         ({"head_width": 0}, "head_width=0 must be at least 1; None is width / heads"),
     ],
 )

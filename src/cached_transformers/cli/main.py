@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cached_transformers import __version__
 from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
@@ -52,9 +53,16 @@ NO_ROOM = ("t allocate memory", "not enough memory", "Storage size calculation o
 """What torch says when a tensor does not fit."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose messages do not repeat an endless argument."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(cut(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cached",
         description="Train, compare and look into transformers with a memory.",
         epilog=EXAMPLES,
@@ -122,10 +130,13 @@ def report(error: Exception, debug: bool = False) -> int:
             f"this is a mistake of cached-transformers, not yours: {type(error).__name__}: {one_line(message)}; "
             f"please report it with the traceback ({kept})"
         )
-    if len(message) > LONGEST:
-        message = f"{message[:LONGEST]} ... (cut)"
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {cut(message)}", file=sys.stderr)
     return status
+
+
+def cut(message: str) -> str:
+    """A message that is not longer than a screen or two."""
+    return message if len(message) <= LONGEST else f"{message[:LONGEST]} ... (cut)"
 
 
 def verdict(error: Exception) -> tuple[int, str]:

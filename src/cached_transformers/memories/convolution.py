@@ -45,6 +45,11 @@ class ConvolutionControl(LayerMemory):
     def __init__(self, width: int, heads: int, *, ratio: float = 0.5, prefix: int = 0, sequence: bool = False) -> None:
         super().__init__()
         groups = cache_width(width, heads, ratio)
+        if width % groups:
+            raise ValueError(
+                f"convolution: ratio={ratio} makes {groups} groups, which do not divide width={width}; "
+                "choose a ratio of 1 / n"
+            )
         self.sequence = sequence
         if sequence:
             self.needs = self.needs - {"token_map"}

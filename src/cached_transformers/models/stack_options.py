@@ -142,7 +142,7 @@ class StackOptions:
         if self.norm not in ("pre", "post"):
             raise ValueError(f"norm={self.norm!r} must be 'pre' or 'post'")
         if self.norm_kind not in NORMS:
-            raise ValueError(unknown_name("kind of norm", self.norm_kind, list(NORMS)))
+            raise ValueError(unknown_name("norm_kind", self.norm_kind, list(NORMS)))
 
     @property
     def normed(self) -> bool:

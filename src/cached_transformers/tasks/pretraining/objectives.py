@@ -95,7 +95,7 @@ class Bart:
             try:
                 denoising.part_of(getattr(self, name), 1)
             except ValueError:
-                raise ValueError(f"objective {name}={getattr(self, name)} must lie in [0, 1]") from None
+                raise ValueError(f"objective {name}={getattr(self, name)} must lie in [0, 1]: it is a rate") from None
         denoising.span_lengths(1, self.mean, np.random.default_rng(0))
         if self.replace not in ("span", "token", "nothing"):
             raise ValueError(f"objective replace={self.replace!r} must be 'span', 'token' or 'nothing'")
