@@ -5,7 +5,8 @@ names()                      of the commands
 carry_out(name, folder)      in a child: the exit status of `cached`
 reference(name)              the folder that it leaves undisturbed, made when first asked for, and its seconds
 watched(name)                the same, with the file operations that it takes
-compared(name, folder)       raises `Failure` where a folder is not like that
+goes_on(name, folder, log)   carries it out again: raises `Failure` where it does not end like that
+last_words(log)              the end of what a command said
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _undisturbed(name: str, work: Callable[[], int], home: Path) -> None:
     if name in _runs.recipes():
         _runs.recipes()[name](data())  # imports here what a detector needs, for all that are forked
     if status := said(work, home / "said"):
-        raise Failure(f"{name}: undisturbed it ended with status {status}: {(home / 'said').read_text()[-1000:]}")
+        raise Failure(f"{name}: undisturbed it ended with status {status}: {last_words(home / 'said')}")
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> tuple[Path, float]:
@@ -105,9 +106,23 @@ def made_once(name: str, make: Callable[[Path], None]) -> tuple[Path, float]:
     return home / "run", float((home / "seconds").read_text())
 
 
-def compared(name: str, folder: Path) -> None:
-    """Whether a folder is like that of the undisturbed command (Failure)."""
-    like(folder, reference(name)[0])
+def goes_on(name: str, folder: Path, log: Path, wanted: Path | None = None) -> None:
+    """Carry a disturbed command out again; it must end well, and leave what the undisturbed one does.
+
+    Args:
+        wanted: the folder of the undisturbed one; None for that of `reference`.
+
+    Raises:
+        Failure: it does not.
+    """
+    if status := said(lambda: carry_out(name, folder), log):
+        raise Failure(f"carried out again it ended with status {status}: {last_words(log)}")
+    like(folder, wanted or reference(name)[0])
+
+
+def last_words(log: Path) -> str:
+    """The end of what a command said."""
+    return log.read_text(encoding="utf-8", errors="replace")[-1500:]
 
 
 def like(folder: Path, wanted: Path) -> None:

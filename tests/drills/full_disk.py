@@ -54,9 +54,7 @@ def _attempt(case: str, folder: Path) -> None:
             raise Failure(f"the exit status is {status}, not 1: {text[-400:]}")
         if str(run) not in text.partition("error:")[2]:
             raise Failure(f"the message names no file: {text[-400:]}")
-        if status := _commands.said(lambda: _commands.carry_out(name, run), said):
-            raise Failure(f"carried out again it ended with status {status}: {said.read_text()[-1500:]}")
-        _commands.compared(name, run)
+        _commands.goes_on(name, run, said)
     except Failure as failure:
         raise Failure(f"{what!r}: {failure}") from None
 

@@ -55,17 +55,16 @@ def _attempt(case: str, folder: Path) -> None:
         status = _ended(kind, run, folder, None if when == "after" else place, when == "inside")
         must = 0 if when == "after" else DIED
         if status != must and (order == 0 or status):
-            raise Failure(f"it was to be ended, and ended with status {status}\n{_said(folder)}")
-    status = _ended(kind, run, folder)
+            raise Failure(
+                f"it was to be ended, and ended with status {status}: {_commands.last_words(folder / 'said')}"
+            )
     try:
-        if status:
-            raise Failure(f"carried out again it ended with status {status}\n{_said(folder)}")
-        _commands.like(run, reference)
+        _commands.goes_on(kind, run, folder / "said", reference)
     except Failure as failure:
         raise Failure(f"ended {moment} {operations[int(number)].what!r}: {failure}") from None
 
 
-def _ended(kind: str, run: Path, folder: Path, number: int | None = None, inside: bool = False) -> int:
+def _ended(kind: str, run: Path, folder: Path, number: int | None, inside: bool) -> int:
     """Exit status of a command in a process of its own, which ends at an operation where one is given."""
 
     def work() -> int:
@@ -74,10 +73,6 @@ def _ended(kind: str, run: Path, folder: Path, number: int | None = None, inside
         return _commands.carry_out(kind, run)
 
     return _commands.said(work, folder / "said")
-
-
-def _said(folder: Path) -> str:
-    return (folder / "said").read_text(encoding="utf-8", errors="replace")[-1500:]
 
 
 DRILL = Drill(

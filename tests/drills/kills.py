@@ -56,16 +56,10 @@ def _attempt(case: str, folder: Path) -> None:
                 break
             expected = -signal.SIGKILL if kind == "SIGKILL" else 128 + number
             if status != expected:
-                raise Failure(f"the exit status is {status}, not {expected}: {_text(folder)}")
-        if status := _commands.said(lambda: _commands.carry_out(name, run), folder / "said"):
-            raise Failure(f"carried out again it ended with status {status}: {_text(folder)}")
-        _commands.compared(name, run)
+                raise Failure(f"the exit status is {status}, not {expected}: {_commands.last_words(folder / 'said')}")
+        _commands.goes_on(name, run, folder / "said")
     except Failure as failure:
         raise Failure(f"{kind} {', then '.join(ends)}: {failure}") from None
-
-
-def _text(folder: Path) -> str:
-    return (folder / "said").read_text(encoding="utf-8", errors="replace")[-1500:]
 
 
 def _dying(name: str, run: Path, opened: int) -> int:

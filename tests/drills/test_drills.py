@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("drills fork, lock files and read /proc of Linux", allow_module_level=True)
 
 from drills import catalogue
 from drills.frame import Drill, Failure, carry_out

@@ -166,6 +166,8 @@ class Trainer:
     def _load(self, checkpoint: Checkpoint) -> None:
         try:
             self._take_up(checkpoint, checkpoint.training)
+        except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the checkpoint
+            raise
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
             raise ValueError(f"{checkpoint.path} is not of this run: {reason}; train into another folder") from error
