@@ -19,6 +19,13 @@ def at_least_one(way_out: str = "", **sizes: int | None) -> None:
             raise ValueError(f"{name}={size} must be at most {LARGEST_SIZE}")
 
 
+def comparing_lengths(**exponents: float) -> None:
+    """Refuse (ValueError) an exponent of lengths whose powers leave the range of numbers."""
+    for name, exponent in exponents.items():
+        if not -50 <= exponent <= 50:
+            raise ValueError(f"{name}={exponent} must lie in -50..50; 1 divides sums by the length, 0 does not")
+
+
 def shares(**rates: float | None) -> None:
     """Refuse (ValueError) a share outside of [0, 1], as of what is dropped; None is one that was not given."""
     for name, rate in rates.items():

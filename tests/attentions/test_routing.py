@@ -302,6 +302,7 @@ def test_sizes_come_from_the_length() -> None:
         ({"window": None}, "give clusters and window, or length"),
         ({"clusters": 0}, "clusters=0 must be at least 1"),
         ({"window": 0}, "window=0 must be at least 1"),
+        ({"length": -1}, "length=-1 must be at least 1"),
         ({"combine": "sum"}, "combine='sum' must be 'softmax' or 'mean'"),
         ({"update": "never"}, "update='never' must be 'forward' or 'manual'"),
         ({"decay": 1.5}, "decay=1.5 must lie in"),

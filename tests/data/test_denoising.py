@@ -292,7 +292,7 @@ def test_bad_input_is_refused() -> None:
     tokens, g = np.arange(10), generator()
     for call, words in (
         (lambda: mask_tokens(tokens, 1.5, MASK, g), "rate=1.5 must lie in"),
-        (lambda: infill_text(tokens, 0.3, MASK, g, mean=0.0), "mean=0.0 must be positive"),
+        (lambda: infill_text(tokens, 0.3, MASK, g, mean=0.0), r"mean=0.0 must lie in 0\.001"),
         (lambda: infill_text(tokens, 0.3, MASK, g, replace="word"), "replace='word' must be 'span'"),  # type: ignore[arg-type]
         (lambda: infill_text(tokens, 0.3, MASK, g, random_rate=0.1), "needs the vocabulary"),
         (lambda: delete_tokens(tokens[None], 0.3, g), "must be token ids in one row"),

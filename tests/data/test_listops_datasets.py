@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+from itertools import islice
 from pathlib import Path
 
 import launch
@@ -64,6 +65,19 @@ class TestSplits:
         printed = launch.python("-c", program, environment=environment).strip()
         here = small("train").expressions()
         assert printed == hashlib.sha256(b"|".join(e.tokens for e in here)).hexdigest()
+
+    def test_what_a_model_needs_is_told_without_generating(self, monkeypatch):
+        """A dry run of the arena's recipe took a minute, for three numbers."""
+        needed = {key: small("train").describe()[key] for key in ("classes", "vocabulary", "max_length")}
+        monkeypatch.setattr(listops_datasets, "islice", lambda stream, size: islice(stream, one(size)))
+        assert needed.items() <= ListOps.foretell(**SMALL, train_size=10_000_000).items()
+        with pytest.raises(ValueError, match=r"train_size=10000001 must lie in 1\.\.10,000,000"):
+            ListOps.foretell(**SMALL, train_size=10_000_001)
+
+
+def one(size: int) -> int:
+    assert size == 1, f"{size} expressions were generated, where one was enough"
+    return size
 
 
 class TestItems:
@@ -127,7 +141,7 @@ class TestBadInput:
         [
             ({"split": "trian"}, "unknown split 'trian'; did you mean 'train'?"),
             ({"pad_to": "longest"}, "pad_to='longest' must be 'batch'"),
-            ({"train_size": 0}, "train_size=0 must be at least 1"),
+            ({"train_size": 0}, "train_size=0 must lie in 1"),
             ({"max_dept": 3}, "unknown option of dataset 'listops' 'max_dept'; did you mean 'max_depth'?"),
             ({"max_args": 1}, "max_args=1 must be at least 2"),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,5 +220,9 @@ def test_a_timm_model_by_name_without_memory_is_timm_s() -> None:
 
 def test_an_unknown_timm_model_is_refused() -> None:
     library("timm")
-    with pytest.raises(ValueError, match=r"timm knows no model 'vit_smal_patch16_224'"):
+    with pytest.raises(ValueError, match=r"architecture='vit_smal_patch16_224': timm knows no such model"):
         create_model("timm", architecture="vit_smal_patch16_224")
+    with pytest.raises(ValueError, match=r"architecture='pvt_tiny_grc' comes with a memory of its own"):
+        create_model("timm", architecture="pvt_tiny_grc", memory="grc", classes=2)
+    with pytest.raises(ValueError, match=r"ratio=inf must lie in \(0, 1\]"):
+        create_model("timm", architecture="pvt_v2_b0", memory={"name": "grc", "ratio": math.inf})

@@ -412,6 +412,7 @@ def test_the_auxiliary_loss_counts_real_queries_of_rows_with_a_signal() -> None:
         ({"chunk": 0}, "chunk=0 must be at least 1"),
         ({"samples": 0}, "samples=0 must be at least 1"),
         ({"bins": 0}, "bins=0 must be at least 1"),
+        ({"basis": -1}, "basis=-1 must be at least 1"),
         ({"basis": 7}, r"basis=7 must be a multiple of the 2 widths \(0.1, 0.3\)"),
         ({"basis": 2}, "basis=2 must be a multiple of the 2 widths .* at least two of each"),
         ({"widths": (0.1, 0)}, r"widths=\(0.1, 0\) must be positive widths"),

@@ -144,7 +144,7 @@ def test_state_goes_in_and_out_and_the_mode_stays() -> None:
         ({"tokens": 33}, "tokens=33 must be .* at most max_length=32"),
         ({"begin": -1}, "begin=-1 is not in the target vocabulary of 11 tokens, 0 to 10"),
         ({"end": W}, "end=11 is not in the target vocabulary"),
-        ({"length_penalty": float("nan")}, "length_penalty=nan must be finite"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan must lie in -50..50"),
         ({"results": 0}, "results=0 must be at least 1"),
         ({"results": 4}, "results=4 must be at least 1, and at most beams=3"),
         ({"padding": PADDING[:2]}, "padding of shape .* must have the shape of the inputs"),

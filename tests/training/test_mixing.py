@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from cached_transformers.data.dataset import Batch
+from cached_transformers.experiments.run import run_training
 from cached_transformers.experiments.statistics import with_intervals
 from cached_transformers.extras import require
 from cached_transformers.tasks.classification.mixing import Mixing, make_mixing, paired
@@ -91,7 +92,7 @@ def test_smoothing_in_the_loss_is_smoothing_in_the_labels_as_timm_does_it():
 def test_scores_of_shares_take_the_largest():
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
     shares = torch.tensor([[0.6, 0.4, 0.0], [0.7, 0.3, 0.0]])
-    loss, correct, rows = sums(logits, shares).tolist()
+    loss, correct, rows = sums(logits, shares, 3).tolist()
     assert (correct, rows) == (1, 2)
     assert loss == pytest.approx(-(shares * logits.log_softmax(-1)).sum().item(), rel=1e-6)
 
@@ -99,13 +100,23 @@ def test_scores_of_shares_take_the_largest():
 def test_top_five_counts_where_there_are_more_than_ten_classes():
     logits = torch.arange(12.0).repeat(4, 1)
     targets = torch.tensor([11, 7, 6, 0])  # first, fifth, sixth and last
-    scores = averages(sums(logits, targets))
+    scores = averages(sums(logits, targets, 12))
     assert (scores["accuracy"], scores["top5_accuracy"]) == (0.25, 0.5)
-    assert "top5_accuracy" not in averages(sums(logits[:, :10], targets.clamp(max=9)))
+    assert "top5_accuracy" not in averages(sums(logits, targets.clamp(max=9), 10))
     assert (score_width(10), score_width(11)) == (3, 4)
     interval = with_intervals({**scores, "rows": 4})["top5_accuracy_interval"]
     assert interval == pytest.approx([0.1500, 0.8500], abs=1e-3)
     assert with_intervals(scores) == scores
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.5])
+def test_a_model_may_have_room_for_more_classes_than_the_data(tmp_path, mixup):
+    """Ten classes of data have no top-5 accuracy, and neither has what a model with sixteen outputs makes of them."""
+    model = {"name": "vision_transformer", "patch_size": 4, "width": 8, "depth": 1, "heads": 2, "classes": 16}
+    training = {"steps": 2, "batch_size": 8, "mixup": mixup, "tensorboard": False, "device": "cpu"}
+    tree = {"name": "room", "data": {"name": "digits"}, "model": model, "training": training}
+    summary = run_training(config_from_dict(tree), tmp_path / "run")
+    assert "top5_accuracy" not in summary["test"] and 0 <= summary["test"]["accuracy"] <= 1
 
 
 @pytest.mark.parametrize(

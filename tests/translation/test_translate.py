@@ -121,7 +121,7 @@ def test_options_of_the_search(said) -> None:  # type: ignore[no-untyped-def]
         (["--tokens", "-1"], "--tokens -1 must be at least 1, and at most the 64"),
         (["--tokens", "65"], "--tokens 65 must be at least 1, and at most the 64"),
         (["--batch", "0"], "--batch 0 must be at least 1 line"),
-        (["--length-penalty", "nan"], "--length-penalty nan must be finite"),
+        (["--length-penalty", "nan"], "--length-penalty=nan must lie in -50..50"),
         (["--resume"], "--resume goes on with a file; give --output FILE"),
         (["--input", "nothing.txt"], "nothing.txt is not a file"),
         (["--average", "7"], "so 7 cannot be averaged"),

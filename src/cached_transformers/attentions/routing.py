@@ -110,8 +110,8 @@ class RoutingAttention(PatternAttention):
         super().__init__(dropout=dropout)
         if length is None and (clusters is None or window is None):
             raise ValueError("sizes of clusters depend on the length of a segment; give clusters and window, or length")
+        at_least_one(clusters=clusters, window=window, length=length)
         clusters = max(1, round(math.sqrt(length or 1))) if clusters is None else clusters
-        at_least_one(clusters=clusters, window=window)
         size = head_width(width, heads)
         if combine not in ("softmax", "mean"):
             raise ValueError(f"combine={combine!r} must be 'softmax' or 'mean'")

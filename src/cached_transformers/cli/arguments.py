@@ -31,6 +31,12 @@ def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
 
 
+def refuse_too_many_seeds(count: int) -> None:
+    """Refuse (ValueError) more trainings than anyone can wait for, before a list of them fills the memory."""
+    if count > 100_000:
+        raise ValueError(f"--seeds {count} must be at most 100,000 trainings of each kind")
+
+
 def whole_numbers(text: str) -> list[int]:
     """Whole numbers with commas between them; none where something else stands there."""
     try:

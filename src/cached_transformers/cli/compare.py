@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_recipe, command_line, refuse_below_one, whole_numbers
+from .arguments import add_recipe, command_line, refuse_below_one, refuse_too_many_seeds, whole_numbers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,10 +51,13 @@ def parse_seeds(text: str) -> list[int]:
     """Seeds from `3` (0, 1, 2) or `0,1,7`.
 
     Raises:
-        ValueError: not whole numbers, none, negative, or one twice.
+        ValueError: not whole numbers, none, too many, negative, or one twice.
     """
     numbers = whole_numbers(",".join(part for part in text.split(",") if part))
-    seeds = list(range(numbers[0])) if len(numbers) == 1 and "," not in text else numbers
+    alone = len(numbers) == 1 and "," not in text
+    if alone:
+        refuse_too_many_seeds(numbers[0])
+    seeds = list(range(numbers[0])) if alone else numbers
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")
     return seeds

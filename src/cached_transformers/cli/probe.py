@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from .arguments import command_line, refuse_below_one
+from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
 FAST = ("latch", "copy", "recall")
 
@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reports.terminal import open_console, print_probe
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs")
+    refuse_too_many_seeds(arguments.seeds)
     given = {name: str(path) for name in ("babi", "books") if (path := getattr(arguments, name)) is not None}
     memories, tasks = chosen_memories(arguments.memories), chosen_tasks(arguments.tasks, files=len(given) == 2)
     sizes = (arguments.distance, arguments.seeds, arguments.steps)

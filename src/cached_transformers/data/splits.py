@@ -75,8 +75,10 @@ def items_of_split(of: object, labels: np.ndarray, fractions: dict[str, float], 
     """Indices of the items that `stratified_split` deals to one split; `of` is what an error calls the whole.
 
     Raises:
-        ValueError: there are none, or the shares leave nothing for training.
+        ValueError: there are none, the shares leave nothing for training, or a negative seed.
     """
+    if seed < 0:
+        raise ValueError(f"data.seed={seed} must not be negative")
     chosen = stratified_split(labels, fractions, seed)[split]
     if not len(chosen):
         way = "lower the shares" if split == "train" else f"raise {split}_fraction"

@@ -52,13 +52,19 @@ def memory_name(config: RunConfig) -> str:
 def filled(config: RunConfig) -> RunConfig:
     """The configuration with what the data fill in; they are read only where something is left to them.
 
+    Data that are long in the making may have a class method `foretell(**options)`, which says what a model needs.
+
     Raises:
         ValueError, FileNotFoundError: the data do not say what the model needs, or are not there.
     """
     open_options = {*MODELS.entry(config.model["name"]).options} & {*LEARNED_FROM_DATA} - {*config.model}
     for name, options in memory_specs(config.model.get("memory")):
         open_options |= {*MEMORIES.entry(name).options} & {*MEMORY_LEARNS_FROM_DATA} - {*options}
-    return fill_from_data(config, build_dataset(config, "train").describe()) if open_options else config
+    if not open_options:
+        return config
+    if foretell := getattr(DATASETS.entry(config.data["name"]).factory, "foretell", None):
+        return fill_from_data(config, foretell(**{key: value for key, value in config.data.items() if key != "name"}))
+    return fill_from_data(config, build_dataset(config, "train").describe())
 
 
 def _refuse_too_large(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
 from cached_transformers.registry import MODELS
+from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.state import State
 from cached_transformers.state import reset as reset_rows
 
@@ -45,11 +46,13 @@ class TimmModel(nn.Module):
         from cached_transformers.integrations.timm import timm_models  # noqa: F401  (registers our models in timm)
 
         if not timm.is_model(architecture):
-            raise ValueError(f"timm knows no model {architecture!r}; timm.list_models() lists them")
+            raise ValueError(f"architecture={architecture!r}: timm knows no such model; timm.list_models() lists them")
         at_least_one(classes=classes)
         with refused_by("timm", f"{architecture} with {shown(options)}"):
             self.model = timm.create_model(architecture, pretrained=pretrained, num_classes=classes, **options)
         if memory is not None:
+            if any(isinstance(module, LayerMemory) for module in self.model.modules()):
+                raise ValueError(f"architecture={architecture!r} comes with a memory of its own; leave memory out")
             add_memory(self.model, memory)
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:

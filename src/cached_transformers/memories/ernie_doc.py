@@ -67,8 +67,8 @@ class ErnieDocPositions(Positions):
     ) -> Tensor:
         if q_BHNE.shape[2] > self.longest:
             raise ValueError(
-                f"a segment of {q_BHNE.shape[2]} tokens, but distances are trained for {self.longest}; "
-                "take shorter segments, or build the model for longer ones"
+                f"a segment of {q_BHNE.shape[2]} tokens, but distances are trained for longest={self.longest}; "
+                "take shorter segments, or a larger longest"
             )
         distance_BNK = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
         # The release's order: 0, -1, ..., 1 - T, then 1, 2, ... An empty slot may be anywhere, and takes the last.

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.checks import comparing_lengths
 from cached_transformers.state import State, reorder, repeat, reset
 
 from .beam_search import search
@@ -245,7 +246,8 @@ def _check_options(
             + "".join(f" and {name}={value}" for name, value in limits.items())
             + ", or take beams=1"
         )
-    if not math.isfinite(length_penalty) or (beams == 1 and length_penalty != 1.0):
-        raise ValueError(f"length_penalty={length_penalty} must be finite, and compares beams: take beams=2 or more")
+    comparing_lengths(length_penalty=length_penalty)
+    if beams == 1 and length_penalty != 1.0:
+        raise ValueError(f"length_penalty={length_penalty} compares beams: take beams=2 or more")
     if eos is not None and eos < 0:
         raise ValueError(f"eos={eos} must be a token id, or None for no end")

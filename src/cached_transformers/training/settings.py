@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from cached_transformers.checks import comparing_lengths
 
 from .scores import Score
 
@@ -168,8 +169,7 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.beams={self.beams} must be at least 1; 1 takes the likeliest token each time")
         if self.bleu_sentences is not None and self.bleu_sentences < 0:
             raise ValueError(f"evaluation.bleu_sentences={self.bleu_sentences} must not be negative; null takes all")
-        if not math.isfinite(self.length_penalty):
-            raise ValueError(f"evaluation.length_penalty={self.length_penalty} must be finite; 0 compares sums")
+        comparing_lengths(**{"evaluation.length_penalty": self.length_penalty})
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -140,7 +140,8 @@ def _branch(layer: Any, query: Any) -> dict[str, Any]:
 
 def _cache_width(site: Site, width: int) -> int:
     """Channels of the cache of a layer so wide; ratios that do not fit are refused by the memory itself."""
-    return max(int(site.settings.get("ratio", 0.5) * width + 1e-6), 1)
+    ratio = site.settings.get("ratio", 0.5)
+    return max(int(ratio * width + 1e-6), 1) if 0 < ratio <= 1 else 1
 
 
 def _stage_size(site: Site) -> tuple[int, int]:

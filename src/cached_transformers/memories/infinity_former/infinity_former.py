@@ -126,7 +126,7 @@ class InfinityFormer(LayerMemory):
     ) -> None:
         super().__init__()
         samples = basis if samples is None else samples
-        for name, size in {"length": length, "chunk": chunk, "samples": samples, "bins": bins}.items():
+        for name, size in {"basis": basis, "length": length, "chunk": chunk, "samples": samples, "bins": bins}.items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1; a model without memory takes memory=None")
         positive = {"ridge": ridge, "min_variance": min_variance, "prior_deviation": prior_deviation}

@@ -35,16 +35,17 @@ def score_width(classes: int) -> int:
     return 4 if classes > 10 else 3
 
 
-def sums(logits_BK: Tensor, targets: Tensor) -> Tensor:
+def sums(logits_BK: Tensor, targets: Tensor, classes: int) -> Tensor:
     """[sum of cross entropies in nats, correct rows, rows], float64; with more than ten classes rows with the target
     among the five largest logits stand before the rows.
 
-    `targets` are classes (B), or shares of classes (B, K), of which the largest then counts as the right one.
+    `targets` are classes (B), or shares of classes (B, K), of which the largest then counts as the right one. `classes`
+    are those of the data; a model may have room for more.
     """
     loss = F.cross_entropy(logits_BK.float(), targets, reduction="sum").detach()
     target_B = targets if targets.dim() == 1 else targets.argmax(-1)
     right = [(logits_BK.argmax(-1) == target_B).sum()]
-    if score_width(logits_BK.shape[-1]) == 4:
+    if score_width(classes) == 4:
         right.append((logits_BK.topk(5).indices == target_B[:, None]).any(-1).sum())
     return torch.stack([part.double() for part in (loss, *right, loss.new_tensor(len(target_B)))])
 
@@ -80,7 +81,7 @@ def evaluate(
     with untouched(model), inside(model):
         for batch in evaluation_batches(dataset, batch_size, world.rank, world.size, workers, pin_memory):
             logits_BK, targets_B, _ = forward(model, batch, world.device)
-            total = total + sums(logits_BK, targets_B)
+            total = total + sums(logits_BK, targets_B, dataset.classes)
     if not isinstance(total, Tensor):
         total = torch.zeros(score_width(dataset.classes), dtype=torch.float64, device=world.device)
     total = world.sum(total)

@@ -28,10 +28,10 @@ class Classification(Task):
         super().__init__(config, model, train, validation, world)
         if self.settings.metric not in ("accuracy", "loss"):
             raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
-        self.width = score_width(train.classes)
+        self.classes, self.width = train.classes, score_width(train.classes)
         settings = self.settings
         self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
-        self.mixing = make_mixing(settings, train.classes, world.size)
+        self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
 
     def batches(self, step: int) -> Iterator[Any]:
         batches = self._loaded(self.order, step)
@@ -50,7 +50,7 @@ class Classification(Task):
         if auxiliary is not None:
             loss = loss + auxiliary
         scaler.scale(loss / settings.accumulate).backward()
-        return sums_of(loss, *sums(logits_BK.detach(), targets))
+        return sums_of(loss, *sums(logits_BK.detach(), targets, self.classes))
 
     def averages(self, total: Tensor) -> dict[str, float]:
         return averages(total)

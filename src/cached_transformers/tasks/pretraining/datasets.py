@@ -17,7 +17,7 @@ from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
 from cached_transformers.data.splits import SPLITS
 from cached_transformers.data.text import TextDataset
 from cached_transformers.data.tokenizers import SpecialTokens
-from cached_transformers.registry import DATASETS
+from cached_transformers.registry import DATASETS, unknown_name
 
 from .objectives import ObjectiveSpec, create_objective
 
@@ -88,6 +88,8 @@ class Denoising:
             options["path"] = path
         options |= {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
         name = options.pop("name")
+        if name not in DATASETS:
+            raise ValueError(unknown_name("data.corpus.name", name, DATASETS.names()))
         DATASETS.check(name, options, "data.corpus")
         text = DATASETS.create(name, split=split, **options)
         if not isinstance(text, TextDataset):

@@ -65,10 +65,10 @@ def span_lengths(budget: int, mean: float, generator: Generator) -> Ids:
     Lengths of 0 are among them: spans that cover nothing.
 
     Raises:
-        ValueError: a mean that is not positive.
+        ValueError: a mean below a thousandth of a token, or above a million tokens.
     """
-    if not mean > 0:
-        raise ValueError(f"mean={mean} must be positive: spans of no tokens never cover any; BART takes 3")
+    if not 1e-3 <= mean <= 1e6:
+        raise ValueError(f"mean={mean} must lie in 0.001..1,000,000: spans of no tokens cover none; BART takes 3")
     lengths: list[int] = []
     left = budget
     while left > 0:

@@ -77,7 +77,7 @@ class Bart:
         permutation: share of the sentences that change places. rotation: chance that the text begins elsewhere.
 
     Raises:
-        ValueError: a share outside of [0, 1], a mean that is not positive, an unknown replacement.
+        ValueError: a share outside of [0, 1], a mean outside of 0.001 .. a million, an unknown replacement.
     """
 
     infilling: float = 0.3

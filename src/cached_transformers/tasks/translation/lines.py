@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
+from cached_transformers.checks import comparing_lengths
 from cached_transformers.data.pairs import Pair, pad_pairs
 from cached_transformers.data.subwords import PairTokenizer
 from cached_transformers.data.tokenizers import load_tokenizer
@@ -138,8 +138,7 @@ def check_search(model: nn.Module, beams: int, tokens: int | None, length_penalt
         raise ValueError(
             f"--tokens {tokens} must be at least 1, and at most the {longest} that the model was built for"
         )
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"--length-penalty {length_penalty} must be finite; 0 compares sums, 1 means")
+    comparing_lengths(**{"--length-penalty": length_penalty})
 
 
 def cut_to_whole_lines(path: Path) -> int:

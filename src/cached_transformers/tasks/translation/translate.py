@@ -9,12 +9,12 @@ Legend: B rows, N source tokens, K beams, L results, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cached_transformers.checks import comparing_lengths
 from cached_transformers.models.beam_search import search
 from cached_transformers.models.encoder_decoder import Encoded
 from cached_transformers.models.generation import evaluating
@@ -183,7 +183,6 @@ def _check(
             f"tokens={tokens} must be at least 1, and at most max_length={model.max_length} of the model; None is "
             "twice the source's length and 10 more"
         )
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty} must be finite; 1 divides by the length, 0 does not")
+    comparing_lengths(length_penalty=length_penalty)
     if results is not None and not 1 <= results <= beams:
         raise ValueError(f"results={results} must be at least 1, and at most beams={beams}; or None for the best alone")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from .expressions import GENERATOR_VERSION, PADDING_ID, VOCABULARY, Expression, 
 from .files import find_tsv, read_tsv
 
 _PAPER = "arXiv:2011.04006"
+_MOST = 10_000_000
+"""Expressions of a split: over an hour of generating."""
 
 
 class ExpressionDataset(LabelledDataset):
@@ -106,7 +109,7 @@ class ListOps(ExpressionDataset):
         pad_to: "batch" or "max".
 
     Raises:
-        ValueError: see `generate_trees`; also a size below 1.
+        ValueError: see `generate_trees`; also a size below 1, or above ten million.
     """
 
     split: str
@@ -126,10 +129,15 @@ class ListOps(ExpressionDataset):
         # In the order in which they are generated: each leaves out what those before it hold.
         sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}_size={size} must be at least 1")
+            if not 1 <= size <= _MOST:
+                raise ValueError(f"{name}_size={size} must lie in 1..{_MOST:,}: all of them are held in memory")
         arrays = _generated(check_split(self.split), shape, sizes, self.seed)
         super().__init__("listops", self.split, arrays, max_length=self.max_length, pad_to=self.pad_to)
+
+    @classmethod
+    def foretell(cls, **options: Any) -> dict[str, object]:
+        """What `describe` will say of data with these options, found without generating more than one expression."""
+        return cls("test", **{**options, "test_size": 1}).describe()
 
 
 @DATASETS.register("listops_tsv", paper=_PAPER)
