@@ -333,6 +333,7 @@ class TestImageFolder:
             ({"mean": [0.5]}, "must have one number for each of the 3 channels"),
             ({"std": [1.0, 1.0, 0.0]}, "std above 0"),
             ({"std": [1.0]}, "one number a channel each"),
+            ({"seed": -1, "validation_fraction": 0.5}, "data.seed=-1 must not be negative"),
             (
                 {"validation_fraction": 0.01, "split": "validation"},
                 "by .* leaves split 'validation' empty",
