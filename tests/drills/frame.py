@@ -7,6 +7,7 @@ failed can be tried again by its name.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import shutil
@@ -89,6 +90,8 @@ def carry_out(drill: Drill, cases: Iterable[str], jobs: int = 1, say: Callable[[
         if drill.prepare is not None:
             (work / "shared").mkdir()
             drill.prepare(work / "shared")
+        gc.collect()
+        gc.freeze()  # or each child that collects garbage goes through all that was imported, and copies its pages
         results: list[Result] = []
         for result in _tried(drill, iter(cases), work, jobs):
             results.append(result)
