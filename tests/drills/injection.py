@@ -15,7 +15,7 @@ from ._operations import DIED, Operations
 from .frame import Drill, Failure
 
 KINDS = ("stream", "language", "text_memories", "translation", "detection", "compare")
-"""Commands: the cheapest first. Trainings of other recipes write their files by the same steps; `kills` has them all."""
+"""Commands, the cheapest first. Trainings of other recipes write their files by the same steps; `kills` has all."""
 TWICE = 8
 """For so many cases with one death there is one with two."""
 
@@ -77,8 +77,9 @@ def _ended(kind: str, run: Path, folder: Path, number: int | None, inside: bool)
 
 DRILL = Drill(
     name="injection",
-    summary="trainings (texts, pairs, detection), a stream, a comparison are ended before and inside each of its file operations, and carried "
-    "out again: each ends as the uninterrupted one, in weights, caches, metrics, best, last, scores and files",
+    summary="trainings (texts, pairs, detection), a stream and a comparison are ended before and inside each of their "
+    "file operations, and carried out again: each ends as the uninterrupted one, in weights, caches, metrics, best, "
+    "last, scores and files",
     cases=_cases,
     attempt=_attempt,
     count=100_000,
