@@ -6,7 +6,10 @@ Names are imported when they are asked for, so that the command line does not wa
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from .import_hooks import on_import
 
 if TYPE_CHECKING:
     from .integrations.adapters import add_memory, register_adapter, remove_memory
@@ -86,6 +89,26 @@ __all__ = [
     "shuffle_caches",
     "unfold",
 ]
+
+
+def _later(module: str, function: str | None = None) -> Callable[[], object]:
+    """Imports a module of ours when it is called, and calls a function of it."""
+
+    def act() -> object:
+        found = importlib.import_module(f"{__name__}.{module}")
+        return None if function is None else getattr(found, function)()
+
+    return act
+
+
+on_import(
+    "torchvision",
+    before=_later("torchvision_guard", "prepare_torchvision"),
+    after=_later("torchvision_guard", "ensure_torchvision"),
+)
+_AUTO = "transformers.models.auto"
+on_import(f"{_AUTO}.configuration_auto", after=_later("integrations.transformers.config"))
+on_import(f"{_AUTO}.modeling_auto", after=_later("integrations.transformers.auto", "register_models"))
 
 
 def __getattr__(name: str) -> Any:

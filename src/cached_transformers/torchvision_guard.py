@@ -40,11 +40,22 @@ _SCHEMAS = (
 )
 
 
-@functools.cache
 def ensure_torchvision() -> Operators:
-    """Make `import torchvision` work, with its own operators if at all possible. Call it before that import.
+    """Import torchvision, with its own operators if at all possible.
 
     Nothing is registered or patched where torchvision fits torch. Repeated calls do nothing.
+
+    Returns: see `prepare_torchvision`.
+    """
+    operators = prepare_torchvision()
+    if operators == "stand-in":
+        _declare_operators_present()
+    return operators
+
+
+@functools.cache
+def prepare_torchvision() -> Operators:
+    """What has to be done before the import of torchvision; `ensure_torchvision` does what comes behind it.
 
     Returns:
         "native": torchvision's compiled operators are loaded. "stand-in": those of this file are in use, after one
@@ -57,7 +68,6 @@ def ensure_torchvision() -> Operators:
     if failure is None:
         return "native"
     _register_stand_ins()
-    _declare_operators_present()
     warnings.warn(
         f"torchvision {importlib.metadata.version('torchvision')} was not built for torch {torch.__version__}: its "
         f"compiled operators do not load ({failure}), and slower stand-ins for nms and roi_align are in use; install "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers import torchvision_guard
-from cached_transformers.torchvision_guard import ensure_torchvision, nms, roi_align
+from cached_transformers.torchvision_guard import nms, prepare_torchvision, roi_align
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -171,7 +171,7 @@ def refuse(*_: object) -> None:
 @pytest.fixture
 def inert(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard that has not answered yet and must not change anything."""
-    monkeypatch.setattr(torchvision_guard, "ensure_torchvision", ensure_torchvision.__wrapped__)
+    monkeypatch.setattr(torchvision_guard, "prepare_torchvision", prepare_torchvision.__wrapped__)
     monkeypatch.setattr(torchvision_guard, "_register_stand_ins", refuse)
     monkeypatch.setattr(torchvision_guard, "_declare_operators_present", refuse)
 

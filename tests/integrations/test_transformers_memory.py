@@ -147,12 +147,15 @@ def test_saved_and_loaded_it_computes_the_same(host: Architecture, tmp_path: Pat
 
 
 @architectures([BART, GPT2])
-def test_a_plain_load_of_it_warns_of_the_weights_it_drops(
+def test_a_plain_load_of_it_fails_and_one_of_the_earlier_form_warns_of_what_it_drops(
     host: Architecture, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     transformers = library("transformers")
     model = host.with_memory()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "new")
+    with pytest.raises(RuntimeError, match="mismatched"):
+        type(model).from_pretrained(tmp_path / "new")
+    type(model).save_pretrained(model, tmp_path)
     said = logging.getLogger("transformers")
     said.addHandler(caplog.handler)
     try:

@@ -17,6 +17,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ModelMemory
 
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
+from .record import note_memory
 from .taps import attach, layer_memory, spans_layers
 from .torch_nn import settle_nested_tensors
 
@@ -127,14 +128,3 @@ def remove_memory(model: nn.Module) -> nn.Module:
     settle_nested_tensors(model)
     note_memory(model, None)
     return model
-
-
-def note_memory(model: nn.Module, record: dict[str, Any] | None) -> None:
-    """Write into the config of a model of transformers what `add_memory` was told; None takes it out again."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return
-    if record is not None:
-        config.cached_transformers = record
-    elif "cached_transformers" in vars(config):
-        del config.cached_transformers

@@ -1,7 +1,8 @@
 """`load_pretrained`: a model of transformers with its memory, from what `save_pretrained` wrote.
 
-`add_memory` notes its arguments in the config, and `save_pretrained` stores the memory's weights and caches among the
-model's own. transformers alone builds the plain model, and reports the memory's weights as unexpected.
+`add_memory` notes its arguments in the config, and `save_pretrained` (`record.py`) stores the memory's weights and
+caches among the model's own, and the config inside one of our type (`config.py`). Folders of earlier versions hold the
+host's own config with the record in it, and load as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
+
+from .config import CachedConfig
 
 
 def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
@@ -39,9 +42,10 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
         if key in options
     }
-    config = options.get("config") or (
-        cls.config_class if cls is not None else transformers.AutoConfig
-    ).from_pretrained(name, **hub)
+    config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **hub)
+    if isinstance(config, CachedConfig):
+        config = config.host_config()
+    options["config"] = config
     record = getattr(config, "cached_transformers", None)
     if not record:
         raise ValueError(

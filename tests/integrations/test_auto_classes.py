@@ -1,0 +1,152 @@
+"""Folders of `save_pretrained` with a memory, in transformers' own ways: Auto classes, pipelines, the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from integrations.hosts import library
+from integrations.transformers_hosts import BERT, GPT2, LLAMA, VOCABULARY, Architecture, awaken, call_of, words
+
+from cached_transformers import add_memory, load_pretrained, remove_memory
+
+AUTO = {"gpt2": "AutoModelForCausalLM", "llama": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
+
+
+@pytest.fixture(params=[GPT2, LLAMA, BERT], ids=lambda host: host.name)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Architecture, Any, Path]:
+    host: Architecture = request.param
+    model = awaken(host.with_memory()).eval()
+    model.save_pretrained(tmp_path / "mine")
+    return host, model, tmp_path / "mine"
+
+
+@pytest.mark.filterwarnings("ignore:.*(not used by|not stored, and)")  # heads, where the body alone is asked for
+def test_auto_classes_give_the_host_with_its_memory(saved: tuple[Architecture, Any, Path]) -> None:
+    host, model, folder = saved
+    transformers = library("transformers")
+    loaded = getattr(transformers, AUTO[host.name]).from_pretrained(folder)
+    call = call_of(host)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(**call).logits, model(**call).logits)
+    body = transformers.AutoModel.from_pretrained(folder)
+    assert type(body) is type(model.base_model) and any("memory" in name for name, _ in body.named_parameters())
+    config = transformers.AutoConfig.from_pretrained(folder)
+    fresh = getattr(transformers, AUTO[host.name]).from_config(config)
+    assert type(fresh) is type(model) and fresh.config.cached_transformers == model.config.cached_transformers
+
+
+def test_saved_again_and_without_its_memory(saved: tuple[Architecture, Any, Path], tmp_path: Path) -> None:
+    host, model, folder = saved
+    call = call_of(host)
+    loaded = load_pretrained(str(folder))
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_pretrained(str(tmp_path / "again"))(**call).logits, model(**call).logits)
+    remove_memory(loaded).save_pretrained(tmp_path / "plain")
+    plain = type(model).from_pretrained(tmp_path / "plain")
+    assert torch.equal(plain(**call).logits, remove_memory(model)(**call).logits)
+    assert not (tmp_path / "plain" / "README.md").exists()
+
+
+def test_a_folder_of_the_earlier_form_loads(saved: tuple[Architecture, Any, Path], tmp_path: Path) -> None:
+    host, model, _ = saved
+    type(model).save_pretrained(model, tmp_path / "old")
+    assert json.loads((tmp_path / "old" / "config.json").read_text())["model_type"] != "cached_transformers"
+    call = call_of(host)
+    assert torch.equal(load_pretrained(str(tmp_path / "old"))(**call).logits, model(**call).logits)
+
+
+def test_a_pipeline_of_the_folder_reads_its_prompt_in_segments(tmp_path: Path) -> None:
+    transformers, tokenizers = library("transformers"), library("tokenizers")
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    words_alone = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    words_alone.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words_alone, pad_token="w0").save_pretrained(tmp_path)
+    model = awaken(add_memory(GPT2.build(), "rmt", length=2, segment_length=4)).eval()
+    model.save_pretrained(tmp_path)
+    writer = transformers.pipeline("text-generation", model=str(tmp_path))
+    text = "w3 w1 w4 w1 w5 w9 w2"
+    said = writer(text, max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    assert said == expected.tolist()
+    assert writer.model.init_memory_state(1) is not None
+
+
+def test_without_this_package_the_folder_is_refused_by_its_name(tmp_path: Path) -> None:
+    """A process that has never imported us must not get the host without its memory."""
+    awaken(GPT2.with_memory()).save_pretrained(tmp_path)
+    program = (
+        "import sys; sys.modules['torchvision'] = None  # which need not fit torch here\n"
+        "import transformers\n"
+        "for kind in (transformers.AutoModelForCausalLM, transformers.GPT2LMHeadModel):\n"
+        "    try: kind.from_pretrained(r'%s')\n"
+        "    except Exception as error: print(type(error).__name__, ' '.join(str(error).split()))\n"
+    )
+    auto, named = launch.python("-c", program % tmp_path).strip().splitlines()[-2:]
+    assert "model type `cached_transformers`" in auto
+    assert "size mismatch" in named or "mismatched" in named
+
+
+def test_the_card_tells_of_the_memory_and_is_not_written_over(tmp_path: Path) -> None:
+    model = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
+    model.save_pretrained(tmp_path, results={"perplexity": 21.25})
+    card = (tmp_path / "README.md").read_text()
+    size = sum(t.nbytes for t in tensors_of(model.init_memory_state(1)))
+    for part in ("memory `rmt`", "length=2", "segments of 4 tokens", f"takes {size:,} bytes", "| perplexity | 21.25 |"):
+        assert part in card
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    return [state] if isinstance(state, torch.Tensor) else [t for part in state for t in tensors_of(part)]
+
+
+@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
+def test_what_is_pushed_is_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    hub = library("huggingface_hub")
+    sent: dict[str, Any] = {}
+
+    def upload(self: Any, *, repo_id: str, folder_path: Path, **options: Any) -> None:
+        sent.update(repo_id=repo_id, files={p.name: p.read_text(errors="replace") for p in folder_path.iterdir()})
+
+    monkeypatch.setattr(
+        hub.HfApi, "create_repo", lambda self, repo_id, **_: type("Url", (), {"repo_id": f"me/{repo_id}"})
+    )
+    monkeypatch.setattr(hub.HfApi, "upload_folder", upload)
+    model = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
+    if way == "push_to_hub":
+        model.push_to_hub("mine", results={"loss": 1.5})
+    else:
+        model.save_pretrained(tmp_path / "mine", push_to_hub=True, results={"loss": 1.5})
+    assert sent["repo_id"] == "me/mine"
+    assert json.loads(sent["files"]["config.json"])["model_type"] == "cached_transformers"
+    assert "| loss | 1.5 |" in sent["files"]["README.md"] and "model.safetensors" in sent["files"]
+
+
+def test_an_auto_class_that_has_nothing_for_the_host_says_so(tmp_path: Path) -> None:
+    transformers = library("transformers")
+    awaken(GPT2.with_memory()).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"AutoModelForMaskedLM has no class for a host of type 'gpt2'.*GPT2LMHeadModel"
+    ):
+        transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("first", ["cached_transformers", "transformers"])
+def test_the_order_of_imports_does_not_matter(tmp_path: Path, first: str) -> None:
+    awaken(GPT2.with_memory()).save_pretrained(tmp_path)
+    second = {"transformers": "cached_transformers", "cached_transformers": "transformers"}[first]
+    program = (
+        f"import {first}\nimport {second}\n"
+        f"model = transformers.AutoModelForCausalLM.from_pretrained(r'{tmp_path}')\n"
+        "print(hasattr(model, 'init_memory_state'))"
+    )
+    assert launch.python("-c", program).strip().splitlines()[-1] == "True"
+    assert words(1, 2).shape == (1, 2)
