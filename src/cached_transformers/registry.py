@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .annotations import check_type, hints_of, shown
+from .docstrings import meanings, spelt_out
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,8 +65,10 @@ class Entry(Generic[T]):
 
         Returns:
             "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
-            are), "options" that users set as lines `name: annotation = default`, and "open_ended".
+            are), "options" that users set as lines `name: annotation = default`, "meanings" of options by name, and
+            "open_ended".
         """
+        settable = {name: option for name, option in self.options.items() if name not in self.given}
         stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
         return {
             "name": self.name,
@@ -77,7 +80,8 @@ class Entry(Generic[T]):
                 for key, value in stated.items()
                 if value is not None
             },
-            "options": [_option_line(option) for name, option in self.options.items() if name not in self.given],
+            "options": [_option_line(option, self.factory) for option in settable.values()],
+            "meanings": meanings(self.factory, settable),
             "open_ended": self.open_ended,
         }
 
@@ -172,12 +176,12 @@ class Registry(Generic[T]):
         return len(self._entries)
 
 
-def _option_line(option: inspect.Parameter) -> str:
+def _option_line(option: inspect.Parameter, factory: Callable[..., Any]) -> str:
     """Name, annotation and default of one option."""
     annotation = option.annotation
     if not isinstance(annotation, str):
         annotation = getattr(annotation, "__name__", str(annotation))
-    kind = "" if option.annotation is option.empty else f": {annotation}"
+    kind = "" if option.annotation is option.empty else f": {spelt_out(annotation, factory)}"
     default = "   (required, or given by the model)" if option.default is option.empty else f" = {option.default!r}"
     return f"{option.name}{kind}{default}"
 

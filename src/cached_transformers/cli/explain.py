@@ -6,6 +6,7 @@ With `--plot FILE` an attention also draws which keys each query attends.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,10 @@ def explain(kind: str, part: Mapping[str, Any]) -> str:
         lines.append(f"paper: {part['paper']}")
     for key in [key for key in FACTS if key in info] + [key for key in info if key not in FACTS]:
         lines += ["", f"{key.replace('_', ' ')}:", *_indented(info[key])]
-    lines += ["", "options:", *([f"  {option}" for option in part["options"]] or ["  none"])]
+    lines += ["", "options:", *([] if part["options"] else ["  none"])]
+    for option in part["options"]:
+        meaning = part["meanings"].get(option.partition(":")[0].partition(" ")[0], "")
+        lines += [f"  {option}", *textwrap.wrap(meaning, 100, initial_indent="      ", subsequent_indent="      ")]
     if part["open_ended"]:
         lines.append("  ... and whatever the wrapped library accepts")
     return "\n".join(lines)

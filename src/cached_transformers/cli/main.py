@@ -13,9 +13,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cached_transformers import __version__
+from cached_transformers.registry import unknown_name
 from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 
 from . import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
@@ -54,10 +55,19 @@ NO_ROOM = ("t allocate memory", "not enough memory", "Storage size calculation o
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose messages do not repeat an endless argument."""
+    """A parser whose messages suggest the nearest name, and do not repeat an endless argument."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(None, unknown_name(_called(action), value, [str(c) for c in action.choices]))
 
     def error(self, message: str) -> NoReturn:
         super().error(cut(message))
+
+
+def _called(action: argparse.Action) -> str:
+    """What an argument is called in a message."""
+    return "command" if action.dest == "command" else "/".join(action.option_strings) or action.metavar or action.dest
 
 
 def build_parser() -> argparse.ArgumentParser:

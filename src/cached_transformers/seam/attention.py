@@ -68,6 +68,9 @@ class Attention(nn.Module):
     A core with a state of its own sets `carry`, gives the state of rows that have seen nothing in `init_state`, begins
     `attend` with `call.state` and returns the state behind the segment.
 
+    Args:
+        dropout: share of the attention weights that is dropped in training.
+
     Attributes:
         can: words of `fit.CORE_WORDS`. An instance whose options change what it can do sets its own.
         carry: whether a state goes on from segment to segment.

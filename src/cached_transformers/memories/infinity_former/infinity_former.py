@@ -83,13 +83,15 @@ class InfinityFormer(LayerMemory):
         width: D. heads: H.
         length: inputs that the short memory keeps at least, once it has seen so many. chunk: L.
         basis: C, as many of each of `widths`, whose centres are evenly spaced on [0, 1].
+        widths: of the basis functions.
         samples: T; as many as basis functions when None. contraction: tau. ridge: penalty of the regression.
         sampling: "quantiles", "random" (at the left edges of bins drawn with replacement, the original), or "uniform"
             (no sticky memories). bins: K of the density.
         min_variance: lower limit of the queries' variance.
         kl_weight: of the auxiliary loss, the mean divergence of the queries' densities from one of `prior_deviation`
-            (of its part in the variance unless `prior_mean` is given); 0 for none.
-        normalise: see above.
+            (of its part in the variance unless `prior_mean` is given); 0 for none. prior_deviation, prior_mean: of that
+            density.
+        normalise: whether inputs enter the signal with mean 0 and variance 1.
         relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's.
 
     Raises:

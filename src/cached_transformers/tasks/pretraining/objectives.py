@@ -140,31 +140,51 @@ def text_infilling(
     random_rate: float = 0.0,
     whole_words: bool = False,
 ) -> Bart:
-    """Spans of text under one mask each; see `infill_text`."""
+    """Spans of text under one mask each; see `infill_text`.
+
+    Args:
+        rate: share of tokens (or words) under masks. mean, replace, random_rate, whole_words: see `Bart`.
+    """
     return Bart(rate, mean, replace, random_rate, whole_words, permutation=0.0)
 
 
 @OBJECTIVES.register("token_masking", paper="arXiv:1910.13461")
 def token_masking(rate: float = 0.15, random_rate: float = 0.0) -> Bart:
-    """Single tokens under masks; see `mask_tokens`."""
+    """Single tokens under masks; see `mask_tokens`.
+
+    Args:
+        rate: share of tokens under masks. random_rate: see `Bart`.
+    """
     return Bart(masking=rate, random_rate=random_rate, infilling=0.0, permutation=0.0)
 
 
 @OBJECTIVES.register("token_deletion", paper="arXiv:1910.13461")
 def token_deletion(rate: float = 0.15) -> Bart:
-    """Single tokens deleted; see `delete_tokens`."""
+    """Single tokens deleted; see `delete_tokens`.
+
+    Args:
+        rate: share of tokens that goes.
+    """
     return Bart(deletion=rate, infilling=0.0, permutation=0.0)
 
 
 @OBJECTIVES.register("sentence_permutation", paper="arXiv:1910.13461")
 def sentence_permutation(rate: float = 1.0) -> Bart:
-    """Sentences in another order; see `permute_sentences`."""
+    """Sentences in another order; see `permute_sentences`.
+
+    Args:
+        rate: share of the sentences that change places.
+    """
     return Bart(permutation=rate, infilling=0.0)
 
 
 @OBJECTIVES.register("document_rotation", paper="arXiv:1910.13461")
 def document_rotation(rate: float = 1.0) -> Bart:
-    """The text from another token on; see `rotate_document`."""
+    """The text from another token on; see `rotate_document`.
+
+    Args:
+        rate: chance that a text begins elsewhere.
+    """
     return Bart(rotation=rate, infilling=0.0, permutation=0.0)
 
 

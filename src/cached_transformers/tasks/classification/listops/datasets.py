@@ -103,7 +103,7 @@ class ListOps(ExpressionDataset):
 
     Args:
         split: "train", "validation" or "test".
-        max_depth, max_args, min_length, max_length: see `generate_trees`; the lengths are exclusive.
+        max_depth, max_args, min_length, max_length: see `generate_trees`.
         train_size, validation_size, test_size: number of expressions of each split.
         seed: which data set of this kind; training seeds are another matter.
         pad_to: "batch" or "max".

@@ -64,6 +64,8 @@ def generate_trees(
 
     Args:
         seed: the stream is a function of it and of the other arguments, in every process.
+        max_depth: of nested operators. max_args: of one operator. min_length, max_length: of an expression in tokens,
+            both exclusive.
 
     Raises:
         ValueError: no tree can have such a length, or no new one turns up any more.

@@ -1,0 +1,87 @@
+"""What docstrings say of options, for the command line: the same words stand in one place alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, get_origin
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def meanings(factory: Callable[..., Any], options: Iterable[str]) -> dict[str, str]:
+    """What the docstring of a class or function says of its options, by their names.
+
+    One line may tell of several (`width: D. heads: H.`). What a docstring leaves to another (``bias: see `Branch` ``,
+    ``others: see ...``, ``Args: as `Branch` ``), or a class to the classes it is made of, is looked up there.
+    """
+    found = {name: _meaning(factory, name) for name in options}
+    return {name: text for name, text in found.items() if text}
+
+
+def _meaning(source: Any, name: str, depth: int = 4) -> str:
+    """What is said of one option; a text that refers to another is the last that is taken."""
+    left = ""
+    for kind in _sources(source) if depth else ():
+        section = _section(kind)
+        said = _split(section)
+        text = said.get(name) or said.get("others") or said.get("options") or ""
+        if not text and section.startswith("as `"):
+            text = section
+        if text and not text.startswith(("see `", "as `", "of the stack")):
+            return text
+        elsewhere = next(filter(None, (_meaning(other, name, depth - 1) for other in _referred(text))), "")
+        if elsewhere:
+            return elsewhere
+        left = left or (text if name in said else "")
+    return left
+
+
+def _sources(factory: Callable[..., Any]) -> Iterator[Any]:
+    """The factory, and of a class the classes of this package that it is made of."""
+    yield factory
+    if inspect.isclass(factory):
+        yield from (kind for kind in factory.__mro__[1:] if kind.__module__.partition(".")[0] == _PACKAGE)
+
+
+def _section(factory: Any) -> str:
+    """The part of a docstring behind `Args:`, on one line."""
+    own = vars(factory).get("__doc__") if inspect.isclass(factory) else factory.__doc__
+    lines = inspect.cleandoc(own or "").splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith("Args:")), None)
+    if first is None:
+        return ""
+    rest = [lines[first].removeprefix("Args:"), *lines[first + 1 :]]
+    end = next((number for number, line in enumerate(rest[1:], 1) if line and not line.startswith(" ")), len(rest))
+    return " ".join(" ".join(rest[:end]).split())
+
+
+def _split(section: str) -> dict[str, str]:
+    """What is said of each option; several names may stand before one colon."""
+    parts = re.split(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ", section)
+    return {
+        one: text.strip(" ;") for many, text in zip(parts[1::2], parts[2::2], strict=True) for one in many.split(", ")
+    }
+
+
+def _referred(text: str) -> Iterator[Any]:
+    """Classes and functions of this package that a text names."""
+    for name in re.findall(r"`(\w+)`", text):
+        for module in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == _PACKAGE]:
+            found = vars(module).get(name)
+            if inspect.isclass(found) or inspect.isfunction(found):
+                yield found
+                break
+
+
+def spelt_out(annotation: str, factory: Callable[..., Any]) -> str:
+    """An annotation with the values of `Literal` types in the place of their names."""
+    names = vars(sys.modules[factory.__module__])
+
+    def values(match: re.Match[str]) -> str:
+        kind = names.get(match.group())
+        return repr(kind).removeprefix("typing.") if get_origin(kind) is Literal else match.group()
+
+    return re.sub(r"\b[A-Za-z_]\w*\b(?!['\"])", values, annotation)
