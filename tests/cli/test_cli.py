@@ -53,6 +53,10 @@ def test_list_names_every_kind_and_json_is_complete(capsys):
     assert {"vision_transformer", "sequence_classifier"} <= {row["name"] for row in rows["models"]}
     assert "digits_vit_grc" in {row["name"] for row in rows["recipes"]}
     assert all(row["summary"] for kind in rows.values() for row in kind)
+    _, out, _ = call(capsys, "list")
+    names = out.replace("(", " ").split()
+    assert all(row["name"] in names for kind in rows.values() for row in kind)
+    assert len(out.splitlines()) < 80  # a screen, and what it scrolls by a hand's turn
     _, out, _ = call(capsys, "list", "memories")
     assert "grc" in out and "digits_vit_grc" not in out
     assert "insertion: input" in out and "reach: layers x M tokens" in out and "cost: multiply-adds per row" in out

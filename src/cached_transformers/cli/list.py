@@ -1,4 +1,4 @@
-"""`cached list`: names, papers and first lines of everything that is registered, and the recipes."""
+"""`cached list`: the names of everything that is registered, and of the recipes; of one kind papers and first lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     parser = subparsers.add_parser("list", help="list memories, attentions, models, datasets, objectives and recipes")
-    parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind only (default: all)")
+    parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind, with all that is said of it (default: names)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -35,11 +35,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return 0
+    from rich.columns import Columns
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not arguments.kind:
+        for kind in kinds:
+            console.print(
+                f"[bold]{kind}[/bold] ({len(rows[kind])})", Columns([row["name"] for row in rows[kind]]), sep="\n"
+            )
+        console.print("\n`cached list KIND` tells more, `cached explain NAME` everything")
+        return 0
     for kind in kinds:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, header_style="bold")
         table.add_column("name", no_wrap=True)

@@ -67,7 +67,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _called(action: argparse.Action) -> str:
     """What an argument is called in a message."""
-    return "command" if action.dest == "command" else "/".join(action.option_strings) or action.metavar or action.dest
+    if action.dest == "command":
+        return "command"
+    return "/".join(action.option_strings) or str(action.metavar or action.dest)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ class MemoryBranch(nn.Module):
         combine: "pad" (values have F channels a head, the other E - F channels of the head see zeros) or "project"
             (values are projected to E channels a head).
         mix: "heads", before a shared output projection, or "outputs", after a projection of the branch's own.
-        initial_gate: lambda at the start. bias: whether q, k, v have biases. dropout: of the branch's attention weights.
+        initial_gate: lambda at the start. bias: whether q, k, v have biases. dropout: of the attention weights.
         reduction: module called with (cache, size) that shortens the cache before keys and values (PVT).
         window: (height, width) of a window of tokens and slots, for a relative position bias of the branch's own
         (Swin).
