@@ -223,7 +223,8 @@ def _watch_writes(root: Path) -> list[str]:
             return
         for path in map(os.fsdecode, paths):
             whole = os.path.abspath(path)
-            if not whole.startswith((f"{root}/", "/dev/", "/proc/")):
+            device = whole.startswith(("/dev/", "/proc/")) and not whole.startswith("/dev/shm/")
+            if not device and not whole.startswith(f"{root}/"):
                 found.append(f"{event} {whole}")
 
     sys.dont_write_bytecode = True
