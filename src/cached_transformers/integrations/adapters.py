@@ -17,6 +17,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ModelMemory
 
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
+from .present import mark_drawn
 from .taps import attach, layer_memory, spans_layers
 from .torch_nn import settle_nested_tensors
 
@@ -76,6 +77,7 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
         streams[0].add(model, found, name, settings, **more)
     else:
         _add_shared(model, found, name, settings, **more)
+    mark_drawn(model)
     settle_nested_tensors(model)
     note_memory(model, {"memory": {"name": name, **settings}, **more})
     return model
@@ -107,7 +109,7 @@ def _add_shared(
             f"{name!r} is not; leave it out"
         )
     for (site, host), layer in zip(found, layers, strict=True):
-        attach(site.layer, host, layer)
+        attach(site, host, layer)
 
 
 def remove_memory(model: nn.Module) -> nn.Module:

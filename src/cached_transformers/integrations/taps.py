@@ -14,63 +14,104 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cached_transformers.layers.attention import plain_weights
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.shared_cache import CacheSlots
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading
+from cached_transformers.seam.memory import LayerMemory, Linear, ModelMemory, Query, Reading
 from cached_transformers.state import State
 
 from .hosts import Host, Site
+from .present import memory_of, refuse_frozen
+from .spots import Spot, StandIn, root_of
 
 
 class Tap:
-    """Lets a memory into one attention layer. Holds the layer's input from its call to that of its projection."""
+    """Lets a memory into one attention layer. Holds the layer's input from its call to that of its projection.
 
-    def __init__(self, memory: LayerMemory, host: Host) -> None:
+    The memory is the one that the layer has when it is called, and acts on what then stands in the projection's place:
+    an adapter round the projection sees the heads with the memory mixed in, and can be merged.
+    """
+
+    def __init__(self, site: Site, host: Host) -> None:
         assert host.projection is not None
-        self.memory, self.projection, self.heads, self.make_query = memory, host.projection, host.heads, host.query
+        self.layer, self.heads, self.make_query = site.layer, host.heads, host.query
+        self.projection = StandIn(*root_of(site, host.projection), self.project)
+        self.spots: list[Spot] = [self.projection]
         self.query: Query | None = None
         self.exchange: Any = None
         self.handles: list[RemovableHandle] = []
 
-    def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.query = self.make_query(*args, **kwargs)
-        self.exchange = vars(layer).get("exchange")
+    @property
+    def memory(self) -> LayerMemory:
+        """The layer's memory as it is now."""
+        found = memory_of(self.layer)
+        assert isinstance(found, LayerMemory)
+        return found
 
-    def project(self, y_BND: Tensor) -> Tensor:
+    def before_attention(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.begin(self.make_query(*args, **kwargs))
+
+    def begin(self, query: Query) -> None:
+        """The layer is called, and its projection will be."""
+        refuse_frozen(self.memory)
+        for spot in self.spots:
+            spot.follow()
+        self.query = query
+        self.exchange = vars(self.layer).get("exchange")
+
+    def project(self, y_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Stands in the place of the projection's forward; `y_BND` are the merged heads."""
-        assert self.query is not None
+        linear = partial(self.projection.original, **kwargs) if kwargs else self.projection.original
+        if self.query is None:  # it is not the layer that calls
+            result: Tensor = linear(y_BND, *args)
+            return result
         query, self.query = self.query, None  # keep no activation alive
         if self.exchange is None:
-            return self._mix(y_BND, query)
+            return self._mix(y_BND, query, linear)
         # The memory attends while the layer's forward still runs, and that attention is none of the layer's.
         self.exchange.aside = True
         try:
-            return self._mix(y_BND, query)
+            return self._mix(y_BND, query, linear)
         finally:
             self.exchange.aside = False
 
-    def _mix(self, y_BND: Tensor, query: Query) -> Tensor:
-        return self._through((), y_BND, query)[0]
+    def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
+        return self._through((), y_BND, query, linear)[0]
 
-    def _through(self, state: State, y_BND: Tensor, query: Query) -> tuple[Tensor, Reading]:
+    def _through(self, state: State, y_BND: Tensor, query: Query, linear: Linear) -> tuple[Tensor, Reading]:
         """The attention's result, and what was read for it."""
         reading = self.memory.read(state, query, None)
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        linear = partial(type(self.projection).forward, self.projection)
-        return self.memory.project(y_BHNE, query, reading, linear, plain_weights(self.projection)), reading
+        return self.memory.project(y_BHNE, query, reading, linear, self.projection.weights()), reading
 
-    def attach(self, layer: nn.Module, before: Callable[..., Any]) -> None:
+    def acted(self, root: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of the innermost module that holds layer and projection.
+
+        Raises:
+            ValueError: the layer was called, and its projection was not, or not by the memory's way.
+        """
+        if self.query is not None:
+            self.query = None
+            path, module = self.projection.path, self.projection.module
+            raise ValueError(
+                f"the memory of {type(self.layer).__name__} had no part in this forward: {type(root).__name__}.{path}, "
+                f"a {type(module).__name__}, was not called as a module, or its forward was replaced after add_memory; "
+                "undo what replaced it (a fused kernel, a patched forward), or call remove_memory(model)"
+            )
+
+    def attach(self, memory: LayerMemory, before: Callable[..., Any]) -> None:
         """Put the memory into the layer, whose calls `before` is to see."""
-        layer.memory = self.memory
-        self.projection.forward = self.project  # type: ignore[method-assign]
-        self.handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        layer.memory_detach = self.remove  # type: ignore[assignment]
+        self.layer.memory = memory
+        for spot in self.spots:
+            spot.follow()
+        self.handles.append(self.layer.register_forward_pre_hook(before, with_kwargs=True))
+        self.handles.append(self.projection.root.register_forward_hook(self.acted))
+        self.layer.memory_detach = self.remove
 
     def remove(self, layer: nn.Module) -> None:
         """Give the layer and its projection their own code back."""
-        del self.projection.forward
+        for spot in self.spots:
+            spot.leave()
         for handle in self.handles:
             handle.remove()
 
@@ -105,15 +146,16 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
     return memory.to(reference.device, reference.dtype).train(site.layer.training)
 
 
-def attach(layer: nn.Module, host: Host, memory: LayerMemory) -> None:
+def attach(site: Site, host: Host, memory: LayerMemory) -> None:
     """Give a layer a memory that all rows share."""
     if host.install is not None:
+        layer = site.layer
         layer.memory = memory
         host.install(layer, memory)
-        layer.memory_detach = host.uninstall  # type: ignore[assignment]
+        layer.memory_detach = host.uninstall
         return
-    tap = Tap(memory, host)
-    tap.attach(layer, tap.before_attention)
+    tap = Tap(site, host)
+    tap.attach(memory, tap.before_attention)
     if host.watch is not None:
         module, hook = host.watch
         tap.handles.append(module.register_forward_pre_hook(hook))
