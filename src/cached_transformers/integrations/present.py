@@ -19,6 +19,11 @@ def memory_of(holder: Any) -> LayerMemory | ModelMemory:
     return active
 
 
+def holders(model: nn.Module) -> list[Any]:
+    """The layers and decoders of a model that were given a memory."""
+    return [m for m in model.modules() if "memory_detach" in vars(m) and "memory" in m._modules]
+
+
 class Drawn:
     """Notes that a memory's weights are as they were drawn, until it trains or is loaded.
 
@@ -38,11 +43,10 @@ class Drawn:
 
 def mark_drawn(model: nn.Module) -> None:
     """Note of all memories that a model was just given that they are new."""
-    for holder in model.modules():
-        memory = getattr(holder, "memory", None) if "memory_detach" in vars(holder) else None
-        if memory is not None and next(memory.parameters(), None) is not None:
-            memory.drawn = Drawn(model)
-            memory.register_load_state_dict_pre_hook(_loaded)
+    for holder in holders(model):
+        if next(holder.memory.parameters(), None) is not None:
+            holder.memory.drawn = Drawn(model)
+            holder.memory.register_load_state_dict_pre_hook(_loaded)
 
 
 def _loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
