@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,10 +313,26 @@ def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:
 
 
 def test_adapters_without_modules_to_save_are_refused() -> None:
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    refuse(
-        peft.get_peft_model(GPT2.build(), config), "PromptTuningConfig, which has no modules_to_save", "rmt", length=2
-    )
+    config = peft.TrainableTokensConfig(token_indices=[3], target_modules=["wte"])
+    refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
+
+
+def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
+    """An adapter that changes no layer; its tokens stand in front of the text."""
+
+    def with_prompt() -> Any:
+        torch.manual_seed(5)
+        return peft.get_peft_model(GPT2.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+    model = add_memory(with_prompt(), "rmt", length=2)
+    steps(model.train(), logits)
+    copies = named(model, "memory.modules_to_save.default")
+    assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
+    with torch.no_grad():
+        trained = logits(model.eval())
+        model.save_pretrained(tmp_path)
+        base = add_memory(GPT2.build(), "rmt", length=2)
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
 
 
 @architectures(DECODERS)
@@ -379,3 +396,36 @@ def test_a_folder_with_an_adapter_is_no_model(tmp_path: Path) -> None:
     adapted(stream(GPT2, "rmt"), ["c_attn"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds an adapter of PEFT.*add_memory.*PeftModel.from_pretrained\(base, "):
         load_pretrained(str(tmp_path))
+
+
+# ---- adapters of several in one batch
+
+
+def test_rows_with_adapters_of_their_own() -> None:
+    model = adapted(stream(GPT2, "rmt"), QKV[GPT2] + OUT[GPT2])
+    with torch.no_grad(), pytest.raises(ValueError, match="adapter_names: the rows of one call share a memory"):
+        model.eval()(IDS, adapter_names=["default", "__base__"])
+    model = stream(GPT2, "memorizing")
+    model.load_state_dict(model.state_dict())
+    model = adapted(model, QKV[GPT2] + OUT[GPT2], save=False)
+    steps(model, logits)
+    with torch.no_grad():
+        both = model.eval()(IDS, adapter_names=["default", "__base__"]).logits
+        near(both[:1], model(IDS[:1]).logits)
+        with model.disable_adapter():
+            near(both[1:], model(IDS[1:]).logits)
+
+
+# ---- the page
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other; what is merged, and what is quantised, has the memory of the page."""
+    pytest.importorskip("torch.ao.quantization", reason="this torch has no torch.ao.quantization any more")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "peft.md"
+    names: dict[str, Any] = {}
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(example, page.name, "exec"), names)
+    for name in ("merged", "quantised", "model"):
+        assert names[name](IDS).memory_state.model.tokens_BMD.shape == (2, 4, 32)

@@ -11,10 +11,19 @@ from cached_transformers.seam.memory import LayerMemory, ModelMemory
 
 
 def memory_of(holder: Any) -> LayerMemory | ModelMemory:
-    """The memory that a layer, or a decoder, has now: of the copies that PEFT keeps, the active one."""
+    """The memory that a layer, or a decoder, has now: of the copies that PEFT keeps, the active one.
+
+    Raises:
+        ValueError: PEFT was told to take another adapter for each row.
+    """
     memory = holder.memory
     if isinstance(memory, LayerMemory | ModelMemory):
         return memory
+    if any("adapter_names" in getattr(hook, "keywords", {}) for hook in memory._forward_pre_hooks.values()):
+        raise ValueError(
+            "adapter_names: the rows of one call share a memory, which is that of the active adapter; call the model "
+            "once for each adapter, behind set_adapter"
+        )
     active: LayerMemory | ModelMemory = memory.init_state.__self__  # a wrapper hands such names on
     return active
 
