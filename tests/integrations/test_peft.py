@@ -359,6 +359,26 @@ def test_a_memory_for_a_model_with_adapters(host: Architecture, memory: str, tmp
         near(logits(load_pretrained(str(tmp_path / "merged"))), trained)
 
 
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])
+def test_a_memory_for_an_encoder_with_adapters(host: hosts.Host, tmp_path: Path) -> None:
+    given = host.given()
+
+    def run(model: Any) -> Tensor:
+        return host.run(model, given)
+
+    targets = {"vit": ["attn.proj"], "bert_sdpa": ["output.dense"], "encoder": ["out_proj", "linear1"]}[host.name]
+    model = add_memory(adapted(host.build(), targets, save=False), "grc", **host.options)
+    steps(model, run)
+    for name, p in [*named(model, "memory.modules_to_save").items(), *named(model, "lora_").items()]:
+        assert p.grad is not None and p.grad.any(), name
+    with torch.no_grad():
+        trained = run(model.eval())
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(host.with_memory(), tmp_path)
+        assert torch.equal(run(loaded.eval()), trained)
+    assert_merges(loaded, run)
+
+
 def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
     model = adapted(GPT2.build(), ["c_attn"], save=False)
     model.add_adapter("second", lora(["c_attn"], save=False))

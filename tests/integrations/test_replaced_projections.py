@@ -98,6 +98,22 @@ def _closed(host: hosts.Host, model: nn.Module, given: dict[str, Any]) -> Tensor
     return host.run(closed, given)
 
 
+@pytest.mark.parametrize("memory", STREAMING)
+def test_a_host_of_packed_weights_gets_a_memory_of_the_model_s_dtype(memory: str) -> None:
+    """As one that was loaded in 4 bits."""
+
+    def packed(model: Any) -> Any:
+        for layer in decoder_layers(model):
+            for name in ("o_proj", "q_proj", "k_proj", "v_proj"):
+                setattr(layer, name, PackedLinear(getattr(layer, name)))
+        return model
+
+    def with_memory(model: Any) -> Any:
+        return awaken(add_memory(model, memory, length=4, segment_length=5))
+
+    torch.testing.assert_close(logits(with_memory(packed(LLAMA.build()))), logits(with_memory(LLAMA.build())))
+
+
 # ---- other modules in the place
 
 
@@ -167,10 +183,12 @@ def test_a_model_that_followed_is_copied_pickled_and_compiled() -> None:
     hosts.train(hosts.VIT, model)
     model.eval()
     with torch.no_grad():
-        model.blocks[0].attn.proj = other(nn.Linear(32, 32))
-        run = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+        layer = model.blocks[0].attn
+        layer.proj = other(nn.Linear(32, 32))
+        compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
+        x_BND = torch.randn(2, 17, 32)
+        torch.testing.assert_close(compiled(x_BND), layer(x_BND))
         exact = hosts.VIT.run(model, given)
-        torch.testing.assert_close(hosts.VIT.run(run, given), exact)
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -225,6 +243,14 @@ def test_a_layer_that_goes_past_its_projection_is_refused() -> None:
     layer.forward = lambda x, **_: F.linear(x, layer.proj.weight)
     with pytest.raises(ValueError, match=r"a fused kernel, a patched forward\), or call remove_memory\(model\)"):
         hosts.VIT.run(model, given)
+
+
+def test_a_layer_that_goes_past_its_queries_is_refused() -> None:
+    model = stream(LLAMA, "memorizing")
+    for layer in decoder_layers(model):
+        layer.forward = lambda hidden_states, o_proj=layer.o_proj, **_: (o_proj(hidden_states), None)
+    with pytest.raises(ValueError, match=r"no part in this forward: LlamaAttention.q_proj, a Linear, was not called"):
+        logits(model)
 
 
 def test_a_projection_behind_its_layer_is_watched_too() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -59,12 +60,11 @@ class Tap:
         self.query = query
         self.exchange = vars(self.layer).get("exchange")
 
-    def project(self, y_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Stands in the place of the projection's forward; `y_BND` are the merged heads."""
-        linear = partial(self.projection.original, **kwargs) if kwargs else self.projection.original
+    def project(self, y_BND: Tensor, **options: Any) -> Tensor:
+        """Stands in the place of the projection's forward; `y_BND` are the merged heads, `options` an adapter's."""
+        linear = partial(self.projection.original, **options)
         if self.query is None:  # it is not the layer that calls
-            result: Tensor = linear(y_BND, *args)
-            return result
+            return linear(y_BND)
         query, self.query = self.query, None  # keep no activation alive
         if self.exchange is None:
             return self._mix(y_BND, query, linear)
@@ -92,12 +92,16 @@ class Tap:
         """
         if self.query is not None:
             self.query = None
-            path, module = self.projection.path, self.projection.module
-            raise ValueError(
-                f"the memory of {type(self.layer).__name__} had no part in this forward: {type(root).__name__}.{path}, "
-                f"a {type(module).__name__}, was not called as a module, or its forward was replaced after add_memory; "
-                "undo what replaced it (a fused kernel, a patched forward), or call remove_memory(model)"
-            )
+            raise ValueError(self.passed_by(self.projection))
+
+    def passed_by(self, spot: Spot) -> str:
+        """Message for a forward that calls no module where one should be called."""
+        place = f"{type(spot.root).__name__}.{spot.path}, a {type(spot.module).__name__}"
+        return (
+            f"the memory of {type(self.layer).__name__} had no part in this forward: {place}, was not called as a "
+            "module, or its forward was replaced after add_memory; undo what replaced it (a fused kernel, a patched "
+            "forward), or call remove_memory(model)"
+        )
 
     def attach(self, memory: LayerMemory, before: Callable[..., Any]) -> None:
         """Put the memory into the layer, whose calls `before` is to see."""
@@ -129,7 +133,6 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
         ValueError: the memory's own constraints, or more channels than the layer's input has.
     """
     facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
-    reference = next(site.layer.parameters())
     memory = create_memory({"name": name, **settings}, host.width, host.heads, **facts)
     if not isinstance(memory, LayerMemory):
         raise ValueError(f"memory {name!r} spans the layers, which only its class can tell; register the class itself")
@@ -143,7 +146,14 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
             )
         if getattr(memory, "mix", "heads") == "outputs":
             raise ValueError(f"{layer}; mix='outputs' (variant='released') needs as many of both, take mix='heads'")
-    return memory.to(reference.device, reference.dtype).train(site.layer.training)
+    return settled(memory, site)
+
+
+def settled(memory: LayerMemory, site: Site) -> LayerMemory:
+    """The memory on the layer's device, in its mode and dtype; in the model's where the layer's weights are packed."""
+    both = [*site.layer.parameters(), *site.model.parameters(), torch.empty(0)]
+    dtype = next(p.dtype for p in both if p.is_floating_point())
+    return memory.to(both[0].device, dtype).train(site.layer.training)
 
 
 def attach(site: Site, host: Host, memory: LayerMemory) -> None:

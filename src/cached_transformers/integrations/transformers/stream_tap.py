@@ -50,7 +50,8 @@ class StreamTap(Tap):
         super().__init__(site, host)
         assert host.stream is not None
         self.number, self.split = number, host.stream.split
-        self.spots += [Listener(*root_of(site, module), self.keep) for module in host.stream.sources]
+        self.sources = [Listener(*root_of(site, module), self.keep) for module in host.stream.sources]
+        self.spots += self.sources
         self.kept: list[Tensor] = []
         self.passage: Passage | None = None
         self.x_BND: Tensor | None = None
@@ -81,6 +82,8 @@ class StreamTap(Tap):
         passage, kept = self.passage, self.kept
         assert passage is not None
         self.passage, self.x_BND, self.kept = None, None, []
+        if len(kept) < len(self.sources):
+            raise ValueError(self.passed_by(self.sources[len(kept)]))
         q, k, v = self.split(*kept)
         query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
         state = passage.states[self.number]

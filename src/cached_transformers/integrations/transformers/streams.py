@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
-from cached_transformers.integrations.taps import layer_memory, spans_layers
+from cached_transformers.integrations.taps import layer_memory, settled, spans_layers
 from cached_transformers.memories import create_memory
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 
@@ -112,10 +112,7 @@ def _layers(
     if spanning is None:
         return [layer_memory(site, host, name, settings) for site, host in found]
     layers = [spanning.layer_memory(index) for index in range(len(found))]
-    for layer, (site, _) in zip(layers, found, strict=True):
-        like = next(site.layer.parameters())
-        layer.to(like.device, like.dtype).train(site.layer.training)
-    return layers
+    return [settled(layer, site) for layer, (site, _) in zip(layers, found, strict=True)]
 
 
 @torch.no_grad()
