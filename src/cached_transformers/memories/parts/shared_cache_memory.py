@@ -106,7 +106,7 @@ class SharedCacheMemory(LayerMemory):
         if frozen and self._folded is not None:
             if self._folded.holds(self):
                 return self.branch(x_BNC, self._folded.k_BHMF, self._folded.v_BHMF)
-            if not torch.compiler.is_compiling():
+            if self._folded.outdated(self):
                 self._folded = None  # who merges adapters later may leave weights that look as they did
         source_BNC = x_BNC if source_BND is query.x_BND else source_BND[..., : self.cache.width]
         cache = self.cache(source_BNC, query.padding_BN, query.size)
@@ -194,7 +194,11 @@ class _Folded:
         if torch.compiler.is_compiling():
             return False
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in _sources(memory))
-        return not wanted and self.stamp == _stamp(memory)
+        return not wanted and not self.outdated(memory)
+
+    def outdated(self, memory: SharedCacheMemory) -> bool:
+        """Whether something was written, moved or exchanged since; compiled code cannot tell."""
+        return not self.lasting and not torch.compiler.is_compiling() and self.stamp != _stamp(memory)
 
 
 def _has_values(t: Tensor) -> bool:
