@@ -10,7 +10,7 @@ from types import ModuleType
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 # Importing any of these imports torchvision, sooner or later.
-_NEEDS_TORCHVISION = frozenset({"torchvision", "timm", "transformers"})
+_NEEDS_TORCHVISION = frozenset({"torchvision", "timm", "transformers", "peft"})
 
 
 def require(module: str, *, extra: str) -> ModuleType:

@@ -17,6 +17,8 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ModelMemory
 
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
+from .peft_models import give_to_adapters, host_of, take_from_adapters
+from .present import mark_drawn
 from .record import note_memory
 from .taps import attach, layer_memory, spans_layers
 from .torch_nn import settle_nested_tensors
@@ -44,7 +46,7 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
     their memory in `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
 
     Args:
-        model: the host model.
+        model: the host model; or a PeftModel round it, whose adapters then train and save the memory, too.
         memory: name of a memory, or {"name": ..., option: value}.
         options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
             images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
@@ -68,17 +70,21 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
     sizes = {"input_size": more["input_size"]} if "input_size" in more else {}
     entry = MEMORIES.entry(name)
     slots = "length" in entry.options and "whole_segment" in getattr(entry.factory, "needs", ())
-    found = sites(model, settings | sizes, slots=slots)
-    refusal = next((host.refusal for _, host in found if host.refusal is not None), None)
+    host = host_of(model)
+    found = sites(host, settings | sizes, slots=slots)
+    refusal = next((described.refusal for _, described in found if described.refusal is not None), None)
     if refusal is not None:
         raise ValueError(refusal)
-    streams = [host.stream for _, host in found]
+    streams = [described.stream for _, described in found]
     if streams[0] is not None and None not in streams:
-        streams[0].add(model, found, name, settings, **more)
+        streams[0].add(host, found, name, settings, **more)
     else:
-        _add_shared(model, found, name, settings, **more)
-    settle_nested_tensors(model)
-    note_memory(model, {"memory": {"name": name, **settings}, **more})
+        _add_shared(host, found, name, settings, **more)
+    mark_drawn(host)
+    settle_nested_tensors(host)
+    note_memory(host, {"memory": {"name": name, **settings}, **more})
+    if host is not model:
+        give_to_adapters(model, host)
     return model
 
 
@@ -108,7 +114,7 @@ def _add_shared(
             f"{name!r} is not; leave it out"
         )
     for (site, host), layer in zip(found, layers, strict=True):
-        attach(site.layer, host, layer)
+        attach(site, host, layer)
 
 
 def remove_memory(model: nn.Module) -> nn.Module:
@@ -126,5 +132,6 @@ def remove_memory(model: nn.Module) -> nn.Module:
             del layer.memory
         detach(layer)
     settle_nested_tensors(model)
+    take_from_adapters(model)
     note_memory(model, None)
     return model

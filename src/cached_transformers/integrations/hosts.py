@@ -70,6 +70,7 @@ class Host:
     Attributes:
         width: D. heads: H.
         projection: the output projection, whose input are the merged heads (B, N, D); None when `install` handles all.
+            It is known by its place in the model from then on, as are the `sources` of a stream.
         query: gives the memory's `Query` from the layer's arguments.
         facts: what a memory may ask the model for: length, size, prefix, window, reduction.
         install: for layers that never call their projection as a module; attaches the memory by other means.

@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.linear_maps import plain_weights
 from cached_transformers.seam.memory import LayerMemory, Query
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .masks import no_mask
+from .present import memory_of, refuse_frozen
 from .through_core import through_core
 
 
@@ -48,12 +50,13 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
             ValueError: cross-attention; beside a memory, a causal flag or an attention mask: the cache holds the whole
                 segment of the query; what the core cannot do.
         """
-        memory: LayerMemory | None = getattr(self, "memory", None)
+        memory: Any = memory_of(self) if "memory" in self._modules else None
         if query is not key or key is not value:
             what = "a memory" if memory is not None else "another attention"
             raise ValueError(f"{what} serves self-attention: query, key and value must be the same tensor")
         if memory is not None:
             no_mask(attn_mask, is_causal)
+            refuse_frozen(memory)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, as in torch.nn; pass the mask, too")
         x_BND, batched = query, query.dim() == 3
@@ -72,11 +75,11 @@ class HostedMultiheadAttention(nn.MultiheadAttention):
         visible = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         y_BHNE, weights = self._attend(q, k, v, x_BND, padding_BN, visible, need_weights, is_causal)
         if memory is None:
-            y_BND = F.linear(y_BHNE.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+            y_BND = self.out_proj(y_BHNE.transpose(1, 2).flatten(2))
         else:
             asked = Query(x_BND, q, padding_BN=padding_BN)
             reading = memory.read((), asked, None)
-            y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, (self.out_proj.weight, self.out_proj.bias))
+            y_BND = memory.project(y_BHNE, asked, reading, self.out_proj, plain_weights(self.out_proj))
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:

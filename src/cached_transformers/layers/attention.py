@@ -23,7 +23,8 @@ from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.contexts import join, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, Weights
+from cached_transformers.seam.linear_maps import matrix_of, plain_weights
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions
 from cached_transformers.state import State
 
@@ -59,11 +60,6 @@ def by_place(x_BND: Tensor, segment: tuple[int, int], inside: Linear, outside: L
     start, length = segment
     front, middle, back = x_BND.split([start, length, x_BND.shape[1] - start - length], 1)
     return torch.cat([outside(front), inside(middle), outside(back)], 1)
-
-
-def plain_weights(linear: nn.Module) -> Weights:
-    """Weight and bias of an nn.Linear; None for what replaces one (adapters, quantised or parametrised layers)."""
-    return (linear.weight, linear.bias) if type(linear) is nn.Linear else None
 
 
 class SelfAttention(nn.Module):
@@ -182,7 +178,8 @@ class SelfAttention(nn.Module):
 
     def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
         """Rows first..last of the fused projection."""
-        weight, bias = self.qkv.weight[first:last], None if self.qkv.bias is None else self.qkv.bias[first:last]
+        weight, bias = matrix_of(self.qkv)
+        weight, bias = weight[first:last], None if bias is None else bias[first:last]
         if frozen:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         return F.linear(x, weight, bias)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
@@ -92,7 +93,7 @@ class SegatronPositions(RelativePositions):
         if self.clamp is not None:
             rows_Z = rows_Z.clamp(-self.clamp, self.clamp)
         bias_BHNK = q_BHNE.new_zeros(())
-        for channel, weight_DW in enumerate(self.project.weight.split(self.widths, 1)):
+        for channel, weight_DW in enumerate(matrix_of(self.project)[0].split(self.widths, 1)):
             if not self.widths[channel]:
                 continue
             angle = angles(rows_Z[None, :, None], self.widths[channel], self.base, widest(rows_Z.device))[0]

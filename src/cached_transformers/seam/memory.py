@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from cached_transformers.state import State
 
+from .linear_maps import Weights
 from .positions import Positions
 
 
@@ -38,8 +39,6 @@ class ProjectKV(Protocol):
 
 Linear = Callable[[Tensor], Tensor]
 """An output projection, (B, N, D) -> (B, N, D)."""
-Weights = tuple[Tensor, Tensor | None] | None
-"""Weight and bias of a plain linear map."""
 
 
 class Context(NamedTuple):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .linear_maps import input_dtype, matrix_of
+
 
 class Positions(nn.Module):
     """No position information; base of all schemes."""
@@ -191,7 +193,7 @@ class RelativePositions(Positions):
     def table(self, distances_K: Tensor) -> Tensor:
         """(H, K, E): W_r R_d for each distance."""
         angle = self.angles(distances_K[None, :, None])[0]
-        code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(self.project.weight.dtype)
+        code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(input_dtype(self.project))
         return self.project(code_KW).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
 
     def _shifted(self, q_BHNE: Tensor, keys: int) -> Tensor:
@@ -204,7 +206,7 @@ class RelativePositions(Positions):
         return wide.flatten(-2)[..., n:].unflatten(-1, (n, keys))
 
     def _split(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
-        weight_HEW = self.project.weight.unflatten(0, (self.heads, self.head_width))
+        weight_HEW = matrix_of(self.project)[0].unflatten(0, (self.heads, self.head_width))
         sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
         # Counted from the first query, so that places far out are as exact as near ones.
         here = q_positions_BNP[:, :1]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.seam.attention import Attention, AttentionOutput, Call, is_nothing
+from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context
 from cached_transformers.state import State
 
@@ -199,5 +200,5 @@ def head_weights(module: torch.nn.Linear, x_BND: Tensor | None, what: str) -> Te
     """
     if x_BND is None:
         raise ValueError(f"{what} is made of the layer's input; give it as x_BND (x_BD for one step)")
-    bias = None if module.bias is None else wide(module.bias)
-    return F.linear(wide(x_BND), wide(module.weight), bias).mT
+    weight_HD, bias_H = matrix_of(module)
+    return F.linear(wide(x_BND), wide(weight_HD), None if bias_H is None else wide(bias_H)).mT

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import insist
+from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.models.segments import cut, read_segments
-from cached_transformers.seam.memory import ModelMemory, Tokens
+from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
@@ -40,16 +41,21 @@ class SegmentReader:
 
     Args:
         decoder: the module that embeds tokens and has the layers.
-        taps: of the layers that have a memory. memory: the one that spans the layers, or None.
+        taps: of the layers that have a memory. spans: whether the decoder has one that spans the layers.
         segment_length: tokens in a segment; None for one segment a call.
     """
 
-    def __init__(
-        self, decoder: nn.Module, taps: list[StreamTap], memory: ModelMemory | None, segment_length: int | None
-    ) -> None:
+    def __init__(self, decoder: nn.Module, taps: list[StreamTap], spans: bool, segment_length: int | None) -> None:
         self.decoder: Any = decoder
-        self.taps, self.memory, self.segment_length = taps, memory, segment_length
+        self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+
+    @property
+    def memory(self) -> ModelMemory | None:
+        """The memory that spans the layers, as it is now; None where there is none."""
+        found = memory_of(self.decoder) if self.spans else None
+        assert not isinstance(found, LayerMemory)
+        return found
 
     def init_state(self, rows: int) -> MemoryState:
         """State of rows that have read nothing.
@@ -59,8 +65,8 @@ class SegmentReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        like = next(self.decoder.parameters())
-        model = () if self.memory is None else self.memory.init_state(rows, like)
+        like, memory = next(self.decoder.parameters()), self.memory
+        model = () if memory is None else memory.init_state(rows, like)
         return seal(MemoryState(model, tuple(tap.memory.init_state(rows, like) for tap in self.taps)))  # type: ignore[no-any-return]
 
     def read(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
@@ -69,6 +75,8 @@ class SegmentReader:
         Raises:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
+        if self.memory is not None:
+            refuse_frozen(self.memory)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
         carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host
+from cached_transformers.integrations.hosts import Host, Site
+from cached_transformers.integrations.spots import Listener, root_of
 from cached_transformers.integrations.taps import Tap, no_loss
-from cached_transformers.seam.memory import LayerMemory, Query, Trace
+from cached_transformers.seam.memory import Linear, Query, Trace
 from cached_transformers.state import State
 
 
@@ -45,10 +46,12 @@ class Passage:
 class StreamTap(Tap):
     """Lets a memory with a state into one causal layer; the `number`-th that has one."""
 
-    def __init__(self, memory: LayerMemory, host: Host, number: int) -> None:
-        super().__init__(memory, host)
+    def __init__(self, site: Site, host: Host, number: int) -> None:
+        super().__init__(site, host)
         assert host.stream is not None
-        self.number, self.stream = number, host.stream
+        self.number, self.split = number, host.stream.split
+        self.sources = [Listener(*root_of(site, module), self.keep) for module in host.stream.sources]
+        self.spots += self.sources
         self.kept: list[Tensor] = []
         self.passage: Passage | None = None
         self.x_BND: Tensor | None = None
@@ -68,21 +71,23 @@ class StreamTap(Tap):
             )
         self.kept = []
         self.x_BND = args[0] if args else kwargs["hidden_states"]
-        self.query = Query(self.x_BND)
-        self.exchange = vars(layer).get("exchange")
+        self.begin(Query(self.x_BND))
         return args, kwargs
 
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep(self, output: Tensor) -> None:
+        """Hear a module that gives queries, keys or values."""
         self.kept.append(output)
 
-    def _mix(self, y_BND: Tensor, query: Query) -> Tensor:
+    def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
         passage, kept = self.passage, self.kept
         assert passage is not None
         self.passage, self.x_BND, self.kept = None, None, []
-        q, k, v = self.stream.split(*kept)
+        if len(kept) < len(self.sources):
+            raise ValueError(self.passed_by(self.sources[len(kept)]))
+        q, k, v = self.split(*kept)
         query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
         state = passage.states[self.number]
-        y_BND, reading = self._through(state, y_BND, query)
+        y_BND, reading = self._through(state, y_BND, query, linear)
         if passage.writes:
             trace = Trace(query.x_BND, y_BND, query, reading)
             if passage.segment is not None:
@@ -90,9 +95,3 @@ class StreamTap(Tap):
             passage.after[self.number], loss = self.memory.write(state, trace)
             no_loss(loss, self.memory)
         return y_BND
-
-
-def attach_stream(layer: nn.Module, tap: StreamTap) -> None:
-    """Put the tap's memory into the layer."""
-    tap.attach(layer, tap.before_stream)
-    tap.handles += [module.register_forward_hook(tap.keep) for module in tap.stream.sources]

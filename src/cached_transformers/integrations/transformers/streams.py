@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
-from cached_transformers.integrations.taps import layer_memory, spans_layers
+from cached_transformers.integrations.taps import layer_memory, settled, spans_layers
 from cached_transformers.memories import create_memory
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 
-from .stream_tap import StreamTap, attach_stream
+from .stream_tap import StreamTap
 from .through_host import place_of_segment
 
 TAKE_MASKS = ("eager", "sdpa")
@@ -65,11 +65,11 @@ def add_stream_memory(
     taps: list[StreamTap] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:
-            taps.append(StreamTap(memory, host, len(taps)))
-            attach_stream(site.layer, taps[-1])
+            taps.append(StreamTap(site, host, len(taps)))
+            taps[-1].attach(memory, taps[-1].before_stream)
     if spanning is not None:
         decoder.memory = spanning
-    attach_calls(model, decoder, SegmentReader(decoder, taps, spanning, segment_length))
+    attach_calls(model, decoder, SegmentReader(decoder, taps, spanning is not None, segment_length))
 
 
 def _decoder(model: nn.Module, places: list[Site]) -> Any:
@@ -112,10 +112,7 @@ def _layers(
     if spanning is None:
         return [layer_memory(site, host, name, settings) for site, host in found]
     layers = [spanning.layer_memory(index) for index in range(len(found))]
-    for layer, (site, _) in zip(layers, found, strict=True):
-        like = next(site.layer.parameters())
-        layer.to(like.device, like.dtype).train(site.layer.training)
-    return layers
+    return [settled(layer, site) for layer, (site, _) in zip(layers, found, strict=True)]
 
 
 @torch.no_grad()

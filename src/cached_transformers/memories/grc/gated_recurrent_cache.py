@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from cached_transformers.memories.parts.interpolation import nearest_map
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache
+from cached_transformers.seam.linear_maps import matrix_of
 
 from .equations import Candidate, GateWeights, gate_update
 from .fused_gates import mean_gate_update
@@ -70,7 +71,9 @@ class CacheGates(CacheSlots):
     def weights(self) -> GateWeights:
         """The parameters as the pure functions take them."""
         norm = None if self.norm is None else (self.norm.weight, self.norm.bias, self.norm.eps)
-        return GateWeights(self.from_tokens.weight, self.from_tokens.bias, self.from_cache.weight, norm)
+        tokens, bias = matrix_of(self.from_tokens)
+        assert bias is not None
+        return GateWeights(tokens, bias, matrix_of(self.from_cache)[0], norm)
 
     def extra_repr(self) -> str:
         return f"{self.width}, length={self.length}, candidate={self.candidate!r}"

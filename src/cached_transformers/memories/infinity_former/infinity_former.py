@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing
@@ -203,11 +204,13 @@ class InfinityFormer(LayerMemory):
         """Result of the queries' attention over the signal, and mean and variance of their densities."""
         wide = coefficients_BCD.dtype
         k_BHCE, v_BHCE = (
-            F.linear(coefficients_BCD, p.weight.to(wide)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            F.linear(coefficients_BCD, matrix_of(p)[0].to(wide)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for p in (self.key, self.value)
         )
         scores_BHNC = q_BHNE.to(wide) @ k_BHCE.mT / math.sqrt(q_BHNE.shape[-1])
-        mean, variance = (F.linear(scores_BHNC, p.weight.to(wide)).squeeze(-1) for p in (self.mean, self.variance))
+        mean, variance = (
+            F.linear(scores_BHNC, matrix_of(p)[0].to(wide)).squeeze(-1) for p in (self.mean, self.variance)
+        )
         mean_BHN, variance_BHN = mean.sigmoid(), F.softplus(variance).clamp(min=self.min_variance)
         return signal.expectation(mean_BHN, variance_BHN, self._in(wide)) @ v_BHCE, mean_BHN, variance_BHN
 

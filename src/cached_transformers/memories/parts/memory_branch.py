@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import shares
+from cached_transformers.seam.linear_maps import input_dtype
 from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
 
 from .options import one_of
@@ -73,7 +74,7 @@ class MemoryBranch(nn.Module):
     def keys_values(self, cache: Tensor, size: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
         """Cache (M, C) or (B, M, C) to keys (1 or B, H, M, F) and values (1 or B, H, M, F or E)."""
         cache_BMC = cache if cache.dim() == 3 else cache[None]
-        cache_BMC = cache_BMC.to(self.key_value.weight.dtype)
+        cache_BMC = cache_BMC.to(input_dtype(self.key_value))
         if self.reduction is not None:
             cache_BMC = self.reduction(cache_BMC, size)
         k, v = self.key_value(cache_BMC).split([self.cache, self.key_value.out_features - self.cache], -1)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.seam.linear_maps import plain_weights
 from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
 from cached_transformers.state import State
 
@@ -102,8 +103,11 @@ class SharedCacheMemory(LayerMemory):
         """Per-head result of the memory branch, after the update of the cache by `source_BND` where there is one."""
         x_BNC = query.x_BND[..., : self.cache.width]
         frozen = not self.training and self.cache.constant_in_evaluation
-        if frozen and self._folded is not None and self._folded.holds(self):
-            return self.branch(x_BNC, self._folded.k_BHMF, self._folded.v_BHMF)
+        if frozen and self._folded is not None:
+            if self._folded.holds(self):
+                return self.branch(x_BNC, self._folded.k_BHMF, self._folded.v_BHMF)
+            if self._folded.outdated(self):
+                self._folded = None  # who merges adapters later may leave weights that look as they did
         source_BNC = x_BNC if source_BND is query.x_BND else source_BND[..., : self.cache.width]
         cache = self.cache(source_BNC, query.padding_BN, query.size)
         return self.branch(x_BNC, *self.branch.keys_values(cache, self.cache.size))
@@ -136,7 +140,7 @@ class SharedCacheMemory(LayerMemory):
     def train(self, mode: bool = True) -> SharedCacheMemory:
         super().train(mode)
         self._folded = None
-        if not mode and self.cache.constant_in_evaluation and all(map(_has_values, _sources(self))):
+        if not mode and self.cache.constant_in_evaluation and _watchable(self):
             self._folded = _Folded(self, lasting=False)
         return self
 
@@ -190,12 +194,24 @@ class _Folded:
         if torch.compiler.is_compiling():
             return False
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in _sources(memory))
-        return not wanted and self.stamp == _stamp(memory)
+        return not wanted and not self.outdated(memory)
+
+    def outdated(self, memory: SharedCacheMemory) -> bool:
+        """Whether something was written, moved or exchanged since; compiled code cannot tell."""
+        return not self.lasting and not torch.compiler.is_compiling() and self.stamp != _stamp(memory)
 
 
 def _has_values(t: Tensor) -> bool:
     """Whether `t` can be computed with here and now (no sharded, fake or meta tensor) and has a version to watch."""
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta and not t.is_inference()
+
+
+def _watchable(memory: SharedCacheMemory) -> bool:
+    """Whether keys and values are a function of tensors that can be watched: adapters are switched on and off, and
+    quantised weights are no parameters."""
+    reduction = memory.branch.reduction or nn.Identity()
+    known = all(type(m).__module__.startswith(("torch.nn.", "cached_transformers.")) for m in reduction.modules())
+    return known and plain_weights(memory.branch.key_value) is not None and all(map(_has_values, _sources(memory)))
 
 
 def _sources(memory: SharedCacheMemory) -> list[Tensor]:

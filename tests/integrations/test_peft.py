@@ -1,0 +1,451 @@
+"""Memories in models with adapters of PEFT: trained, switched, saved, loaded, merged."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations import hosts
+from integrations.hosts import library
+from integrations.test_refusals import fingerprint, refuse
+from integrations.transformers_hosts import (
+    BERT,
+    DECODERS,
+    GPT2,
+    LLAMA,
+    Architecture,
+    architectures,
+    awaken,
+    stream,
+    streams,
+    words,
+)
+from torch import Tensor, nn
+
+from cached_transformers import add_memory, load_pretrained, remove_memory
+from cached_transformers.memories.grc.grc import caches
+
+library("transformers")
+peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*is deprecated:FutureWarning")
+
+IDS = words(2, 13)
+QKV = {GPT2: ["c_attn"], LLAMA: ["q_proj", "k_proj", "v_proj"]}
+OUT = {GPT2: ["attn.c_proj"], LLAMA: ["o_proj"]}
+
+
+def lora(targets: Any, save: bool = True, **more: Any) -> Any:
+    return peft.LoraConfig(r=2, target_modules=targets, modules_to_save=["memory"] if save else None, **more)
+
+
+def adapted(model: nn.Module, targets: Any, save: bool = True, **more: Any) -> Any:
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, lora(targets, save, **more)).train()
+
+
+def steps(model: Any, run: Callable[[Any], Tensor], number: int = 3) -> None:
+    """Steps of one size for all that has a gradient, which stays."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(number):
+        model.zero_grad()
+        run(model).square().mean().backward()
+        with torch.no_grad():
+            for p in trained:
+                p -= 0.05 * (0 if p.grad is None else p.grad.sign())
+
+
+def logits(model: Any) -> Tensor:
+    return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def named(model: nn.Module, part: str) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if part in name}
+
+
+def near(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+# ---- the memory among the modules to save
+
+
+@architectures(DECODERS)
+@streams
+def test_a_copy_of_the_memory_trains_travels_and_is_merged(host: Architecture, memory: str, tmp_path: Path) -> None:
+    model = adapted(stream(host, memory), QKV[host] + OUT[host])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    steps(model, logits)
+    copies = named(model, "memory.modules_to_save.default")
+    assert copies.keys() == {
+        name.replace("original_module", "modules_to_save.default") for name in named(model, "l_mod")
+    }
+    for name, p in {**copies, **named(model, "lora_")}.items():
+        assert p.grad is not None and p.grad.any() and not torch.equal(p, before[name]), name
+    assert all(torch.equal(p, before[name]) for name, p in named(model, "original_module").items())
+    model.eval()
+    with torch.no_grad():
+        trained = logits(model)
+        with model.disable_adapter():
+            assert torch.equal(logits(model), logits(stream(host, memory)))
+        assert (trained - logits(stream(host, memory))).abs().max() > 1e-3
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(stream(host, memory), tmp_path)
+        assert torch.equal(logits(loaded), trained)
+        near(logits(loaded.merge_and_unload()), trained)
+
+
+def test_what_a_memory_reads_is_that_of_the_active_copy() -> None:
+    """The state, too, is made by it."""
+    model = adapted(stream(GPT2, "rmt"), ["c_attn"])
+    reader = model.base_model.model.transformer.segment_reader
+    wrapper = model.base_model.model.transformer.memory
+    assert reader.memory is wrapper.modules_to_save["default"]
+    with model.disable_adapter():
+        assert reader.memory is wrapper.original_module
+
+
+@architectures(DECODERS)
+def test_two_adapters_have_memories_of_their_own(host: Architecture) -> None:
+    model = adapted(stream(host, "grc_stream"), OUT[host])
+    steps(model, logits)
+    torch.manual_seed(6)
+    model.add_adapter("second", lora(OUT[host]))
+    results = {}
+    for name in ("second", "default"):
+        model.set_adapter(name)
+        steps(model.train(), logits)
+        with torch.no_grad():
+            results[name] = logits(model.eval())
+    assert (results["second"] - results["default"]).abs().max() > 1e-3
+    with torch.no_grad():
+        for name in ("second", "default", "second"):
+            model.set_adapter(name)
+            assert torch.equal(logits(model), results[name])
+        near(logits(model.merge_and_unload()), results["second"])
+
+
+# ---- adapters behind the mix
+
+
+def assert_merges(model: Any, run: Callable[[Any], Tensor]) -> nn.Module:
+    """Adapters give the same beside their layer, in its weights, out of them again, and for good."""
+    with torch.no_grad():
+        beside = run(model.eval())
+        model.merge_adapter()
+        near(run(model), beside)
+        model.unmerge_adapter()
+        near(run(model), beside)
+        merged: nn.Module = model.merge_and_unload()
+        near(run(merged), beside)
+    return merged
+
+
+WHERE = {"out": lambda host: OUT[host], "qkv": lambda host: QKV[host], "all": lambda host: "all-linear"}
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("where", list(WHERE))
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+def test_merged_and_unmerged_decoders_are_equal(host: Architecture, where: str, memory: str) -> None:
+    model = adapted(stream(host, memory), WHERE[where](host))
+    steps(model, logits)
+    assert_merges(model, logits)
+
+
+@architectures(DECODERS)
+def test_the_memory_sees_adapted_queries_keys_and_values(host: Architecture) -> None:
+    """What an adapter on them changes reaches what is stored, as it does when it is merged."""
+    model = adapted(stream(host, "memorizing"), QKV[host])
+    plain = model(IDS, use_cache=False).memory_state
+    steps(model, logits)
+    with torch.no_grad():
+        beside = model(IDS, use_cache=False).memory_state.layers[0].v_BHME
+        merged = model.merge_and_unload()(IDS, use_cache=False).memory_state.layers[0].v_BHME
+    near(beside, merged)
+    assert (beside - plain.layers[0].v_BHME).abs().max() > 1e-3
+
+
+VIT_PARTS = {"out": ["attn.proj"], "qkv": ["qkv"], "all": r".*\.(qkv|proj|fc1|fc2|query|key_value|from_\w+|projection)"}
+BERT_PARTS = {
+    "out": ["attention.output.dense"],
+    "qkv": [r"self.query", "self.key", "self.value"],
+    "all": r".*\.(query|key|value|dense|key_value|from_\w+|projection)",
+}
+RELEASED = {"mix": "outputs", "source": "output", "initial_gate": 0.5}
+
+
+@pytest.mark.parametrize("where", ["out", "qkv", "all"])
+@pytest.mark.parametrize("mixed", [{}, RELEASED], ids=["heads", "outputs"])
+@pytest.mark.parametrize("save", [True, False], ids=["saved", "frozen"])
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA])
+def test_merged_and_unmerged_encoders_are_equal(
+    host: hosts.Host, where: str, mixed: dict[str, Any], save: bool
+) -> None:
+    given, parts = host.given(), VIT_PARTS if host is hosts.VIT else BERT_PARTS
+    model = host.with_memory(**mixed)
+    if not save:
+        model.load_state_dict(model.state_dict())  # as one that is trained already
+    model = adapted(model, parts[where], save)
+
+    def run(model: Any) -> Tensor:
+        return host.run(model, given)
+
+    steps(model, run)
+    for name, p in named(model, "lora_").items():
+        assert p.grad is not None and p.grad.any(), name
+    merged = assert_merges(model, run)
+    for cache in caches(merged):
+        cache.cache_MC += 1
+    with torch.no_grad():
+        assert (run(merged) - run(model)).abs().max() == 0  # the memory is the host's, and no adapter's copy
+        for cache in caches(merged):
+            cache.reset_cache()
+        changed = run(merged)
+        assert (changed - run(host.build().eval())).abs().max() > 1e-4
+
+
+# ---- adapters in the memory itself
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("frozen", [True, False], ids=["adapted", "saved"])
+def test_adapters_on_all_linear_layers_of_a_decoder_all_train(host: Architecture, frozen: bool) -> None:
+    model = adapted(stream(host, "grc_stream"), "all-linear", save=not frozen)
+    adapters = named(model, "lora_")
+    assert any("memory" in name for name in adapters) == frozen  # PEFT leaves out what it saves as a whole
+    steps(model, logits)
+    for name, p in adapters.items():
+        assert p.grad is not None and p.grad.any(), name
+    assert_merges(model, logits)
+
+
+def test_an_adapter_in_the_memory_is_one_on_its_weights() -> None:
+    """The gates are not called as modules where all is plain; the weights that stand in are the merged ones."""
+    model = awaken(stream(GPT2, "grc_stream"))
+    with_adapter = adapted(copy.deepcopy(model), ["from_tokens", "from_cache", "query", "key_value"], save=False)
+    torch.manual_seed(0)
+    for p in named(with_adapter, "lora_B").values():
+        nn.init.normal_(p)
+    near(logits(with_adapter), logits(copy.deepcopy(with_adapter).merge_and_unload()))
+    assert (logits(with_adapter) - logits(model)).abs().max() > 1e-2
+
+
+def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
+    """In evaluation keys and values of a constant cache are kept, but not while an adapter may be switched off."""
+    host, given = hosts.VIT, hosts.VIT.given()
+    model = host.with_memory()
+    hosts.train(host, model)
+    plain = host.run(model.eval(), given).detach()
+    model = adapted(model, ["key_value"], save=False).eval()
+    for p in named(model, "lora_B").values():
+        nn.init.normal_(p)
+    with torch.no_grad():
+        with_adapter = host.run(model, given)
+        assert (with_adapter - plain).abs().max() > 1e-3
+        with model.disable_adapter():
+            near(host.run(model, given), plain)
+        near(host.run(model.merge_and_unload(), given), with_adapter)
+
+
+# ---- frozen memories
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+def test_a_new_memory_that_would_stay_as_drawn_is_refused(host: Architecture, memory: str) -> None:
+    model = adapted(stream(host, memory), QKV[host], save=False)
+    with pytest.raises(ValueError, match=r"parameters are frozen.*modules_to_save=\['memory'\].*load trained weights"):
+        logits(model)
+    with torch.no_grad():
+        logits(model)  # nothing trains here
+    logits(model.eval())
+    for p in named(model, "memory.").values():
+        p.requires_grad_()
+    logits(model.train())
+    for p in named(model, "memory.").values():
+        p.requires_grad_(False)
+    logits(model)  # it has trained
+
+
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])
+def test_a_new_memory_in_a_frozen_encoder_is_refused(host: hosts.Host) -> None:
+    model = host.with_memory().train()
+    model.requires_grad_(False)
+    given = host.given()
+    host.run(model, given)  # nothing at all trains
+    next(p for name, p in model.named_parameters() if "memory" not in name).requires_grad_()
+    for other in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="memory GRC was just added, and its parameters are frozen"):
+            host.run(other, given)
+    model.load_state_dict({name: t for name, t in model.state_dict().items() if "memory" not in name}, strict=False)
+    with pytest.raises(ValueError, match="just added"):  # it was not loaded
+        host.run(model, given)
+    model.load_state_dict(model.state_dict())
+    host.run(model, given)
+
+
+def test_a_loaded_memory_may_be_frozen(tmp_path: Path) -> None:
+    stream(GPT2, "rmt").save_pretrained(tmp_path / "whole")
+    model = adapted(load_pretrained(str(tmp_path / "whole")), ["c_attn"], save=False)
+    logits(model)
+    saved = adapted(stream(GPT2, "rmt"), ["c_attn"])
+    saved.save_pretrained(tmp_path / "adapter")
+    logits(peft.PeftModel.from_pretrained(stream(GPT2, "rmt"), tmp_path / "adapter").merge_and_unload().train())
+
+
+# ---- adapters first
+
+
+def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:
+    model = adapted(GPT2.build(), ["c_attn"], save=False)
+    way_out = r"holds adapters of PEFT \(.*c_attn is a Linear\).*give add_memory the PeftModel"
+    for inner in (model.get_base_model(), model.base_model):
+        refuse(inner, way_out, "rmt", length=2)
+    native = GPT2.build()
+    native.add_adapter(lora(["c_attn"], save=False))
+    refuse(native, way_out, "rmt", length=2)
+
+
+def test_adapters_without_modules_to_save_are_refused() -> None:
+    config = peft.TrainableTokensConfig(token_indices=[3], target_modules=["wte"])
+    refuse(peft.get_peft_model(GPT2.build(), config), "TrainableTokensConfig, which has no modules_to_save", "rmt")
+
+
+def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
+    """An adapter that changes no layer; its tokens stand in front of the text."""
+
+    def with_prompt() -> Any:
+        torch.manual_seed(5)
+        return peft.get_peft_model(GPT2.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+    model = add_memory(with_prompt(), "rmt", length=2)
+    steps(model.train(), logits)
+    copies = named(model, "memory.modules_to_save.default")
+    assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
+    with torch.no_grad():
+        trained = logits(model.eval())
+        model.save_pretrained(tmp_path)
+        base = add_memory(GPT2.build(), "rmt", length=2)
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
+
+
+@architectures(DECODERS)
+@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+def test_a_memory_for_a_model_with_adapters(host: Architecture, memory: str, tmp_path: Path) -> None:
+    model = adapted(host.build(), QKV[host] + OUT[host], save=False)
+    torch.manual_seed(1)
+    options = {"name": "grc_stream", "length": 4} if memory == "grc_stream" else {"name": "rmt", "length": 3}
+    assert add_memory(model, options, segment_length=5) is model
+    copies = named(model, "memory.modules_to_save.default")
+    assert copies and all(p.requires_grad for p in copies.values())
+    assert not any(p.requires_grad for p in named(model, "original_module").values())
+    steps(model, logits)
+    assert all(p.grad is not None and p.grad.any() for p in copies.values())
+    model.eval()
+    with torch.no_grad():
+        trained = logits(model)
+        model.save_pretrained(tmp_path / "adapter")
+        base = add_memory(host.build(), options, segment_length=5)
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), trained)
+        merged = model.merge_and_unload()
+        near(logits(merged), trained)
+        merged.save_pretrained(tmp_path / "merged")
+        near(logits(load_pretrained(str(tmp_path / "merged"))), trained)
+
+
+@hosts.hosts([hosts.VIT, hosts.BERT_SDPA, hosts.ENCODER])
+def test_a_memory_for_an_encoder_with_adapters(host: hosts.Host, tmp_path: Path) -> None:
+    given = host.given()
+
+    def run(model: Any) -> Tensor:
+        return host.run(model, given)
+
+    targets = {"vit": ["attn.proj"], "bert_sdpa": ["output.dense"], "encoder": ["out_proj", "linear1"]}[host.name]
+    model = add_memory(adapted(host.build(), targets, save=False), "grc", **host.options)
+    steps(model, run)
+    for name, p in [*named(model, "memory.modules_to_save").items(), *named(model, "lora_").items()]:
+        assert p.grad is not None and p.grad.any(), name
+    with torch.no_grad():
+        trained = run(model.eval())
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(host.with_memory(), tmp_path)
+        assert torch.equal(run(loaded.eval()), trained)
+    assert_merges(loaded, run)
+
+
+def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
+    model = adapted(GPT2.build(), ["c_attn"], save=False)
+    model.add_adapter("second", lora(["c_attn"], save=False))
+    with torch.no_grad():
+        plain = logits(model.eval())
+    before = fingerprint(model)
+    add_memory(model, "grc_stream", length=4, segment_length=5)
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        awaken(model, seed=len(name))
+        trained = {n for n, p in model.named_parameters() if p.requires_grad and "memory" in n}
+        assert trained and all(f"modules_to_save.{name}." in n for n in trained)
+        assert model.peft_config[name].modules_to_save == ["memory"]
+    with torch.no_grad():
+        results = []
+        for name in ("default", "second"):
+            model.set_adapter(name)
+            results.append(logits(model))
+        assert (results[0] - results[1]).abs().max() > 1e-4
+        assert (results[0] - plain).abs().max() > 1e-4
+        model.set_adapter("default")
+        assert remove_memory(model) is model
+        assert torch.equal(logits(model), plain)
+    assert fingerprint(model) == before
+    assert all(config.modules_to_save is None for config in model.peft_config.values())
+
+
+def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
+    model = adapted(BERT.build(), ["query"], save=False)
+    refuse(model, "memory .rmt. needs state .* BertForMaskedLM does not give", "rmt", length=2)
+    assert model.peft_config["default"].modules_to_save is None
+
+
+def test_a_folder_with_an_adapter_is_no_model(tmp_path: Path) -> None:
+    adapted(stream(GPT2, "rmt"), ["c_attn"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds an adapter of PEFT.*add_memory.*PeftModel.from_pretrained\(base, "):
+        load_pretrained(str(tmp_path))
+
+
+# ---- adapters of several in one batch
+
+
+def test_rows_with_adapters_of_their_own() -> None:
+    model = adapted(stream(GPT2, "rmt"), QKV[GPT2] + OUT[GPT2])
+    with torch.no_grad(), pytest.raises(ValueError, match="adapter_names: the rows of one call share a memory"):
+        model.eval()(IDS, adapter_names=["default", "__base__"])
+    model = stream(GPT2, "memorizing")
+    model.load_state_dict(model.state_dict())
+    model = adapted(model, QKV[GPT2] + OUT[GPT2], save=False)
+    steps(model, logits)
+    with torch.no_grad():
+        both = model.eval()(IDS, adapter_names=["default", "__base__"]).logits
+        near(both[:1], model(IDS[:1]).logits)
+        with model.disable_adapter():
+            near(both[1:], model(IDS[1:]).logits)
+
+
+# ---- the page
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other; what is merged, and what is quantised, has the memory of the page."""
+    pytest.importorskip("torch.ao.quantization", reason="this torch has no torch.ao.quantization any more")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "peft.md"
+    names: dict[str, Any] = {}
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(example, page.name, "exec"), names)
+    for name in ("merged", "quantised", "model"):
+        assert names[name](IDS).memory_state.model.tokens_BMD.shape == (2, 4, 32)
