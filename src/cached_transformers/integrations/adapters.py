@@ -47,24 +47,25 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
         memory: name of a memory, or {"name": ..., option: value}.
         options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
             images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
-            tokens after which a decoder's memory is written, None for one segment a call.
+            tokens after which a decoder's memory is written, without which none with a state is added; None for one
+            segment a call, whose `memory_state` the caller carries to the next.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: a layer's class has no adapter; the model has a memory already; the memory needs what the host does
-            not offer (a state, a look at later tokens); or the memory's own constraints (ratio, heads).
+            not offer (a state, a look at later tokens), or a `segment_length`; or the memory's own constraints (ratio,
+            heads).
     """
     spec = memory_spec(memory)
     if spec is None:
         raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
     name, settings = spec
     more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
-    more = {key: value for key, value in more.items() if value is not None}
     MEMORIES.check(name, options)
     settings |= options
-    sizes = {"input_size": more["input_size"]} if "input_size" in more else {}
+    sizes = {key: value for key, value in more.items() if key == "input_size" and value is not None}
     entry = MEMORIES.entry(name)
     slots = "length" in entry.options and "whole_segment" in getattr(entry.factory, "needs", ())
     found = sites(model, settings | sizes, slots=slots)
@@ -75,6 +76,7 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
     if streams[0] is not None and None not in streams:
         streams[0].add(model, found, name, settings, **more)
     else:
+        more = {key: value for key, value in more.items() if value is not None}
         _add_shared(model, found, name, settings, **more)
     settle_nested_tensors(model)
     note_memory(model, {"memory": {"name": name, **settings}, **more})

@@ -115,7 +115,7 @@ class TransformersModel(nn.Module):
         self.vocabulary = int(self.model.config.vocab_size)
         self.remembers = memory is not None
         if memory is not None:
-            add_memory(self.model, memory)
+            add_memory(self.model, memory, segment_length=None)  # who calls it cuts the text and carries the state
             if not hasattr(self.model, "init_memory_state"):
                 raise ValueError(
                     f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take a "

@@ -111,8 +111,6 @@ class Generate:
         if columns == 0:
             return before
         call = {"attention_mask": real_BT[:, :columns].long()}
-        if mask_BN is not None:
-            call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
         if bool(call["attention_mask"].all()):
             del call["attention_mask"]
         return self.reader.read(
