@@ -8,7 +8,7 @@ the same layers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -32,7 +32,10 @@ __all__ = [
 ]
 
 
-def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> nn.Module:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Model:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
     Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
@@ -112,7 +115,7 @@ def _add_shared(
         attach(site.layer, host, layer)
 
 
-def remove_memory(model: nn.Module) -> nn.Module:
+def remove_memory(model: Model) -> Model:
     """Undo `add_memory`, in place: the host computes exactly what it computed before. Returns the model.
 
     Raises:

@@ -21,6 +21,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading
 from cached_transformers.state import State
 
+from .at_hand import with_weights
 from .hosts import Host, Site
 
 
@@ -43,11 +44,11 @@ class Tap:
         assert self.query is not None
         query, self.query = self.query, None  # keep no activation alive
         if self.exchange is None:
-            return self._mix(y_BND, query)
+            return with_weights(self.memory, self._mix, y_BND, query)
         # The memory attends while the layer's forward still runs, and that attention is none of the layer's.
         self.exchange.aside = True
         try:
-            return self._mix(y_BND, query)
+            return with_weights(self.memory, self._mix, y_BND, query)
         finally:
             self.exchange.aside = False
 

@@ -12,12 +12,14 @@ Legend: B rows, M columns of the open segments and of a call, N tokens of a segm
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import ModelMemory, Tokens
@@ -30,12 +32,30 @@ from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap
 from .through_host import HostThrough, call_for, joined, narrowed, place_of_segment
 
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+"""torch 2.6 does not tell export from torch.compile."""
 
-class Piece(NamedTuple):
-    """The host's output for a segment, and the text as it is behind it."""
+
+class Call(NamedTuple):
+    """What the host is called with for a segment, or for what there is of it.
+
+    Attributes:
+        tokens: ids or embeddings, types, places, (B, N, ...) each. padding_BN: True = padding.
+        keeps: whether keys and values are kept. options: what else the host is called with.
+    """
+
+    tokens: dict[str, Tensor]
+    padding_BN: Tensor | None
+    keeps: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012  (nobody writes into it)
+
+
+class Answer(NamedTuple):
+    """The host's output for a segment, the state after it, and keys and values where they are kept."""
 
     out: Any
-    state: MemoryCache
+    state: MemoryState
+    host_cache: DynamicCache | None = None
 
 
 class SegmentReader:
@@ -62,9 +82,13 @@ class SegmentReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        like = next(self.decoder.parameters())
-        model = () if self.memory is None else self.memory.init_state(rows, like)
-        return seal(MemoryState(model, tuple(tap.memory.init_state(rows, like) for tap in self.taps)))  # type: ignore[no-any-return]
+        model: State = ()
+        if self.memory is not None:
+            like = like_weights(self.decoder, self.decoder.get_input_embeddings())
+            model = self.memory.init_state(rows, like)
+        places = (like_weights(self.decoder, tap.projection) for tap in self.taps)
+        layers = tuple(tap.memory.init_state(rows, like) for tap, like in zip(self.taps, places, strict=True))
+        return seal(MemoryState(model, layers))  # type: ignore[no-any-return]
 
     def read(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The decoder's forward over all segments; its output holds `memory_state` as well.
@@ -183,76 +207,84 @@ class SegmentReader:
 
         One that is full is read as a whole, whatever keys and values there are: it has to be written.
         """
-        before, total = text.before, next(iter(columns.values())).shape[1]
-
-        def read_segment(segment: Segment, text: MemoryCache, reset_B: Tensor | None) -> Piece:
+        total, calls = next(iter(columns.values())).shape[1], []
+        before = text.before
+        for segment in segments:
             taken = {name: segment.take(t) for name, t in columns.items()}
             text.take(taken, segment.padding_BN, before + segment.before)
-            out, state, host_cache = self._segment(text, keeps and segment.behind is None, options)
-            if segment.behind is None:
-                text.after, text.host_cache = state, host_cache
-            else:
-                text.close(state, before + segment.behind)
-            return Piece(out, text)
-
-        outs = [piece.out for piece in read_segments(read_segment, segments, text)]
+            calls.append(Call(text.call(), segment.padding_BN, keeps and segment.behind is None, options))
+        apart = len(calls) > 1 and torch.compiler.is_compiling() and not is_exporting()
+        answers = (self._read_apart if apart else self._read)(calls, text.state)
+        outs, last = [answer.out for answer in answers], segments[-1]
+        if last.behind is not None:
+            text.close(answers[-1].state, before + last.behind)
+        else:
+            text.state = answers[-2].state if len(answers) > 1 else text.state
+            text.after, text.host_cache = answers[-1][1:]
         aligned = all(isinstance(segment.columns, slice) for segment in segments)
         if aligned and sum(out.last_hidden_state.shape[1] for out in outs) == total:
             return joined(outs)
         return put_together(outs, segments, total)
 
+    def _read(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+        """One segment after the other."""
+        return list(read_segments(self._segment, calls, state))
+
+    @torch.compiler.disable(recursive=False)
+    def _read_apart(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+        """The same while torch.compile traces: what reads a segment is a graph of its own, and serves all segments."""
+        answers: list[Answer] = []
+        for call in calls:
+            answers.append(self._segment(call, answers[-1].state if answers else state))
+        return answers
+
     def _go_on(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last tokens, behind those whose keys and values are kept; nothing is written."""
-        layers = Passage(text.state.layers, writes=False)
+        layers, call = Passage(text.state.layers, writes=False), text.call()
         if self.memory is None:
             mask = None if text.padding_BN is None else (~text.padding_BN).long()
-            new = {name: t[:, -n:] for name, t in text.call().items()}
+            new = {name: t[:, -n:] for name, t in call.items()}
             return self.host(new, mask, text.host_cache, layers, options)
-        entry = self.memory.enter(text.state.model, self._tokens(text))
+        tokens = self._tokens(call, text.padding_BN)
+        entry = with_weights(self.memory, self.memory.enter, text.state.model, tokens)
         behind = place_of_segment(entry, text.length, self.memory)[1] + text.length
         return self.host(*call_for(entry, behind - n, behind), text.host_cache, layers, options)
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the open segment, which is read once more."""
-        return self._segment(text, False, {})[1]
+        return self._segment(Call(text.call(), text.padding_BN), text.state).state
 
-    def _segment(
-        self, text: MemoryCache, keeps: bool, options: dict[str, Any]
-    ) -> tuple[Any, MemoryState, DynamicCache | None]:
-        """A segment from its first token on: the host's output, the state after it, keys and values if kept."""
+    def _segment(self, call: Call, state: MemoryState, reset_B: Tensor | None = None) -> Answer:
+        """A segment from its first token on."""
         if self.memory is not None:
-            return self._led(text, keeps, options)
-        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
-        layers = Passage(text.state.layers, text.padding_BN)
-        mask = None if text.padding_BN is None else (~text.padding_BN).long()
-        out = self.host(text.call(), mask, host_cache, layers, options)
-        return out, seal(MemoryState((), tuple(layers.after))), host_cache
+            return self._led(call, state, self.memory)
+        host_cache = DynamicCache(config=self.decoder.config) if call.keeps else None
+        layers = Passage(state.layers, call.padding_BN)
+        mask = None if call.padding_BN is None else (~call.padding_BN).long()
+        out = self.host(call.tokens, mask, host_cache, layers, call.options)
+        return Answer(out, seal(MemoryState((), tuple(layers.after))), host_cache)
 
-    def _led(
-        self, text: MemoryCache, keeps: bool, options: dict[str, Any]
-    ) -> tuple[Any, MemoryState, DynamicCache | None]:
+    def _led(self, call: Call, state: MemoryState, memory: ModelMemory) -> Answer:
         """As `_segment`, where a memory leads the segment through the layers."""
-        memory = self.memory
-        assert memory is not None
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
-        keeps = keeps and type(memory).run is ModelMemory.run
+        keeps = call.keeps and type(memory).run is ModelMemory.run
         host_cache = DynamicCache(config=self.decoder.config) if keeps else None
-        through = HostThrough(self.host, text.state.layers, host_cache, options)
-        steps, model_state, loss = memory.run(text.state.model, self._tokens(text), through)
+        through = HostThrough(self.host, state.layers, host_cache, call.options)
+        tokens = self._tokens(call.tokens, call.padding_BN)
+        steps, model_state, loss = with_weights(memory, memory.run, state.model, tokens, through)
         no_loss(loss, memory)
         out = joined(through.outs)
         out["last_hidden_state"] = torch.cat(steps, 1)
-        return out, seal(MemoryState(model_state, through.states)), host_cache
+        return Answer(out, seal(MemoryState(model_state, through.states)), host_cache)
 
-    def _tokens(self, text: MemoryCache) -> Tokens:
-        """The open segment, embedded; its first token stands at place 0."""
-        call = text.call()
+    def _tokens(self, call: dict[str, Tensor], padding_BN: Tensor | None) -> Tokens:
+        """A segment, embedded; its first token stands at place 0."""
         x_BND, places_BN = call.get("inputs_embeds"), call.get("position_ids")
         if x_BND is None:
             x_BND = self.decoder.get_input_embeddings()(call["input_ids"])
         if places_BN is None:
             places_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])
-        return Tokens(x_BND, places_BN[..., None], text.padding_BN)
+        return Tokens(x_BND, places_BN[..., None], padding_BN)
 
     def host(
         self,
