@@ -65,7 +65,19 @@ class TimmModel(nn.Module):
         return {f"model.{name}" for name in exempt()}
 
     def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
-        """Logits (B, classes) of images (B, C, H, W)."""
+        """Logits (B, classes) of images (B, C, H, W).
+
+        Raises:
+            ValueError: images of another size than that which the model was built for, where it takes no other.
+        """
+        patches: Any = getattr(self.model, "patch_embed", None)
+        size = tuple(inputs_BCHW.shape[-2:])
+        if getattr(patches, "strict_img_size", False) and tuple(patches.img_size) != size:
+            height, width = patches.img_size
+            raise ValueError(
+                f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
+                f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
+            )
         logits = self.model(inputs_BCHW)
         return ModelOutput(logits, (), logits.new_zeros(()))
 
