@@ -218,6 +218,15 @@ def test_a_timm_model_by_name_without_memory_is_timm_s() -> None:
     assert torch.equal(model(x).outputs, plain(x))
 
 
+@pytest.mark.parametrize("architecture", ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_images_of_another_size_than_a_timm_model_takes_are_refused(architecture: str) -> None:
+    library("timm")
+    depth = {"depth": 1} if "deit" in architecture else {"depths": (1, 1), "num_heads": (1, 1), "embed_dim": 16}
+    model = create_model("timm", architecture=architecture, classes=3, **depth)
+    with pytest.raises(ValueError, match=r"images of 32 x 32, but the model was built for 224 x 224; give img_size=32"):
+        model(torch.zeros(2, 3, 32, 32))
+
+
 def test_an_unknown_timm_model_is_refused() -> None:
     library("timm")
     with pytest.raises(ValueError, match=r"architecture='vit_smal_patch16_224': timm knows no such model"):

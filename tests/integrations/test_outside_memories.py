@@ -117,7 +117,8 @@ def with_tokens(host: Architecture, name: str, **options: Any) -> Any:
 def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(host: Architecture) -> None:
     """The host's own code on the longer segment, with the layers' part by a second model that has that alone."""
     model = with_tokens(host, "outside_tokens")
-    twin = add_memory(host.build(), "outside_infini")  # its layers write all that is not marked as padding
+    # Its layers write all that is not marked as padding.
+    twin = add_memory(host.build(), "outside_infini", segment_length=None)
     state = {key: value for key, value in model.state_dict().items() if "vector_D" not in key}
     twin.load_state_dict(state)
     vector_D, ids = model.base_model.memory.vector_D, words(2, 3 * SEGMENT)
@@ -227,12 +228,12 @@ def test_what_cannot_be_is_refused_when_it_is_added(name: str, options: dict[str
     model = GPT2.build()
     with pytest.raises(ValueError, match=message):
         add_memory(model, name, **options)
-    assert add_memory(model, "grc_stream") is model  # nothing of it stayed
+    assert add_memory(model, "grc_stream", segment_length=SEGMENT) is model  # nothing of it stayed
 
 
 @pytest.mark.parametrize("name, options", [("selfish", {}), ("outside_tokens", {"loss": 1.0})])
 def test_a_loss_of_the_memory_s_own_is_not_lost(name: str, options: dict[str, Any]) -> None:
-    model, ids = add_memory(GPT2.build(), name, **options).train(), words(2, SEGMENT)
+    model, ids = add_memory(GPT2.build(), name, segment_length=None, **options).train(), words(2, SEGMENT)
     with pytest.raises(
         ValueError, match=r"is trained with a loss of its own, for which a model that others wrote has no"
     ):

@@ -111,6 +111,14 @@ def test_an_adapter_of_one_s_own(kind: type[PlainAttention]) -> None:
     assert torch.equal(remove_memory(model)(x), plain(x))
 
 
+@pytest.mark.parametrize("kind", [nn.TransformerDecoder, nn.TransformerDecoderLayer])
+def test_a_decoder_of_torch_alone_is_refused_with_the_way_out(kind: Any) -> None:
+    layer = nn.TransformerDecoderLayer(16, 2, 32)
+    model = layer if kind is nn.TransformerDecoderLayer else nn.TransformerDecoder(layer, 2)
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: no attention layer that is an encoder's; .*give the enc"):
+        add_memory(model, "grc", length=4)
+
+
 @pytest.mark.usefixtures("registered")
 def test_an_adapter_that_needs_a_length_says_so() -> None:
     refuse(PlainModel(), r"PlainAttention does not tell how many tokens .* add_memory\(model, 'grc', length=64\)")

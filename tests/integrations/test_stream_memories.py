@@ -319,24 +319,6 @@ def test_a_row_padded_on_the_right_is_the_row_alone(host: Architecture, memory: 
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@architectures(DECODERS)
-@streams
-def test_padding_on_the_left_is_right_within_a_segment_and_refused_beyond(host: Architecture, memory: str) -> None:
-    model, ids = awaken(stream(host, memory)), words(2, SEGMENT)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = model(ids, attention_mask=mask, position_ids=places)
-    alone = model(ids[1:, 2:])
-    torch.testing.assert_close(whole.logits[1:, 2:], alone.logits, rtol=1e-4, atol=1e-5)
-    assert differences(map_state(lambda t: t[1:], whole.memory_state), alone.memory_state) < 1e-5
-    longer = torch.cat([mask, mask.new_ones(2, 1)], 1)
-    with pytest.raises(ValueError, match=r"padding in front of tokens would shift where a row's segments of 5 tokens"):
-        model(words(2, SEGMENT + 1), attention_mask=longer)
-    with pytest.raises(ValueError, match=r"padding in front of tokens"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=3)
-
-
 # ---- what it is for
 
 

@@ -10,7 +10,7 @@ import torch
 from integrations.hosts import close_gates, library, memories, stored
 from torch import Tensor, nn
 
-from cached_transformers import create_model, reset_caches
+from cached_transformers import add_memory, create_model, reset_caches
 from cached_transformers.memories.attention_cache import AttentionCache
 from cached_transformers.memories.grc.grc import GRC, caches
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
@@ -346,3 +346,24 @@ def test_by_name_from_a_recipe(timm: Any, host: str) -> None:
     model(images(64, 64)).outputs.sum().backward()
     plain: Any = create_model("timm", architecture=host, classes=4, memory="grc", **HOSTS[host])
     assert plain.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name, tokens", [("pit_ti_224", 1), ("pit_ti_distilled_224", 2)])
+def test_a_pit_has_slots_for_the_map_of_each_stage(timm: Any, name: str, tokens: int) -> None:
+    """Between its stages a convolution halves the map; class tokens stand in front of each."""
+    sizes = {"img_size": 64, "depth": (1, 1, 1), "base_dims": (8, 8, 8), "heads": (2, 2, 2), "num_classes": 5}
+    torch.manual_seed(0)
+    model = timm.create_model(name, **sizes)
+    x, plain = images(64, 64), timm.create_model(name, **sizes).eval()
+    plain.load_state_dict(model.state_dict())
+    seen: list[Any] = []
+    add_memory(model, "grc", variant="released")  # which has a convolution over the map
+    for cache, side in zip(caches(model), (7, 4, 2), strict=True):  # of patches of 16, 8 apart
+        assert (cache.length, cache.size, cache.prefix) == (side * side + tokens, (side, side), tokens)
+    for memory in memories(model):
+        memory.branch.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.train()(x).sum().backward()
+    assert seen == [side * side + tokens for side in (7, 4, 2)]
+    assert all(cache.cache_MC.isfinite().all() for cache in caches(model))
+    close_gates(model)
+    assert torch.equal(model.eval()(x), plain(x))

@@ -8,7 +8,7 @@ the same layers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 
-def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> nn.Module:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Model:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
     Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
@@ -50,24 +53,25 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
         memory: name of a memory, or {"name": ..., option: value}.
         options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
             images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
-            tokens after which a decoder's memory is written, None for one segment a call.
+            tokens after which a decoder's memory is written, without which none with a state is added; None for one
+            segment a call, whose `memory_state` the caller carries to the next.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: a layer's class has no adapter; the model has a memory already; the memory needs what the host does
-            not offer (a state, a look at later tokens); or the memory's own constraints (ratio, heads).
+            not offer (a state, a look at later tokens), or a `segment_length`; or the memory's own constraints (ratio,
+            heads).
     """
     spec = memory_spec(memory)
     if spec is None:
         raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
     name, settings = spec
     more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
-    more = {key: value for key, value in more.items() if value is not None}
     MEMORIES.check(name, options)
     settings |= options
-    sizes = {"input_size": more["input_size"]} if "input_size" in more else {}
+    sizes = {key: value for key, value in more.items() if key == "input_size" and value is not None}
     entry = MEMORIES.entry(name)
     slots = "length" in entry.options and "whole_segment" in getattr(entry.factory, "needs", ())
     host = host_of(model)
@@ -79,6 +83,7 @@ def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> 
     if streams[0] is not None and None not in streams:
         streams[0].add(host, found, name, settings, **more)
     else:
+        more = {key: value for key, value in more.items() if value is not None}
         _add_shared(host, found, name, settings, **more)
     mark_drawn(host)
     settle_nested_tensors(host)
@@ -117,7 +122,7 @@ def _add_shared(
         attach(site, host, layer)
 
 
-def remove_memory(model: nn.Module) -> nn.Module:
+def remove_memory(model: Model) -> Model:
     """Undo `add_memory`, in place: the host computes exactly what it computed before. Returns the model.
 
     Raises:

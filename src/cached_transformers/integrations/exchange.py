@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ from .hosts import Host, Site, sites
 from .masks import padding_of
 from .through_core import CORES, through_core
 from .torch_nn import settle_nested_tensors
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Intercept(TorchFunctionMode):
@@ -123,7 +125,7 @@ class Exchange:
         )
 
 
-def replace_attention(model: nn.Module, attention: str | Mapping[str, Any], **options: Any) -> nn.Module:
+def replace_attention(model: Model, attention: str | Mapping[str, Any], **options: Any) -> Model:
     """Exchange the softmax attention of every self-attention layer of `model`, in place; weights and host code stay.
 
     Works with the models that `add_memory` knows, before or after it: the memory then stands beside the new attention.
@@ -199,7 +201,7 @@ def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) ->
     layer.forward = exchange.forward
 
 
-def restore_attention(model: nn.Module) -> nn.Module:
+def restore_attention(model: Model) -> Model:
     """Undo `replace_attention`, in place: the host computes exactly what it computed before. Returns the model.
 
     Raises:

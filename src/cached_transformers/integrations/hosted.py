@@ -65,7 +65,19 @@ class TimmModel(nn.Module):
         return {f"model.{name}" for name in exempt()}
 
     def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
-        """Logits (B, classes) of images (B, C, H, W)."""
+        """Logits (B, classes) of images (B, C, H, W).
+
+        Raises:
+            ValueError: images of another size than that which the model was built for, where it takes no other.
+        """
+        patches: Any = getattr(self.model, "patch_embed", None)
+        size = tuple(inputs_BCHW.shape[-2:])
+        if getattr(patches, "strict_img_size", False) and tuple(patches.img_size) != size:
+            height, width = patches.img_size
+            raise ValueError(
+                f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
+                f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
+            )
         logits = self.model(inputs_BCHW)
         return ModelOutput(logits, (), logits.new_zeros(()))
 
@@ -75,17 +87,21 @@ class TransformersModel(nn.Module):
     """A decoder of transformers as a language model of this package, through `add_memory`.
 
     It goes into `SegmentLoop`, `read_stream` and recipes, and is one segment a call; positions begin anew with each.
+    These loops, and `generate`, make one themselves of a decoder that has a memory with a state.
 
     Args:
-        vocabulary: V. Ignored where `pretrained` is given, which has its own.
+        vocabulary: V. Ignored where `pretrained` or `model` is given, which have their own.
         architecture: type of the model in transformers, "gpt2" or "llama".
         memory: None, the name of a memory that such a decoder takes ("grc_stream", "memorizing", "rmt", ...), or
             {"name": ..., option: value}.
         pretrained: published weights by name, or a folder (may need network); None for random ones.
+        model: a decoder with its head that you have, with a memory of its own or without; it is not copied. Its own
+            `segment_length` cuts what it is called with.
         options: of transformers' config (n_embd, n_layer, hidden_size, ...).
 
     Raises:
-        ValueError: unknown architecture, options beside `pretrained`, or what `add_memory` refuses.
+        ValueError: unknown architecture, options beside `pretrained` or `model`, a model that scores no next tokens, or
+            what `add_memory` refuses.
     """
 
     scores_last = True
@@ -97,13 +113,19 @@ class TransformersModel(nn.Module):
         architecture: str = "gpt2",
         memory: OneMemory | None = None,
         pretrained: str | None = None,
+        model: nn.Module | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         transformers = require("transformers", extra="language")
-        if pretrained is not None:
-            if options:
-                raise ValueError(f"pretrained={pretrained!r} has a config of its own; leave out {', '.join(options)}")
+        given = f"pretrained={pretrained!r}" if model is None else f"model={type(model).__name__}"
+        if options and given != "pretrained=None":
+            raise ValueError(f"{given} has a config of its own; leave out {', '.join(options)}")
+        if model is not None:
+            if pretrained is not None:
+                raise ValueError(f"{given} has weights of its own; leave out pretrained={pretrained!r}")
+            self.model, self.training = _with_head(model), model.training
+        elif pretrained is not None:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(pretrained)
         else:
             if vocabulary is None:
@@ -113,14 +135,14 @@ class TransformersModel(nn.Module):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
-        self.remembers = memory is not None
         if memory is not None:
-            add_memory(self.model, memory)
+            add_memory(self.model, memory, segment_length=None)  # who calls it cuts the text and carries the state
             if not hasattr(self.model, "init_memory_state"):
                 raise ValueError(
                     f"memory={memory!r}: {type(self.model).__name__} carries no state from call to call; take a "
                     "decoder that does, architecture='gpt2' or 'llama'"
                 )
+        self.remembers = hasattr(self.model, "init_memory_state")
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """transformers' own activation checkpointing, of the kind that the state can pass."""
@@ -169,3 +191,18 @@ class TransformersModel(nn.Module):
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)
+
+
+def _with_head(model: Any) -> Any:
+    """The model, which scores next tokens.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not hasattr(getattr(model, "config", None), "to_json_string"):
+        raise ValueError(f"model={type(model).__name__} is no model of transformers; loops take ours as they are")
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model={type(model).__name__} scores no next tokens; give a decoder with its head, as GPT2LMHeadModel"
+        )
+    return model

@@ -203,6 +203,12 @@ def sites(
         elif "attention" in type(layer).__name__.lower() or type(layer).__name__.endswith("Attn"):
             strangers.append((name, layer))
     strangers = [(n, m) for n, m in strangers if not any(inner.startswith(n + ".") for inner in described)]
+    if described and not (found or strangers):
+        raise ValueError(
+            f"{type(model).__name__}: no attention layer that is an encoder's; {described[0] or 'this one'} and the "
+            "like are causal or attend another text, and are left as they are; give the encoder, or take create_model"
+            "('encoder_decoder', memory=...)"
+        )
     if strangers or not found:
         classes = sorted({f"{type(m).__module__}.{type(m).__qualname__}" for _, m in strangers})
         what = f"no adapter for attention class {', '.join(classes)}" if classes else "no attention layer found"

@@ -21,6 +21,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, Linear, ModelMemory, Query, Reading
 from cached_transformers.state import State
 
+from .at_hand import with_weights
 from .hosts import Host, Site
 from .present import memory_of, refuse_frozen
 from .spots import Spot, StandIn, root_of
@@ -67,11 +68,11 @@ class Tap:
             return linear(y_BND)
         query, self.query = self.query, None  # keep no activation alive
         if self.exchange is None:
-            return self._mix(y_BND, query, linear)
+            return with_weights(self.memory, self._mix, y_BND, query, linear)
         # The memory attends while the layer's forward still runs, and that attention is none of the layer's.
         self.exchange.aside = True
         try:
-            return self._mix(y_BND, query, linear)
+            return with_weights(self.memory, self._mix, y_BND, query, linear)
         finally:
             self.exchange.aside = False
 

@@ -98,6 +98,23 @@ def read_earlier_passes(
     return state
 
 
+def as_language_model(model: Any) -> Any:
+    """What loops call, with a state in and a `ModelOutput` out: the model, or what a host with a memory brings for it.
+
+    Raises:
+        ValueError: a model of transformers that has none.
+    """
+    make = getattr(model, "__dict__", {}).get("as_language_model")
+    if make is not None:
+        return make()
+    if hasattr(getattr(model, "config", None), "to_json_string"):
+        raise ValueError(
+            f"{type(model).__name__} is a model of transformers, and has no memory with a state; give "
+            "create_model('transformers', model=...), or add_memory first"
+        )
+    return model
+
+
 def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: int) -> State:
     """The state with which rows begin: the given one, a fresh one where there is none or where a row is reset."""
     if state is not None and reset_B is None:

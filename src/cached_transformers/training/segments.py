@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.models.segments import begun, cut, model_memory, read_earlier_passes, read_segments
+from cached_transformers.models.segments import (
+    as_language_model,
+    begun,
+    cut,
+    model_memory,
+    read_earlier_passes,
+    read_segments,
+)
 from cached_transformers.state import State, detach
 
 Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
@@ -28,7 +35,8 @@ class SegmentLoop(nn.Module):
     """Runs a model over the segments of a batch and returns one loss (truncated backpropagation through time).
 
     Args:
-        model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V).
+        model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V); or
+            a decoder of transformers that `add_memory` gave a memory with a state.
         segment_length: tokens in a segment; the last one may be shorter.
         bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
         passes: how often the batch is run through. Between two passes the model memory's `next_pass` says with which
@@ -41,7 +49,7 @@ class SegmentLoop(nn.Module):
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
 
     Raises:
-        ValueError: a size below 1, or several passes over a model without a stack.
+        ValueError: a size below 1, several passes over a model without a stack, or a model of transformers alone.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -54,6 +62,7 @@ class SegmentLoop(nn.Module):
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        model = as_language_model(model)
         if passes > 1:
             model_memory(model, passes)
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes

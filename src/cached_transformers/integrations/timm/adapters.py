@@ -16,12 +16,14 @@ from cached_transformers.seam.memory import Query
 
 @register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 def vit_attention(site: Site) -> Host:
-    """ViT and DeiT: class tokens in front of the grid of patches, a slot for every token."""
+    """ViT and DeiT: class tokens in front of the grid of patches, a slot for every token. PiT halves the grid twice."""
     layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
-    prefix = int(getattr(body, "num_prefix_tokens", 0))
+    pools = re.search(r"\btransformers\.(\d+)\.", site.name) if type(body).__module__ == "timm.models.pit" else None
+    prefix = int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
     facts: dict[str, Any] = _branch(layer, layer.qkv) | {"prefix": prefix}
-    grid = Grid(patches, prefix) if getattr(patches, "grid_size", None) is not None else None
+    halvings = int(pools[1]) if pools else 0
+    grid = Grid(patches, prefix, halvings) if getattr(patches, "grid_size", None) is not None else None
     if grid is not None and "length" not in site.settings:
         height, width = grid.built
         facts |= {"length": height * width + prefix, "size": (height, width)}
@@ -40,16 +42,18 @@ class Grid:
 
     Args:
         patches: timm's patch embedding. prefix: class tokens in front of the map.
+        halvings: how often the map was halved since.
     """
 
-    def __init__(self, patches: Any, prefix: int) -> None:
-        self.patches, self.prefix = patches, prefix
+    def __init__(self, patches: Any, prefix: int, halvings: int = 0) -> None:
+        self.patches, self.prefix, self.halvings = patches, prefix, halvings
         self.seen: tuple[int, int] | None = None
 
     @property
     def built(self) -> tuple[int, int]:
         """(height, width) that the model was built for; timm's `set_input_size` changes it."""
-        return int(self.patches.grid_size[0]), int(self.patches.grid_size[1])
+        height, width = (-(-int(side) // 2**self.halvings) for side in self.patches.grid_size)
+        return height, width
 
     def see(self, patches: Any, args: tuple[Tensor, ...]) -> None:
         """Hook of the patch embedding: note the map of the images that enter (with dynamic_img_size)."""

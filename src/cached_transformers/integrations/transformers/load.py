@@ -61,7 +61,7 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     with _quiet(transformers):  # what it would report as unexpected is what we load
         model, found = cls.from_pretrained(name, output_loading_info=True, **options)
     plain = set(model.state_dict())
-    add_memory(model, **record)
+    add_memory(model, **{"segment_length": None, **record})  # which earlier versions did not note
     wanted = set(model.state_dict()) - plain
     stored = _read(transformers, name, model, wanted, hub)
     missing = sorted(wanted - stored.keys())

@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.state import State, repeat
 
 from .output_state import OUTPUT, Carried, prepare_outputs, with_state
 from .segment_reader import SegmentReader
+
+ATTACHED = (
+    *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
+    "as_language_model",
+)
+"""Attributes of an instance, which hide those of its class."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) -> None:
@@ -111,8 +118,6 @@ class Generate:
         if columns == 0:
             return before
         call = {"attention_mask": real_BT[:, :columns].long()}
-        if mask_BN is not None:
-            call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
         if bool(call["attention_mask"].all()):
             del call["attention_mask"]
         return self.reader.read(
@@ -153,6 +158,7 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
     vars(model)["init_memory_state"] = reader.init_state
+    vars(model)["as_language_model"] = functools.partial(TransformersModel, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(decoder)["memory_detach"] = vars(model)["memory_detach"] = detach_calls
@@ -160,6 +166,6 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
 
 def detach_calls(module: nn.Module) -> None:
     """Undo `attach_calls` on one module."""
-    for name in ("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"):
+    for name in ATTACHED:
         vars(module).pop(name, None)
     vars(module.config).pop("keys_to_ignore_at_inference", None)  # type: ignore[arg-type]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cached_transformers.state import State, map_state, named_tensors, signature
 
+from .row_segments import places
+
 try:
     from transformers.cache_utils import Cache, DynamicCache
 except ImportError:  # this module is of use to those alone who hold a model of transformers, but imports without it
@@ -37,9 +39,12 @@ class MemoryCache(Cache):  # type: ignore[misc]
     Attributes:
         given: the state before the text, as the first call had it. state: that before the open segment.
         after: the state after all tokens, None where nobody has needed it yet.
-        tokens: columns read in all. length: those of the open segment.
-        host_cache: keys and values of the open segment; the host's own cache.
-        open: what the open segment was called with, each (B, length, ...). padding_BN: of the open segment.
+        tokens: columns read in all. length: those of the open segments, the last ones.
+        host_cache: keys and values of the open segments; the host's own cache.
+        open: what the open segments were called with, each (B, length, ...). Places in it count a row's tokens from the
+            text's first one on.
+        padding_BN: True = no token of the row's open segment; None where all are.
+        before: tokens of each row that its full segments hold, (B, 1) where rows differ.
     """
 
     def __init__(self, given: State | None, state: State, work_out: Callable[[MemoryCache], State]) -> None:
@@ -48,6 +53,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.after: State | None = state
         self.work_out = work_out
         self.tokens = self.length = 0
+        self.before: int | Tensor = 0
         self.host_cache: DynamicCache | None = None
         self.open: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
@@ -72,18 +78,34 @@ class MemoryCache(Cache):  # type: ignore[misc]
         pairs = zip(named_tensors(state), named_tensors(self.given), strict=True)
         return all(torch.equal(a.to(b.device), b) for (_, a), (_, b) in pairs)
 
-    def take(self, new: dict[str, Tensor], padding_BN: Tensor | None) -> None:
-        """The open segment grows by these columns; `padding_BN` is that of all of it."""
-        if self.length:
-            new = {name: torch.cat([self.open[name], t], 1) for name, t in new.items()}
-        self.open, self.padding_BN = new, padding_BN
-        longer = next(iter(new.values())).shape[1]
-        self.tokens += longer - self.length
-        self.length = longer
+    def with_new(self, new: dict[str, Tensor], padding_BM: Tensor | None) -> dict[str, Tensor]:
+        """What the open segments and these new columns are called with; `padding_BM` is that of both."""
+        new, before = dict(new), dict(self.open)
+        if padding_BM is not None or "position_ids" in new or "position_ids" in before:
+            if padding_BM is None:
+                some = next(iter(new.values()))
+                rows, total = some.shape[0], self.length + some.shape[1]
+                padding_BM = torch.zeros(rows, total, dtype=torch.bool, device=some.device)
+            counted_BM = places(padding_BM, self.before)
+            new.setdefault("position_ids", counted_BM[:, self.length :])
+            before.setdefault("position_ids", counted_BM[:, : self.length])
+        return {name: torch.cat([before[name], t], 1) if self.length else t for name, t in new.items()}
 
-    def close(self, state: State) -> None:
-        """The open segment is full: the memory moves on, its keys and values are forgotten."""
+    def take(self, columns: dict[str, Tensor], padding_BN: Tensor | None, before: int | Tensor) -> None:
+        """The open segments are these columns, behind so many tokens of each row."""
+        self.open, self.padding_BN, self.before = columns, padding_BN, before
+        self.length = next(iter(columns.values())).shape[1]
+
+    def call(self) -> dict[str, Tensor]:
+        """What the host is called with for the open segments, in which places begin anew."""
+        if "position_ids" not in self.open:
+            return self.open
+        return {**self.open, "position_ids": (self.open["position_ids"] - self.before).clamp(min=0)}
+
+    def close(self, state: State, before: int | Tensor) -> None:
+        """The open segments are full: the memory moves on, their keys and values are forgotten."""
         self.state = self.after = state
+        self.before = before
         self.length, self.open, self.padding_BN, self.host_cache = 0, {}, None, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -127,5 +149,6 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.after = None if self.after is None else map_state(pick, self.after)
         self.open = {name: pick(t) for name, t in self.open.items()}
         self.padding_BN = None if self.padding_BN is None else pick(self.padding_BN)
+        self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
         if self.host_cache is not None:
             pick_in(self.host_cache)

@@ -4,36 +4,59 @@ Within a segment the memory is as the past has left it; it is written when the s
 tokens, which a longer text is cut into, and at the end of a call. With `past_key_values` the next call goes on in the
 open segment instead. Keys, values and positions begin anew with each segment.
 
-Legend: B rows, N tokens, L tokens that they may see, D width, P position channels.
+A segment is that of a row: rows that are padded each begin at their own first token (`row_segments.py`).
+
+Legend: B rows, M columns of the open segments and of a call, N tokens of a segment, D width.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from cached_transformers.checks import insist
+from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
-from cached_transformers.models.segments import cut, read_segments
+from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
 from .output_state import Carried, with_state
+from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap
 from .through_host import HostThrough, call_for, joined, narrowed, place_of_segment
 
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+"""torch 2.6 does not tell export from torch.compile."""
 
-class Piece(NamedTuple):
-    """The host's output for a part of one segment, and the text as it is behind that part."""
+
+class Call(NamedTuple):
+    """What the host is called with for a segment, or for what there is of it.
+
+    Attributes:
+        tokens: ids or embeddings, types, places, (B, N, ...) each. padding_BN: True = padding.
+        keeps: whether keys and values are kept. options: what else the host is called with.
+    """
+
+    tokens: dict[str, Tensor]
+    padding_BN: Tensor | None
+    keeps: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012  (nobody writes into it)
+
+
+class Answer(NamedTuple):
+    """The host's output for a segment, the state after it, and keys and values where they are kept."""
 
     out: Any
-    state: MemoryCache
+    state: MemoryState
+    host_cache: DynamicCache | None = None
 
 
 class SegmentReader:
@@ -65,9 +88,14 @@ class SegmentReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
-        like, memory = next(self.decoder.parameters()), self.memory
-        model = () if memory is None else memory.init_state(rows, like)
-        return seal(MemoryState(model, tuple(tap.memory.init_state(rows, like) for tap in self.taps)))  # type: ignore[no-any-return]
+        memory = self.memory
+        model: State = ()
+        if memory is not None:
+            like = like_weights(self.decoder, self.decoder.get_input_embeddings())
+            model = memory.init_state(rows, like)
+        places = (like_weights(self.decoder, tap.layer) for tap in self.taps)
+        layers = tuple(tap.memory.init_state(rows, like) for tap, like in zip(self.taps, places, strict=True))
+        return seal(MemoryState(model, layers))  # type: ignore[no-any-return]
 
     def read(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The decoder's forward over all segments; its output holds `memory_state` as well.
@@ -88,23 +116,22 @@ class SegmentReader:
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
         text = self._text(given.pop("past_key_values", None), carried.state, rows)
-        mask = given.pop("attention_mask", None)
-        padding_BN = self._padding(mask, text, rows, n)
+        padding_BM = self._padding(given.pop("attention_mask", None), text, rows, n)
         tuples = given.pop("return_dict", None) is False
         keeps = self._keeps(given.pop("use_cache", None))
-        begin = text.tokens - text.length  # the column at which the padding begins
-
-        def read_piece(columns: slice, text: MemoryCache, reset_B: Tensor | None) -> Piece:
-            before = text.tokens - text.length
-            piece = {name: t[:, columns] for name, t in new.items()}
-            if "position_ids" in piece:
-                piece["position_ids"] = (piece["position_ids"] - before).clamp(min=0)
-            end = text.tokens + columns.stop - columns.start
-            hidden_BN = None if padding_BN is None else padding_BN[:, before - begin : end - begin]
-            return Piece(self._piece(text, piece, hidden_BN, keeps, given), text)
-
-        pieces = cut(n, self.segment_length, text.length)
-        out = joined([piece.out for piece in read_segments(read_piece, pieces, text)])
+        columns = text.with_new(new, padding_BM)
+        if "position_ids" in new:
+            refuse_packed(columns["position_ids"], padding_BM)
+        total = text.length + n
+        segments = row_segments(total, self.segment_length, padding_BM, keeps)
+        text.tokens += n
+        if text.host_cache is not None and segments[0].behind is None:
+            text.take(columns, padding_BM, text.before)
+            text.after = None  # whoever asks for it pays for it
+            out = self._go_on(text, n, given)
+        else:
+            out = self._anew(text, columns, segments, keeps, given)
+            out = out if total == n else narrowed(out, total - n, n)
         if keeps:
             out["past_key_values"] = text
         if text.after is not None:
@@ -120,6 +147,7 @@ class SegmentReader:
                 "output_attentions=True: the weights of a segment would not say what its tokens read from the memory; "
                 "leave it out, or call remove_memory(model) first"
             )
+        refuse_packing(given)
         if "encoder_hidden_states" in given:
             raise ValueError("encoder_hidden_states: a decoder with a memory attends no encoder; leave them out")
         if self.memory is not None and "token_type_ids" in new:
@@ -162,10 +190,10 @@ class SegmentReader:
         return MemoryCache(state, self.init_state(rows) if state is None else state, self.state_after)
 
     def _padding(self, mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
-        """(B, columns of the open segment and the call), True = padding; None where there is none."""
+        """(B, columns of the open segments and the call), True = no token of these; None where all are."""
+        closed_BN = text.padding_BN  # or padding, as earlier calls had it
         if mask is None:
-            before = text.padding_BN
-            return None if before is None else torch.cat([before, before.new_zeros(rows, n)], 1)
+            return None if closed_BN is None else F.pad(closed_BN, (0, n), value=False)
         total = text.tokens + n
         if not isinstance(mask, Tensor) or mask.shape != (rows, total):
             found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
@@ -173,89 +201,99 @@ class SegmentReader:
                 f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
                 f"(rows, tokens) = {(rows, total)}, those of past_key_values included"
             )
-        padding_BN = mask == 0
-        if self.segment_length is not None and total > self.segment_length:
-            why = (
-                f"padding in front of tokens would shift where a row's segments of {self.segment_length} tokens begin; "
-                "pad on the right, or read texts of one length at a time (generate: prompts of one length)"
-            )
-            insist(~(padding_BN[:, :-1] & ~padding_BN[:, 1:]).any(), why)
-        return padding_BN[:, text.tokens - text.length :]
+        padding_BM = mask[:, text.tokens - text.length :] == 0
+        return padding_BM if closed_BN is None else padding_BM | F.pad(closed_BN, (0, n), value=False)
 
-    def _piece(
+    def _anew(
         self,
         text: MemoryCache,
-        new: dict[str, Tensor],
-        padding_BN: Tensor | None,
+        columns: dict[str, Tensor],
+        segments: list[Segment],
         keeps: bool,
         options: dict[str, Any],
     ) -> Any:
-        """The host's output for a part of one segment."""
-        fresh = text.length == 0
-        text.take(new, padding_BN)
-        size = next(iter(new.values())).shape[1]
-        closes = text.length == self.segment_length
-        if not fresh and not closes and text.host_cache is not None:
-            text.after = None  # whoever asks for it pays for it
-            return self._go_on(text, new, options)
-        # A segment that is full is read again as a whole, whatever keys and values there are: it has to be written.
-        out, state, text.host_cache = self._segment(text, keeps and not closes, options)
-        text.after = state
-        if closes:
-            text.close(state)
-        return out if fresh else narrowed(out, out.last_hidden_state.shape[1] - size, size)
+        """The host's output for all columns, each segment read from its first token on.
 
-    def _go_on(self, text: MemoryCache, new: dict[str, Tensor], options: dict[str, Any]) -> Any:
-        """Tokens behind those whose keys and values are kept; nothing is written."""
-        layers = Passage(text.state.layers, writes=False)
+        One that is full is read as a whole, whatever keys and values there are: it has to be written.
+        """
+        total, calls = next(iter(columns.values())).shape[1], []
+        before = text.before
+        for segment in segments:
+            taken = {name: segment.take(t) for name, t in columns.items()}
+            text.take(taken, segment.padding_BN, before + segment.before)
+            calls.append(Call(text.call(), segment.padding_BN, keeps and segment.behind is None, options))
+        apart = len(calls) > 1 and torch.compiler.is_compiling() and not is_exporting()
+        answers = (self._read_apart if apart else self._read)(calls, text.state)
+        outs, last = [answer.out for answer in answers], segments[-1]
+        if last.behind is not None:
+            text.close(answers[-1].state, before + last.behind)
+        else:
+            text.state = answers[-2].state if len(answers) > 1 else text.state
+            text.after, text.host_cache = answers[-1][1:]
+        aligned = all(isinstance(segment.columns, slice) for segment in segments)
+        if aligned and sum(out.last_hidden_state.shape[1] for out in outs) == total:
+            return joined(outs)
+        return put_together(outs, segments, total)
+
+    def _read(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+        """One segment after the other."""
+        return list(read_segments(self._segment, calls, state))
+
+    @torch.compiler.disable(recursive=False)
+    def _read_apart(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+        """The same while torch.compile traces: what reads a segment is a graph of its own, and serves all segments."""
+        answers: list[Answer] = []
+        for call in calls:
+            answers.append(self._segment(call, answers[-1].state if answers else state))
+        return answers
+
+    def _go_on(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
+        """The last tokens, behind those whose keys and values are kept; nothing is written."""
+        layers, call = Passage(text.state.layers, writes=False), text.call()
         if self.memory is None:
             mask = None if text.padding_BN is None else (~text.padding_BN).long()
+            new = {name: t[:, -n:] for name, t in call.items()}
             return self.host(new, mask, text.host_cache, layers, options)
-        entry = self.memory.enter(text.state.model, self._tokens(text))
+        tokens = self._tokens(call, text.padding_BN)
+        entry = with_weights(self.memory, self.memory.enter, text.state.model, tokens)
         behind = place_of_segment(entry, text.length, self.memory)[1] + text.length
-        size = next(iter(new.values())).shape[1]
-        return self.host(*call_for(entry, behind - size, behind), text.host_cache, layers, options)
+        return self.host(*call_for(entry, behind - n, behind), text.host_cache, layers, options)
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the open segment, which is read once more."""
-        return self._segment(text, False, {})[1]
+        return self._segment(Call(text.call(), text.padding_BN), text.state).state
 
-    def _segment(
-        self, text: MemoryCache, keeps: bool, options: dict[str, Any]
-    ) -> tuple[Any, MemoryState, DynamicCache | None]:
-        """A segment from its first token on: the host's output, the state after it, keys and values if kept."""
+    def _segment(self, call: Call, state: MemoryState, reset_B: Tensor | None = None) -> Answer:
+        """A segment from its first token on."""
         if self.memory is not None:
-            return self._led(text, keeps, options)
-        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
-        layers = Passage(text.state.layers, text.padding_BN)
-        mask = None if text.padding_BN is None else (~text.padding_BN).long()
-        out = self.host(text.open, mask, host_cache, layers, options)
-        return out, seal(MemoryState((), tuple(layers.after))), host_cache
+            return self._led(call, state, self.memory)
+        host_cache = DynamicCache(config=self.decoder.config) if call.keeps else None
+        layers = Passage(state.layers, call.padding_BN)
+        mask = None if call.padding_BN is None else (~call.padding_BN).long()
+        out = self.host(call.tokens, mask, host_cache, layers, call.options)
+        return Answer(out, seal(MemoryState((), tuple(layers.after))), host_cache)
 
-    def _led(
-        self, text: MemoryCache, keeps: bool, options: dict[str, Any]
-    ) -> tuple[Any, MemoryState, DynamicCache | None]:
+    def _led(self, call: Call, state: MemoryState, memory: ModelMemory) -> Answer:
         """As `_segment`, where a memory leads the segment through the layers."""
-        memory = self.memory
-        assert memory is not None
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
-        keeps = keeps and type(memory).run is ModelMemory.run
+        keeps = call.keeps and type(memory).run is ModelMemory.run
         host_cache = DynamicCache(config=self.decoder.config) if keeps else None
-        through = HostThrough(self.host, text.state.layers, host_cache, options)
-        steps, model_state, loss = memory.run(text.state.model, self._tokens(text), through)
+        through = HostThrough(self.host, state.layers, host_cache, call.options)
+        tokens = self._tokens(call.tokens, call.padding_BN)
+        steps, model_state, loss = with_weights(memory, memory.run, state.model, tokens, through)
         no_loss(loss, memory)
         out = joined(through.outs)
         out["last_hidden_state"] = torch.cat(steps, 1)
-        return out, seal(MemoryState(model_state, through.states)), host_cache
+        return Answer(out, seal(MemoryState(model_state, through.states)), host_cache)
 
-    def _tokens(self, text: MemoryCache) -> Tokens:
-        """The open segment, embedded; its first token stands at place 0."""
-        x_BND, places_BN = text.open.get("inputs_embeds"), text.open.get("position_ids")
+    def _tokens(self, call: dict[str, Tensor], padding_BN: Tensor | None) -> Tokens:
+        """A segment, embedded; its first token stands at place 0."""
+        x_BND, places_BN = call.get("inputs_embeds"), call.get("position_ids")
         if x_BND is None:
-            x_BND = self.decoder.get_input_embeddings()(text.open["input_ids"])
+            x_BND = self.decoder.get_input_embeddings()(call["input_ids"])
         if places_BN is None:
             places_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])
-        return Tokens(x_BND, places_BN[..., None], text.padding_BN)
+        return Tokens(x_BND, places_BN[..., None], padding_BN)
 
     def host(
         self,

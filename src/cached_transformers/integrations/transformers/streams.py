@@ -28,6 +28,8 @@ from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from .stream_tap import StreamTap
 from .through_host import place_of_segment
 
+USUAL_LENGTH = 256
+"""Tokens in a segment that are suggested where the model has positions for them."""
 TAKE_MASKS = ("eager", "sdpa")
 """transformers' implementations of attention that a mask of who sees whom can be given to."""
 
@@ -37,19 +39,23 @@ def add_stream_memory(
     found: list[tuple[Site, Host]],
     name: str,
     settings: dict[str, Any],
-    segment_length: int | None = None,
-    input_size: tuple[int, int] | None = None,
+    **sizes: Any,
 ) -> None:
     """Give a decoder of transformers a memory, in place.
 
+    Args:
+        sizes: `segment_length`, which a memory with a state cannot do without: tokens, or None for one segment a call.
+
     Raises:
-        ValueError: the memory, the model, its attention or its number of positions does not suit.
+        ValueError: the memory, the model, its attention or its number of positions does not suit, or there is no word
+            of the segments.
     """
     from .memory_calls import attach_calls  # which imports transformers, an optional library
     from .segment_reader import SegmentReader
 
-    if input_size is not None:
-        raise ValueError(f"input_size={input_size} is for images, which {type(model).__name__} does not read")
+    if sizes.get("input_size") is not None:
+        raise ValueError(f"input_size={sizes['input_size']} is for images, which {type(model).__name__} does not read")
+    segment_length: int | None = sizes.get("segment_length")
     decoder = _decoder(model, [site for site, _ in found])
     if segment_length is not None and segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1 token, or None for one segment a call")
@@ -62,6 +68,15 @@ def add_stream_memory(
         tokens = f"segment_length={segment_length}" + (f" and {extra} memory tokens" if extra else "")
         places = f"{(segment_length or 1) + extra} places"
         raise ValueError(f"{tokens} are {places}, {type(model).__name__} has positions for {longest}")
+    needs = frozenset().union(*(memory.needs for memory in (spanning, *layers) if memory is not None))
+    if "segment_length" not in sizes and "state" in needs:
+        tokens = str(USUAL_LENGTH if longest is None else min(USUAL_LENGTH, longest - extra))
+        raise ValueError(
+            f"segment_length is missing: memory {name!r} is written behind each segment, so that a call of one segment "
+            f"would never read what it wrote, nor train it; give add_memory segment_length={tokens}, or fewer tokens "
+            "than your rows have, or segment_length=None for one segment a call, between which you carry memory_state "
+            "yourself"
+        )
     taps: list[StreamTap] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:

@@ -1,0 +1,52 @@
+"""Where a memory finds its weights when somebody else moves them: accelerate offloads them, FSDP cuts them up.
+
+accelerate brings the weights of a module when its forward is called. Those of a memory are used by its other methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.extras import require
+
+Result = TypeVar("Result")
+
+
+def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
+    """A plain tensor of the kind that a module computes with, for states: its dtype, on the device of `place`.
+
+    The weights themselves may be cut up (a DTensor, of which a state would be one) or not be there (on "meta").
+
+    Args:
+        place: a module whose device it is; None for the same one.
+    """
+    weight = next((place or module).parameters())
+    device: Any = weight.device
+    if device.type == "meta":
+        hook = next((m._hf_hook for m in (place or module).modules() if hasattr(m, "_hf_hook")), None)
+        device = getattr(hook, "execution_device", None)
+        device = weight.device if device is None else device
+    return torch.empty(0, dtype=next(module.parameters()).dtype, device=device)
+
+
+def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> Result:
+    """What the call gives, with the weights of the memory where they are computed with."""
+    if torch.compiler.is_compiling():
+        return call(*args)
+    hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
+    if not hooks:
+        return call(*args)
+    idle = require("accelerate.hooks", extra="language").ModelHook
+    for module, hook in hooks:
+        hook.pre_forward(module)
+        module._hf_hook = idle()  # does nothing: a forward within the call would send the weights away again
+    try:
+        return call(*args)
+    finally:
+        for module, hook in hooks:
+            module._hf_hook = hook
+            hook.post_forward(module, None)

@@ -1,0 +1,94 @@
+"""A decoder of transformers with a memory, in the loops of this package: as it is, or as a model of theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import library
+from integrations.transformers_hosts import (
+    BART,
+    DECODERS,
+    GPT2,
+    SEGMENT,
+    Architecture,
+    architectures,
+    awaken,
+    by_hand,
+    differences,
+    stream,
+    words,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from cached_transformers import ReplayLoop, SegmentLoop, create_model, generate, read_stream, remove_memory
+
+some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+
+
+@architectures(DECODERS)
+@some
+@pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])
+@pytest.mark.parametrize("length", [None, SEGMENT])
+def test_a_loop_takes_a_host_as_it_is(host: Architecture, memory: str, kind: type[SegmentLoop], length: Any) -> None:
+    model, ids = awaken(stream(host, memory, length)), words(2, 3 * SEGMENT + 1)
+    loss, state = kind(model, SEGMENT, bptt=3)(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    logits, after = by_hand(model, ids[:, :-1])
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
+    assert differences(state, after) < 1e-5
+    assert all(p.grad is not None for n, p in model.named_parameters() if "memory." in n)
+
+
+@some
+def test_reading_generating_and_a_host_that_is_given_by_name(memory: str) -> None:
+    model, ids = awaken(stream(GPT2, memory)), words(2, 3 * SEGMENT + 1)
+    ours = create_model("transformers", model=model)
+    assert ours.model is model and not ours.training and ours.vocabulary == model.config.vocab_size
+    for host in (model, ours):
+        now = list(read_stream(host, [ids[0].tolist()], SEGMENT))[-1]
+        logits = by_hand(model, ids[:1, :-1])[0]
+        expected = F.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item()
+        assert now.tokens == 3 * SEGMENT and abs(now.nats - expected) < 1e-3
+        found = generate(host, ids, tokens=6, temperature=0, segment_length=SEGMENT)
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6, do_sample=False
+        )
+        assert torch.equal(found.tokens[:, :1], theirs[:, ids.shape[1] :][:, :1])
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        wrapped = create_model("transformers", model=again)
+        assert SegmentLoop(again, SEGMENT).model.model is again is wrapped.model
+    assert "as_language_model" not in vars(remove_memory(model))
+
+
+def test_a_host_with_a_new_memory_or_none() -> None:
+    plain, ids = GPT2.build(), words(2, 11)
+    ours = create_model("transformers", model=plain, memory={"name": "rmt", "length": 3})
+    assert ours(ids).state.model.tokens_BMD.shape == (2, 3, 16)
+    alone = create_model("transformers", model=GPT2.build())
+    assert alone(ids).state == () and torch.equal(alone(ids).outputs, GPT2.build()(ids).logits)
+
+
+@pytest.mark.parametrize("use", [lambda m: SegmentLoop(m, 5), lambda m: list(read_stream(m, [[1, 2]], 5)), None])
+def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
+    use = use or (lambda m: generate(m, words(1, 3), tokens=2))
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is a model of transformers.*create_model\('transformers'"):
+        use(GPT2.build())
+
+
+def test_what_is_no_decoder_with_a_head_is_refused() -> None:
+    transformers = library("transformers")
+    for model in (GPT2.build("GPT2Model"), BART.build()):
+        with pytest.raises(ValueError, match=rf"model={type(model).__name__} scores no next tokens"):
+            create_model("transformers", model=model)
+    with pytest.raises(ValueError, match=r"model=Linear is no model of transformers"):
+        create_model("transformers", model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model=GPT2LMHeadModel has a config of its own; leave out n_embd"):
+        create_model("transformers", model=GPT2.build(), n_embd=4)
+    with pytest.raises(ValueError, match=r"has weights of its own; leave out pretrained='gpt2'"):
+        create_model("transformers", model=GPT2.build(), pretrained="gpt2")
+    assert transformers is not None

@@ -1,0 +1,177 @@
+"""Hosts with a memory whose weights accelerate offloads, FSDP cuts up, and torch.compile reads through."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import library
+from integrations.transformers_hosts import DECODERS, GPT2, SEGMENT, Architecture, architectures, awaken, stream, words
+from torch import Tensor, nn
+
+from cached_transformers import add_memory
+from cached_transformers.state import named_tensors
+
+some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
+
+
+# ---- accelerate
+
+
+@architectures(DECODERS)
+@some
+@torch.no_grad()
+def test_offloaded_to_the_cpu_it_computes_the_same(host: Architecture, memory: str) -> None:
+    accelerate = library("accelerate")
+    model, ids = awaken(stream(host, memory)), words(2, 3 * SEGMENT)
+    expected, text = model(ids), model.generate(ids[:, :7], max_new_tokens=6, do_sample=False)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(p.is_meta for p in model.parameters())
+    found = model(ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert torch.equal(model.generate(ids[:, :7], max_new_tokens=6, do_sample=False), text)
+    assert all(p.is_meta for p in model.parameters())  # and are sent away again
+    fresh = model.init_memory_state(2)
+    assert all(t.device.type == "cpu" for _, t in named_tensors(fresh))
+    torch.testing.assert_close(model(ids, memory_state=fresh).logits, expected.logits)
+
+
+@torch.no_grad()
+def test_dispatched_to_disk_it_computes_the_same(tmp_path: Path) -> None:
+    accelerate = library("accelerate")
+    model, ids = awaken(stream(GPT2, "rmt")), words(2, 3 * SEGMENT)
+    expected = model(ids).logits
+    places = {name: "cpu" for name, _ in model.transformer.named_children()} | {"memory": "disk"}
+    places = {f"transformer.{name}": place for name, place in places.items()} | {"lm_head": "cpu"}
+    accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+    assert model.transformer.memory.initial_MD.is_meta
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_an_offloaded_encoder_keeps_its_shared_memory() -> None:
+    accelerate, timm = library("accelerate"), library("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_224", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    model, x = add_memory(model, "grc"), torch.randn(2, 3, 32, 32)
+    model.train()(x).sum().backward()
+    with torch.no_grad():
+        expected = model.eval()(x)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(model(x), expected)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, counter = awaken(stream(GPT2, memory)), CompileCounter()
+    compiled, operations = torch.compile(model, backend=counter), []
+    for segments in (3, 6, 12):
+        ids = words(2, segments * SEGMENT + 2)
+        found, expected = (m(ids, use_cache=False).logits for m in (compiled, model))
+        torch.testing.assert_close(found, expected)
+        operations.append(counter.op_count)
+    assert operations[2] - operations[1] < operations[0] / 10  # of the joining alone
+
+
+# ---- FSDP
+
+Batch = tuple[Tensor, ...]
+
+
+def decoder(memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
+    model = awaken(stream(GPT2, memory)).train()
+    return model, list(model.transformer.h), (words(4, 3 * SEGMENT),)
+
+
+def vision_transformer(memory: str) -> tuple[nn.Module, list[nn.Module], Batch]:
+    timm = library("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_224", img_size=32, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    torch.manual_seed(1)
+    return add_memory(model, memory), list(model.blocks), (torch.randn(4, 3, 32, 32),)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    inputs = batch[0]
+    if inputs.is_floating_point():
+        return model(inputs).square().mean()
+    return model(inputs, labels=inputs).loss
+
+
+def one_step(make: Any, memory: str, sharded: bool, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    """The loss and all gradients of two steps, on this process' rows of the batch."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model, blocks, batch = make(memory)
+    if sharded:
+        for part in (*blocks, model):
+            fully_shard(part)
+    share = tuple(t.chunk(world)[rank] for t in batch)
+    found = {}
+    for step in range(2):
+        model.zero_grad()
+        loss = loss_of(model, share)
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                found[f"{name} {step}"] = grad.detach().clone()
+    if hasattr(model, "init_memory_state"):
+        assert not any(isinstance(t, DTensor) for _, t in named_tensors(model.init_memory_state(2)))
+    return found
+
+
+def work(rank: int, world: int, port: int, make: Any, memory: str, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        torch.save(one_step(make, memory, True, rank, world), Path(folder) / f"{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+CASES = [(decoder, "rmt"), (decoder, "grc_stream"), (vision_transformer, "grc")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make, memory", CASES)
+def test_cut_up_among_two_processes_it_learns_as_one(make: Any, memory: str, tmp_path: Path) -> None:
+    world = 2
+    torch.multiprocessing.spawn(work, (world, free_port(), make, memory, str(tmp_path)), world)
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    expected = one_step(make, memory, False)
+    assert parts[0].keys() == expected.keys()
+    for name, value in expected.items():
+        found = sum(part[name] for part in parts) / world if name.startswith("loss") else parts[0][name]
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make, memory", CASES)
+def test_cut_up_for_one_process_it_learns_as_before(make: Any, memory: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        found = one_step(make, memory, True)
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, value in one_step(make, memory, False).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
