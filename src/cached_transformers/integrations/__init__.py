@@ -9,6 +9,7 @@ from . import torch_nn as torch_nn
 from .timm import adapters as timm_adapters
 from .transformers import decoders as decoders
 from .transformers import encoders as encoders
+from .transformers import fused_decoders as fused_decoders
 from .transformers import image_encoders as image_encoders
 
-__all__ = ["decoders", "encoders", "image_encoders", "timm_adapters", "torch_nn"]
+__all__ = ["decoders", "encoders", "fused_decoders", "image_encoders", "timm_adapters", "torch_nn"]

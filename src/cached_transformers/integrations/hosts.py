@@ -54,6 +54,7 @@ class Stream:
             positions.
         longest: tokens that the model has positions for; None where there is no such number.
         offers: words of `PLACE_WORDS` and "bias": what the model offers a memory that spans its layers.
+        window: tokens that a token of the layer sees, itself included; None where it sees all before it.
     """
 
     add: Callable[..., None]
@@ -61,6 +62,7 @@ class Stream:
     split: Callable[..., tuple[Tensor, Tensor, Tensor]]
     longest: int | None = None
     offers: frozenset[str] = frozenset()
+    window: int | None = None
 
 
 @dataclass
@@ -204,7 +206,9 @@ def sites(
     strangers = [(n, m) for n, m in strangers if not any(inner.startswith(n + ".") for inner in described)]
     if strangers or not found:
         classes = sorted({f"{type(m).__module__}.{type(m).__qualname__}" for _, m in strangers})
-        what = f"no adapter for attention class {', '.join(classes)}" if classes else "no attention layer found"
+        if not classes:
+            raise ValueError(f"{type(model).__name__} has no attention layer, in which a memory or a core could stand")
+        what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(
             f"{type(model).__name__}: {what}; describe the class with "
             "cached_transformers.register_adapter (known: " + ", ".join(sorted(_ADAPTERS)) + ")"

@@ -22,6 +22,7 @@ from cached_transformers.seam.memory import ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
+from .handed import Handed
 from .output_state import Carried, with_state
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
 from .stream_tap import Passage, StreamTap
@@ -49,6 +50,7 @@ class SegmentReader:
     ) -> None:
         self.decoder: Any = decoder
         self.taps, self.memory, self.segment_length = taps, memory, segment_length
+        self.handed: Carried | None = None
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     def init_state(self, rows: int) -> MemoryState:
@@ -71,7 +73,7 @@ class SegmentReader:
         """
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
+        carried = memory_state if isinstance(memory_state, Carried) else self.handed or Carried(memory_state)
         names = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
         new = {name: given.pop(name) for name in names if name in given}
         self._check(new, given)
@@ -112,6 +114,11 @@ class SegmentReader:
                 "output_attentions=True: the weights of a segment would not say what its tokens read from the memory; "
                 "leave it out, or call remove_memory(model) first"
             )
+        if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
+            raise ValueError(
+                "output_router_logits=True: the loss that balances the experts takes its tokens for one text; beside a "
+                "memory, which reads segments, leave it out and set config.output_router_logits=False"
+            )
         if "encoder_hidden_states" in given:
             raise ValueError("encoder_hidden_states: a decoder with a memory attends no encoder; leave them out")
         if self.memory is not None and "token_type_ids" in new:
@@ -122,7 +129,8 @@ class SegmentReader:
 
     def _keeps(self, use_cache: bool | None) -> bool:
         """Whether keys and values are kept. In training transformers' default would keep them for nobody."""
-        checkpointed = self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False)
+        modules = self.decoder.modules()
+        checkpointed = self.decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in modules)
         if use_cache is None:
             use_cache = bool(getattr(self.decoder.config, "use_cache", False)) and not self.decoder.training
         return bool(use_cache) and not checkpointed
@@ -259,13 +267,14 @@ class SegmentReader:
     ) -> Any:
         """The decoder's own forward."""
         extra = {"memory_passage": layers} if self.taps else {}
-        return type(self.decoder).forward(
-            self.decoder,
-            **new,
-            attention_mask=mask,
-            past_key_values=host_cache,
-            use_cache=host_cache is not None,
-            return_dict=True,
-            **extra,
-            **options,
-        )
+        with Handed(layers, self.taps, self.decoder):
+            return type(self.decoder).forward(
+                self.decoder,
+                **new,
+                attention_mask=mask,
+                past_key_values=host_cache,
+                use_cache=host_cache is not None,
+                return_dict=True,
+                **extra,
+                **options,
+            )

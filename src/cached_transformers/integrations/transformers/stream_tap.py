@@ -49,36 +49,37 @@ class StreamTap(Tap):
         super().__init__(memory, host)
         assert host.stream is not None
         self.number, self.stream = number, host.stream
-        self.kept: list[Tensor] = []
+        self.kept: dict[nn.Module, Tensor] = {}
         self.passage: Passage | None = None
+        self.handed: Passage | None = None
         self.x_BND: Tensor | None = None
 
     def before_stream(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the passage out of the call: the layer's own attention function need not know of it."""
-        self.passage = kwargs.pop("memory_passage", None)
+        self.passage = kwargs.pop("memory_passage", self.handed)
         if self.passage is None:
             raise ValueError(
                 f"{type(layer).__name__} has a memory and was called without its state; call the model that "
-                "add_memory was given"
+                "add_memory was given, and checkpoint activations by its own gradient_checkpointing_enable()"
             )
         if self.passage.grad and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant activation checkpointing would cut the graph that leads through the memory; leave "
                 "use_reentrant=False, transformers' default"
             )
-        self.kept = []
+        self.kept = {}
         self.x_BND = args[0] if args else kwargs["hidden_states"]
         self.query = Query(self.x_BND)
         self.exchange = vars(layer).get("exchange")
         return args, kwargs
 
     def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.kept.append(output)
+        self.kept[module] = output  # in whatever order they are called
 
     def _mix(self, y_BND: Tensor, query: Query) -> Tensor:
-        passage, kept = self.passage, self.kept
+        passage, kept = self.passage, [self.kept[module] for module in self.stream.sources]
         assert passage is not None
-        self.passage, self.x_BND, self.kept = None, None, []
+        self.passage, self.x_BND, self.kept = None, None, {}
         q, k, v = self.stream.split(*kept)
         query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
         state = passage.states[self.number]
