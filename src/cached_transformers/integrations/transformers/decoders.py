@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cached_transformers.integrations.hosts import Host, Site, Stream, register_adapter
 from cached_transformers.seam.memory import Query
 
-from .image_encoders import softmax_of
+from .described import config_of, first_of, in_transformers, softmax_of
 from .streams import TAKE_MASKS, add_stream_memory
 
 BY_TOKEN = frozenset({"state", "head"})
@@ -56,7 +56,7 @@ def causal_host(
         projection,
         Query,
         {"index": index, "depth": config.num_hidden_layers},
-        attention=softmax_of(config, _dropout(layer, config), causal=True),
+        attention=softmax_of(site, causal=True),
         offers=BY_TOKEN,
         channels=width,
         stream=Stream(
@@ -68,20 +68,6 @@ def causal_host(
             window=_window(layer, config),
         ),
     )
-
-
-def config_of(site: Site) -> Any:
-    """The config that the layer was made with."""
-    return site.holder("config").config if getattr(site.layer, "config", None) is None else site.layer.config
-
-
-def _dropout(layer: Any, config: Any) -> float:
-    """Of the attention weights; some layers have a number, some a module, and some tell their config alone."""
-    for name in ("attention_dropout", "attn_dropout"):
-        value = getattr(layer, name, getattr(config, name, None))
-        if value is not None:
-            return float(getattr(value, "p", value))
-    return 0.0
 
 
 def _window(layer: Any, config: Any) -> int | None:
@@ -111,11 +97,6 @@ def _split(heads: int, head_width: int, heads_first: bool, *qkv: Tensor) -> tupl
     return for_every_head(heads, *(by_head(t, head_width, heads_first) for t in qkv))
 
 
-def _first(layer: Any, *names: str) -> Any:
-    """The first of these attributes that the layer has, and that is not None."""
-    return next((found for name in names if (found := getattr(layer, name, None)) is not None), None)
-
-
 def _separate(site: Site, *, norms_heads_first: bool = False, **more: Any) -> Host:
     """A layer with a projection each.
 
@@ -126,27 +107,18 @@ def _separate(site: Site, *, norms_heads_first: bool = False, **more: Any) -> Ho
     heads = int(config.num_attention_heads)
     head_width = int(getattr(layer, "head_dim", config.hidden_size // heads))
     sources = (
-        _first(layer, "q_norm", "q_layernorm", "q_proj"),
-        _first(layer, "k_norm", "k_layernorm", "k_proj"),
+        first_of(layer, "q_norm", "q_layernorm", "q_proj"),
+        first_of(layer, "k_norm", "k_layernorm", "k_proj"),
         layer.v_proj,
     )
     split = partial(_split, heads, head_width, norms_heads_first)
     return causal_host(
-        site, _first(layer, "o_proj", "out_proj", "dense"), sources, split, head_width=head_width, **more
+        site, first_of(layer, "o_proj", "out_proj", "dense"), sources, split, head_width=head_width, **more
     )
 
 
-def _named(*families: str) -> tuple[str, ...]:
-    """Full names of the attention classes of families, each "module.Class"."""
-    named = []
-    for family in families:
-        module, kind = family.split(".")
-        named.append(f"transformers.models.{module}.modeling_{module}.{kind}")
-    return tuple(named)
-
-
 @register_adapter(
-    *_named(
+    *in_transformers(
         "arcee.ArceeAttention",
         "cohere.CohereAttention",
         "cohere2.Cohere2Attention",
@@ -190,7 +162,7 @@ def rotary_attention(site: Site) -> Host:
 
 
 @register_adapter(
-    *_named(
+    *in_transformers(
         "exaone4.Exaone4Attention",
         "gemma3.Gemma3Attention",
         "phi.PhiAttention",
@@ -202,13 +174,13 @@ def heads_first_attention(site: Site) -> Host:
     return _separate(site, norms_heads_first=True)
 
 
-@register_adapter(*_named("gptj.GPTJAttention"))
+@register_adapter(*in_transformers("gptj.GPTJAttention"))
 def gptj_attention(site: Site) -> Host:
     """GPT-J: rotary positions out of a table, which ends."""
     return _separate(site, ends=True)
 
 
-@register_adapter(*_named("opt.OPTAttention", "gpt_neo.GPTNeoSelfAttention"))
+@register_adapter(*in_transformers("opt.OPTAttention", "gpt_neo.GPTNeoSelfAttention"))
 def learned_positions_attention(site: Site) -> Host:
     """OPT and GPT-Neo: learned positions, which end. GPT-Neo's local layers mask what is far in themselves."""
     host, config = _separate(site, ends=True), config_of(site)

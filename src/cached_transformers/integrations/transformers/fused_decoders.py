@@ -14,10 +14,11 @@ from torch import Tensor
 
 from cached_transformers.integrations.hosts import Host, Site, register_adapter
 
-from .decoders import causal_host, config_of, for_every_head
+from .decoders import causal_host, for_every_head
+from .described import config_of, in_transformers
 
 
-@register_adapter("transformers.models.gpt2.modeling_gpt2.GPT2Attention")
+@register_adapter(*in_transformers("gpt2.GPT2Attention"))
 def gpt2_attention(site: Site) -> Host | None:
     """GPT-2: learned positions, which end."""
     layer, config = site.layer, site.layer.config
@@ -33,7 +34,7 @@ def gpt2_attention(site: Site) -> Host | None:
     return host
 
 
-@register_adapter("transformers.models.gpt_bigcode.modeling_gpt_bigcode.GPTBigCodeAttention")
+@register_adapter(*in_transformers("gpt_bigcode.GPTBigCodeAttention"))
 def gpt_bigcode_attention(site: Site) -> Host | None:
     """GPT-BigCode (SantaCoder, StarCoder): one head of keys for all queries, or one for each; learned positions."""
     layer, config = site.layer, site.layer.config
@@ -47,7 +48,7 @@ def gpt_bigcode_attention(site: Site) -> Host | None:
     return host
 
 
-@register_adapter("transformers.models.phi3.modeling_phi3.Phi3Attention")
+@register_adapter(*in_transformers("phi3.Phi3Attention"))
 def phi3_attention(site: Site) -> Host:
     """Phi-3: all queries, all keys, all values; perhaps fewer heads of keys."""
     layer, config = site.layer, site.layer.config
@@ -55,7 +56,7 @@ def phi3_attention(site: Site) -> Host:
     return causal_host(site, layer.o_proj, (layer.qkv_proj,), split, head_width=int(layer.head_dim))
 
 
-@register_adapter("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention")
+@register_adapter(*in_transformers("gpt_neox.GPTNeoXAttention"))
 def gpt_neox_attention(site: Site) -> Host:
     """GPT-NeoX and Pythia: the queries, keys and values of one head after those of another."""
     layer = site.layer
@@ -63,7 +64,7 @@ def gpt_neox_attention(site: Site) -> Host:
     return causal_host(site, layer.dense, (layer.query_key_value,), split)
 
 
-@register_adapter("transformers.models.bloom.modeling_bloom.BloomAttention")
+@register_adapter(*in_transformers("bloom.BloomAttention"))
 def bloom_attention(site: Site) -> Host:
     """BLOOM: as GPT-NeoX. Its alibi is made of the padding mask, so that no other mask can be given to it."""
     layer, split = site.layer, partial(_by_head, int(site.layer.num_heads))
@@ -76,7 +77,7 @@ def bloom_attention(site: Site) -> Host:
     return host
 
 
-@register_adapter("transformers.models.falcon.modeling_falcon.FalconAttention")
+@register_adapter(*in_transformers("falcon.FalconAttention"))
 def falcon_attention(site: Site) -> Host:
     """Falcon: one head of keys for all queries (7B), one for each group of them (40B), or one for each; rotary
     positions, or alibi, which is made of the padding mask, so that no other mask can be given to it."""

@@ -240,7 +240,9 @@ class SegmentReader:
         assert memory is not None
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
         keeps = keeps and type(memory).run is ModelMemory.run
-        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
+        # Of the config's kind, layers with a sliding window would drop keys, and could not give back those of the
+        # memory's tokens behind the segment; the window is in the mask, too.
+        host_cache = DynamicCache() if keeps else None
         through = HostThrough(self.host, text.state.layers, host_cache, options)
         steps, model_state, loss = memory.run(text.state.model, self._tokens(text), through)
         no_loss(loss, memory)

@@ -114,10 +114,10 @@ def _refuse_window(
     if spanning is None or "bias" not in spanning.needs or window is None:
         return
     if segment_length is None or segment_length + extra > window:
+        shorter = f"take segment_length={window - extra} or less, from which it hides nothing, or " * (window > extra)
         raise ValueError(
             f"memory {name!r} gives a mask of who sees whom, where {type(model).__name__} has a sliding window of "
-            f"{window} tokens; take segment_length={window - extra} or less, from which the window hides nothing, or "
-            "the memory's mask='causal'"
+            f"{window} tokens; {shorter or 'take '}the memory's mask='causal'"
         )
 
 
