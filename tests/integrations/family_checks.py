@@ -44,12 +44,6 @@ def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def answer(family: Family, model: Any) -> Tensor:
-    """Of a shared memory, whose model answers as it did before."""
-    torch.manual_seed(5)
-    return family.output(model(**family.given()))
-
-
 # ---- of decoders
 
 
@@ -147,6 +141,113 @@ def compiles(family: Family, memory: dict[str, Any]) -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     found = compiled(ids, use_cache=False).logits
     equal(found, expected)
+
+
+# ---- of models whose tokens see their whole segment
+
+
+def twice(family: Family, model: Any, given: dict[str, Any] | None = None) -> Tensor:
+    """The output of a second training forward, which finds a cache that the first has filled."""
+    torch.manual_seed(5)
+    for _ in range(2):
+        out = family.output(model(**(given or family.given())))
+    return out
+
+
+def shared_plain_again(family: Family, memory: dict[str, Any]) -> None:
+    """As `plain_again`."""
+    plain, given = family.build(), family.given()
+    model = awake(family.with_memory(memory)).train()
+    with torch.no_grad():
+        twice(family, model)
+        model.eval()
+        before = family.output(plain(**given))
+        assert (family.output(model(**given)) - before).abs().max() > 1e-4
+        close_gates(model)
+        equal(family.output(model(**given)), before)
+        assert torch.equal(family.output(remove_memory(model)(**given)), before)
+
+
+@torch.no_grad()
+def shared_pads(family: Family, memory: dict[str, Any]) -> None:
+    """What stands in padding is neither read nor remembered."""
+    given = family.given()
+    hidden = given.get("attention_mask")
+    if hidden is None or "input_ids" not in given:
+        return
+    other = {**given, "input_ids": torch.where(hidden > 0, given["input_ids"], 7)}
+    a, b = (twice(family, awake(family.with_memory(memory)), batch) for batch in (given, other))
+    rows = hidden.bool() if a.shape[:2] == hidden.shape else torch.ones(a.shape[:2], dtype=torch.bool)
+    equal(a[rows], b[rows])
+
+
+def _shared_gradients(family: Family, model: Any, checkpointing: bool) -> dict[str, Tensor]:
+    if checkpointing:
+        (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
+    model.train()
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(5)
+        family.output(model(**family.given())).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shared_trains(family: Family, memory: dict[str, Any]) -> None:
+    """As `trains`."""
+    _all_train(_shared_gradients(family, awake(family.with_memory(memory)), False), family.with_memory(memory))
+
+
+def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
+    """As `checkpoints`."""
+    plain, again = (_shared_gradients(family, awake(family.with_memory(memory)), on) for on in (False, True))
+    assert plain.keys() == again.keys()
+    for name in plain:
+        scale = float(plain[name].abs().max()) + 1e-6
+        equal(again[name] / scale, plain[name] / scale, 1e-4)
+
+
+@torch.no_grad()
+def shared_saves(family: Family, memory: dict[str, Any]) -> None:
+    """As `saves`, cache and all."""
+    model, given = awake(family.with_memory(memory)).train(), family.given()
+    twice(family, model)
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+            again = load_pretrained(folder)
+        else:
+            torch.save(model.state_dict(), f"{folder}/weights")
+            again = family.with_memory(memory, seed=9).eval()
+            again.load_state_dict(torch.load(f"{folder}/weights"))
+        equal(family.output(again(**given)), family.output(model(**given)))
+
+
+@torch.no_grad()
+def shared_generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
+    """As `generates`; of encoder-decoders."""
+    model = awake(family.with_memory(memory)).eval()
+    given = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    assert torch.equal(*(model.generate(**given, use_cache=use, **options) for use in (True, False)))
+
+
+def shared_searches(family: Family, memory: dict[str, Any]) -> None:
+    """As `searches`."""
+    shared_generates(family, memory, beams=3)
+
+
+@torch.no_grad()
+def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
+    """As `compiles`."""
+    model, given = awake(family.with_memory(memory)).eval(), family.given()
+    expected = family.output(model(**given))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    equal(family.output(compiled(**given)), expected)
+
+
+# ---- of both
 
 
 class SeenByAttention(torch.overrides.TorchFunctionMode):

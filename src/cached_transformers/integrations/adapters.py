@@ -35,9 +35,9 @@ __all__ = [
 def add_memory(model: nn.Module, memory: MemorySpec = "grc", **options: Any) -> nn.Module:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
-    Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
-    transformers' ViT, BERT, and the encoders of BART, T5 and SwitchTransformers; transformers' GPT-2 and Llama take
-    memories with a state (`transformers/streams.py`); other classes by `register_adapter`. What a memory needs and what
+    Works with the models of timm and transformers that docs/support.md lists, our PVT, torch.nn.MultiheadAttention and
+    TransformerEncoder; transformers' decoders take memories with a state (`transformers/streams.py`); other classes by
+    `register_adapter`. What a memory needs and what
     the host offers (`seam/fit.py`) decides which memories fit, your own among them. Train and save as before: the
     memory's parameters and caches live under `<attention layer>.memory` in the state dict. Models of transformers note
     their memory in `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.

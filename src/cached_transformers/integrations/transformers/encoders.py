@@ -21,7 +21,7 @@ from .described import config_of, first_of, in_transformers, softmax_of
 
 
 def padded_query(
-    hidden_states: Tensor, attention_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+    hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, is_causal: bool = False, **__: Any
 ) -> Query:
     """The layer's input, and its padding from a mask that is the same for all queries."""
     no_mask(None, is_causal)
@@ -91,24 +91,6 @@ def bert_attention(site: Site) -> Host:
 
 @register_adapter(
     *in_transformers(
-        "bert.BertCrossAttention",
-        "bert_generation.BertGenerationCrossAttention",
-        "camembert.CamembertCrossAttention",
-        "electra.ElectraCrossAttention",
-        "ernie.ErnieCrossAttention",
-        "roberta.RobertaCrossAttention",
-        "roberta_prelayernorm.RobertaPreLayerNormCrossAttention",
-        "xlm_roberta.XLMRobertaCrossAttention",
-        "xlm_roberta_xl.XLMRobertaXLCrossAttention",
-        "xmod.XmodCrossAttention",
-    )
-)
-def cross_attention(site: Site) -> None:
-    """What attends another encoder's output is left as it is."""
-
-
-@register_adapter(
-    *in_transformers(
         "albert.AlbertAttention",
         "distilbert.DistilBertSelfAttention",
         "mpnet.MPNetSelfAttention",
@@ -139,7 +121,7 @@ def modernbert_attention(site: Site) -> Host:
     host = encoder_host(site, layer.Wo, int(config_of(site).max_position_embeddings), query=_windowed_query)
     if "flash" in config_of(site)._attn_implementation:
         host.refusal = (
-            f"attn_implementation={config_of(site)._attn_implementation!r} may pack the rows of ModernBERT into one, in "
+            f"attn_implementation={config_of(site)._attn_implementation!r} may pack ModernBERT's rows into one, in "
             "which a memory cannot tell them apart; call model.set_attn_implementation('sdpa')"
         )
     return host
@@ -199,16 +181,3 @@ def _t5_query(
     hidden_states: Tensor, mask: Tensor | None = None, attention_mask: Tensor | None = None, **_: Any
 ) -> Query:
     return padded_query(hidden_states, attention_mask if mask is None else mask)
-
-
-@register_adapter(*in_transformers("longt5.LongT5LocalAttention", "longt5.LongT5TransientGlobalAttention"))
-def longt5_attention(site: Site) -> None:
-    """LongT5's encoder: refused. Its decoder is left as it is."""
-    raise ValueError(
-        f"{type(site.layer).__name__} is given a mask of blocks, which does not tell a memory the padding; take a T5"
-    )
-
-
-@register_adapter(*in_transformers("longt5.LongT5Attention"))
-def longt5_decoder_attention(site: Site) -> None:
-    """Of LongT5's decoder alone; left as it is."""

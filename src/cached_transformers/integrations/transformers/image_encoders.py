@@ -112,11 +112,6 @@ def siglip_attention(site: Site) -> Host:
     return encoder_host(site, projection, int(config.max_position_embeddings))
 
 
-@register_adapter(*in_transformers("siglip.SiglipMultiheadAttentionPoolingHead"))
-def pooling_head(site: Site) -> None:
-    """One query that gathers from all tokens; left as it is."""
-
-
 @register_adapter(*in_transformers("swin.SwinAttention"))
 def swin_attention(site: Site) -> Host:
     """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
@@ -132,15 +127,6 @@ def swin_attention(site: Site) -> Host:
 def _window_query(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Query:
     side = round(hidden_states.shape[1] ** 0.5)
     return Query(hidden_states, size=(side, side))
-
-
-@register_adapter(*in_transformers("vit_mae.ViTMAEAttention"))
-def vit_mae_attention(site: Site) -> None:
-    """ViTMAE: refused."""
-    raise ValueError(
-        f"{type(site.model).__name__} drops patches at random and shuffles the others, so that a slot of the memory would "
-        "be another place in each image; give the memory to a ViTModel with these weights"
-    )
 
 
 def _pair(value: Any) -> tuple[int, int]:
