@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,13 @@ from integrations.families import ALL, DECODERS, GROUPED, SEGMENT, Family, decod
 from integrations.hosts import library
 
 from cached_transformers import add_memory
+from cached_transformers.integrations.hosts import _ADAPTERS
 
 NAMED = {family.name: family for family in ALL}
 ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
 """Fused and grouped; norms behind the heads; a state that no keyword carries; a decoder inside a decoder."""
-SHARED = [NAMED[name] for name in ("modernbert", "debertav2", "mpnet", "swin", "timm_eva")]
+SHARED = [NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva")]
+"""Windows of tokens; a mask of products; windows of images, saved under other names; rotary positions of patches."""
 
 
 @families(DECODERS)
@@ -120,6 +125,22 @@ def test_torchvision_s_vit_knows_its_tokens() -> None:
     cache = next(module.memory.cache for module in model.modules() if hasattr(module, "memory"))
     assert cache.cache_MC.shape[0] == 17
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 1000)
+
+
+def test_every_class_that_an_adapter_names_is_there() -> None:
+    """A name with a slip in it would describe nothing, and nobody would see it."""
+    missing = []
+    for name in _ADAPTERS:
+        module, _, kind = name.rpartition(".")
+        if module.partition(".")[0] not in ("timm", "transformers"):
+            continue
+        library(module.partition(".")[0])
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, name
+        if not re.search(rf"^ *class {kind}\b", Path(spec.origin).read_text(encoding="utf-8"), re.M):
+            missing.append(name)
+    old = ["timm.models.vision_transformer.Attention"]  # where timm had it before
+    assert [name for name in missing if name not in old] == []
 
 
 def test_a_segment_ends_where_learned_positions_end() -> None:
