@@ -158,6 +158,17 @@ DECODERS = [
 ]
 
 
+def hidden(out: Any) -> Tensor:
+    """The output of an encoder."""
+    states: Tensor = out.last_hidden_state
+    return states
+
+
+def itself(out: Tensor) -> Tensor:
+    """The output of a model of timm."""
+    return out
+
+
 def padded_words() -> dict[str, Any]:
     """The second row is shorter."""
     mask = torch.ones(ROWS, 12, dtype=torch.long)
@@ -187,8 +198,7 @@ LENGTH = {"length": 4}
 def encoder(stem: str, title: str, cls: str = "Model", *, refused: str = "", **sizes: Any) -> Family:
     """An encoder of texts; the name of its classes begins with `stem`."""
     make = _model(stem + cls, stem + "Config", {**SIZES, **sizes})
-    output = lambda out: out.last_hidden_state  # noqa: E731
-    return Family(stem.lower(), title, "encoders of texts", make, padded_words, LENGTH, output, refused)
+    return Family(stem.lower(), title, "encoders of texts", make, padded_words, LENGTH, hidden, refused)
 
 
 PATCHES: dict[str, Any] = {
@@ -204,8 +214,7 @@ PATCHES: dict[str, Any] = {
 def patches(stem: str, title: str, cls: str = "Model", config: str = "", *, refused: str = "", **sizes: Any) -> Family:
     """An encoder of images."""
     make = _model(stem + cls, config or stem + "Config", {**PATCHES, **sizes})
-    output = lambda out: out.last_hidden_state  # noqa: E731
-    return Family(stem.lower(), title, "encoders of images", make, pixels(), {}, output, refused)
+    return Family(stem.lower(), title, "encoders of images", make, pixels(), {}, hidden, refused)
 
 
 _PAIR: dict[str, Any] = {
@@ -312,8 +321,7 @@ _SOUNDS: dict[str, Any] = {
 
 def _sound(stem: str, title: str) -> Family:
     make = _model(stem + "Model", stem + "Config", _SOUNDS)
-    output = lambda out: out.last_hidden_state  # noqa: E731
-    return Family(stem.lower(), title, "encoders of sounds", make, waves, LENGTH, output)
+    return Family(stem.lower(), title, "encoders of sounds", make, waves, LENGTH, hidden)
 
 
 SOUNDS = [_sound("Hubert", "HuBERT"), _sound("Wav2Vec2", "Wav2Vec 2.0")]
@@ -323,12 +331,11 @@ def _timm(architecture: str, sizes: dict[str, Any]) -> Callable[[], nn.Module]:
     return lambda: library("timm").create_model(architecture, num_classes=5, **sizes)  # type: ignore[no-any-return]
 
 
-def timm_family(
-    name: str, title: str, architecture: str, side: int = 32, *, refused: str = "", given: Any = None, **sizes: Any
-) -> Family:
-    output = lambda out: out  # noqa: E731
-    inputs = lambda: {"x": torch.randn(ROWS, 3, side, side)}  # noqa: E731
-    return Family(name, title, "timm", _timm(architecture, sizes), inputs, given or {}, output, refused)
+def timm_family(name: str, title: str, architecture: str, side: int = 32, *, refused: str = "", **sizes: Any) -> Family:
+    def inputs() -> dict[str, Any]:
+        return {"x": torch.randn(ROWS, 3, side, side)}
+
+    return Family(name, title, "timm", _timm(architecture, sizes), inputs, {}, itself, refused)
 
 
 _VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

@@ -186,5 +186,6 @@ def learned_positions_attention(site: Site) -> Host:
     host, config = _separate(site, ends=True), config_of(site)
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         # Tokens of a memory would leave the model by another projection than they came in.
+        assert host.stream is not None
         host.stream = replace(host.stream, offers=frozenset())
     return host

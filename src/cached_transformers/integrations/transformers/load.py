@@ -97,7 +97,8 @@ def _published(model: Any, key: str) -> str:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # of a transformers that saves by the names that its models have
         return key
-    return next(iter(revert_weight_conversion(model, {key: torch.empty(0)})))
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
+    return next(iter(stored))
 
 
 def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:

@@ -75,7 +75,8 @@ def add_stream_memory(
 
 def _decoder(model: nn.Module, places: list[Site]) -> Any:
     """The module that embeds tokens and has the layers."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    find: Any = getattr(model, "get_decoder", None)  # OPT's is inside its base model, and called past it
+    decoder = None if find is None else find()
     if decoder is None or not hasattr(decoder, "get_input_embeddings"):
         raise ValueError(
             f"{type(model).__name__} is no model of transformers, which could take memory_state and return it; give "
