@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts golden-runs pictures clean
+.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts support golden-runs pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -63,6 +63,9 @@ docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder
 facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
 	$(BIN)/python -m cached_transformers.experiments.facts
 	$(BIN)/python tools/docs_facts.py
+
+support: $(VENV)/.installed-dev  ## try every family of models with every memory, and write docs/support.md
+	$(TEST_ENV) SUPPORT_TABLE=write $(BIN)/python -m pytest -q -m slow tests/integrations/test_support.py
 
 golden-runs: $(VENV)/.installed-dev  ## short trainings whose bits a rebuild must not change; valid on the recorded processor and torch
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_runs/runs.py check

@@ -147,7 +147,7 @@ def test_a_layer_may_be_left_out_by_its_adapter(registered: None) -> None:
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    refuse(nn.Sequential(nn.Linear(4, 4)), "Sequential: no attention layer found", length=4)
+    refuse(nn.Sequential(nn.Linear(4, 4)), "Sequential has no attention layer, in which a memory could stand", length=4)
 
 
 # ---- memories and options

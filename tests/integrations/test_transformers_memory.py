@@ -325,5 +325,5 @@ def test_decoders_of_other_kinds_are_refused() -> None:
         add_memory(GPT2.build(add_cross_attention=True), "grc_stream")
     with pytest.raises(ValueError, match=r"no model of transformers, .*the model of transformers inside"):
         add_memory(torch.nn.Sequential(GPT2.build()), "grc_stream")
-    with pytest.raises(ValueError, match=r"BartForCausalLM: no attention layer"):
+    with pytest.raises(ValueError, match=r"BartForCausalLM has no attention layer but those .*of a decoder"):
         add_memory(BART.build("BartForCausalLM", is_decoder=True, is_encoder_decoder=False), length=4)

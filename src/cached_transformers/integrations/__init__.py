@@ -7,8 +7,20 @@ from __future__ import annotations
 
 from . import torch_nn as torch_nn
 from .timm import adapters as timm_adapters
+from .timm import without_memory as timm_without_memory
 from .transformers import decoders as decoders
 from .transformers import encoders as encoders
+from .transformers import fused_decoders as fused_decoders
 from .transformers import image_encoders as image_encoders
+from .transformers import without_memory as without_memory
 
-__all__ = ["decoders", "encoders", "image_encoders", "timm_adapters", "torch_nn"]
+__all__ = [
+    "decoders",
+    "encoders",
+    "fused_decoders",
+    "image_encoders",
+    "timm_adapters",
+    "timm_without_memory",
+    "torch_nn",
+    "without_memory",
+]

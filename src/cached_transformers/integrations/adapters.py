@@ -17,7 +17,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ModelMemory
 
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
-from .peft_models import give_to_adapters, host_of, take_from_adapters
+from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
 from .present import mark_drawn
 from .record import note_memory
 from .taps import attach, layer_memory, spans_layers
@@ -41,9 +41,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Model:
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
-    Works with timm's ViT and DeiT, Swin and PVTv2, our PVT, torch.nn.MultiheadAttention and TransformerEncoder, and
-    transformers' ViT, BERT, and the encoders of BART, T5 and SwitchTransformers; transformers' GPT-2 and Llama take
-    memories with a state (`transformers/streams.py`); other classes by `register_adapter`. What a memory needs and what
+    Works with the models of timm and transformers that docs/support.md lists, our PVT, torch.nn.MultiheadAttention and
+    TransformerEncoder; transformers' decoders take memories with a state (`transformers/streams.py`); other classes by
+    `register_adapter`. What a memory needs and what
     the host offers (`seam/fit.py`) decides which memories fit, your own among them. Train and save as before: the
     memory's parameters and caches live under `<attention layer>.memory` in the state dict. Models of transformers note
     their memory in `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
@@ -138,5 +138,5 @@ def remove_memory(model: Model) -> Model:
         detach(layer)
     settle_nested_tensors(model)
     take_from_adapters(model)
-    note_memory(model, None)
+    note_memory(inside_of(model), None)
     return model

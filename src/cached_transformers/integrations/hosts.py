@@ -8,8 +8,9 @@ Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ class Stream:
             positions.
         longest: tokens that the model has positions for; None where there is no such number.
         offers: words of `PLACE_WORDS` and "bias": what the model offers a memory that spans its layers.
+        window: tokens that a token of the layer sees, itself included; None where it sees all before it.
     """
 
     add: Callable[..., None]
@@ -61,6 +63,7 @@ class Stream:
     split: Callable[..., tuple[Tensor, Tensor, Tensor]]
     longest: int | None = None
     offers: frozenset[str] = frozenset()
+    window: int | None = None
 
 
 @dataclass
@@ -173,6 +176,21 @@ def register_adapter(*classes: str) -> Callable[[Adapter], Adapter]:
     return add
 
 
+def register_refusals(reasons: Mapping[str, str]) -> None:
+    """Models with layers of these classes (full dotted names) take no memory; a refusal says why, after the class."""
+    for name, why in reasons.items():
+        register_adapter(name)(partial(_refuse, why))
+
+
+def register_left(*classes: str) -> None:
+    """Layers of these classes are left as they are, beside others that take a memory."""
+    register_adapter(*classes)(lambda site: None)
+
+
+def _refuse(why: str, site: Site) -> None:
+    raise ValueError(f"{type(site.model).__name__} takes no memory: {type(site.layer).__name__} {why}")
+
+
 def _adapter(layer: nn.Module) -> Adapter | None:
     for kind in type(layer).__mro__:
         found = _ADAPTERS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -211,7 +229,12 @@ def sites(
         )
     if strangers or not found:
         classes = sorted({f"{type(m).__module__}.{type(m).__qualname__}" for _, m in strangers})
-        what = f"no adapter for attention class {', '.join(classes)}" if classes else "no attention layer found"
+        if not classes:
+            of_its_own = " but those that are left as they are (of a decoder, or a pooling head)" if described else ""
+            raise ValueError(
+                f"{type(model).__name__} has no attention layer{of_its_own}, in which a memory could stand"
+            )
+        what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(
             f"{type(model).__name__}: {what}; describe the class with "
             "cached_transformers.register_adapter (known: " + ", ".join(sorted(_ADAPTERS)) + ")"

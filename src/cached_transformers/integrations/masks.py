@@ -64,3 +64,16 @@ def padding_of(mask: Tensor | None, tokens: int, why: str = SEES_ALL) -> Tensor 
     if mask.dim() == 2 and mask.shape[-1] == tokens:
         return mask == 0
     raise ValueError(f"cannot read padding from an attention mask of shape {tuple(mask.shape)} over {tokens} tokens")
+
+
+def padding_behind_window(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """Padding (B, N) from a mask (B, 1, N, N) of a layer that is not causal, and may show a query some keys alone: what
+    no query sees.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2] != tokens:
+        return padding_of(mask, tokens)
+    visible = mask if mask.dtype == torch.bool else mask >= 0
+    return padding_of(visible.any(-2, keepdim=True), tokens)

@@ -60,6 +60,12 @@ def give_to_adapters(peft_model: Any, host: nn.Module) -> None:
         config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), NAME]))
 
 
+def inside_of(model: Any) -> nn.Module:
+    """The model inside of a PeftModel; any other as it is."""
+    inner: nn.Module = model.get_base_model() if _is(model, "peft.peft_model", "PeftModel") else model
+    return inner
+
+
 def take_from_adapters(model: Any) -> None:
     """Let no adapter of a PeftModel save a memory any more."""
     if not _is(model, "peft.peft_model", "PeftModel"):

@@ -176,6 +176,14 @@ def multihead_attention(site: Site) -> Host | None:
     if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
         what = "memory" if site.memory else "other attention"
         raise ValueError(f"nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn takes no {what}")
-    facts = {"length": site.length()}
+    facts = {"length": _patches(site) if "length" not in site.settings and _patches(site) else site.length()}
     attention = HostAttention(frozenset(), layer.dropout, install=_install, uninstall=_uninstall)
     return Host(layer.embed_dim, layer.num_heads, None, Query, facts, _install, _uninstall, attention)
+
+
+def _patches(site: Site) -> int:
+    """Tokens of torchvision's ViT, a class token and the patches; 0 of any other model."""
+    body: Any = site.holder("class_token")
+    if not all(hasattr(body, name) for name in ("class_token", "image_size", "patch_size")):
+        return 0
+    return 1 + (int(body.image_size) // int(body.patch_size)) ** 2

@@ -1,4 +1,5 @@
-"""Adapters for timm's attention layers, ViT and DeiT, Swin, PVTv2, and for our PVT. Imports nothing of timm."""
+"""Adapters for timm's attention layers, and for our PVT; what takes no memory stands in `without_memory.py`. Imports
+nothing of timm."""
 
 from __future__ import annotations
 
@@ -14,14 +15,24 @@ from cached_transformers.layers.reduction import PooledReduction, SpatialReducti
 from cached_transformers.seam.memory import Query
 
 
-@register_adapter("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+@register_adapter(
+    "timm.layers.attention.Attention",
+    "timm.models.vision_transformer.Attention",
+    "timm.models.beit.Attention",
+    "timm.models.cait.TalkingHeadAttn",
+    "timm.layers.attention.AttentionRope",
+    "timm.models.eva.EvaAttention",
+)
 def vit_attention(site: Site) -> Host:
-    """ViT and DeiT: class tokens in front of the grid of patches, a slot for every token. PiT halves the grid twice."""
+    """ViT and DeiT, BEiT, CaiT, EVA-02 and DINOv3: class tokens and registers in front of the grid of patches, a slot
+    for every token. Rotary positions and biases stay with the layer's own attention. PiT halves the grid twice."""
     layer, body = site.layer, site.holder("patch_embed")
     patches = getattr(body, "patch_embed", None)
     pools = re.search(r"\btransformers\.(\d+)\.", site.name) if type(body).__module__ == "timm.models.pit" else None
-    prefix = int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
-    facts: dict[str, Any] = _branch(layer, layer.qkv) | {"prefix": prefix}
+    # CaiT's class token comes to the patches when its layers of this kind are done.
+    prefix = 0 if hasattr(layer, "proj_l") else int(getattr(body, "num_tokens" if pools else "num_prefix_tokens", 0))
+    query = layer.q_proj if getattr(layer, "qkv", None) is None else layer.qkv
+    facts: dict[str, Any] = _branch(layer, query) | {"prefix": prefix}
     halvings = int(pools[1]) if pools else 0
     grid = Grid(patches, prefix, halvings) if getattr(patches, "grid_size", None) is not None else None
     if grid is not None and "length" not in site.settings:
@@ -29,9 +40,12 @@ def vit_attention(site: Site) -> Host:
         facts |= {"length": height * width + prefix, "size": (height, width)}
     else:
         facts |= {"length": site.length()}
-    width, query = layer.qkv.in_features, partial(_vit_query, grid)
-    host = Host(width, layer.num_heads, layer.proj, query, facts, attention=_attention(layer))
-    host.refusal = _other_width(layer, width, layer.proj.in_features)
+    width, merged = query.in_features, layer.proj.in_features
+    asks = ("bias",) if getattr(layer, "relative_position_bias_table", None) is not None else ()
+    host = Host(
+        width, layer.num_heads, layer.proj, partial(_vit_query, grid), facts, attention=_attention(layer, *asks)
+    )
+    host.refusal = _other_width(layer, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
     return host
@@ -67,14 +81,21 @@ class Grid:
         return map_size(tokens, self.prefix, self.built)
 
 
-def _vit_query(grid: Grid | None, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Query:
+def _vit_query(
+    grid: Grid | None, x: Tensor, *_: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **__: Any
+) -> Query:
     no_mask(attn_mask, is_causal)
     return Query(x, size=grid.of(x.shape[1]) if grid is not None else None)
 
 
-@register_adapter("timm.models.swin_transformer.WindowAttention")
+@register_adapter(
+    "timm.models.swin_transformer.WindowAttention",
+    "timm.models.swin_transformer_v2.WindowAttention",
+    "timm.models.davit.WindowAttention",
+)
 def swin_attention(site: Site) -> Host:
-    """Swin: rows are windows of all images, and the cache is one window; only the self branch sees the shift mask."""
+    """Swin and DaViT: rows are windows of all images, and the cache is one window; only the self branch sees the shift
+    mask."""
     layer = site.layer
     window = (int(layer.window_size[0]), int(layer.window_size[1]))
     width, query = layer.qkv.in_features, partial(_swin_query, window)
@@ -139,7 +160,12 @@ def _pvt_query(x_BND: Tensor, size: tuple[int, int]) -> Query:
 
 def _branch(layer: Any, query: Any) -> dict[str, Any]:
     """What the memory branch has in common with the layer: dropout of weights, biases of queries, keys and values."""
-    return {"dropout": float(layer.attn_drop.p), "bias": query.bias is not None}
+    biased = query.bias is not None or getattr(layer, "q_bias", None) is not None
+    return {"dropout": _dropout(layer), "bias": biased}
+
+
+def _dropout(layer: Any) -> float:
+    return float(layer.attn_drop.p) if hasattr(layer, "attn_drop") else 0.0
 
 
 def _cache_width(site: Site, width: int) -> int:
@@ -162,7 +188,9 @@ def _stage_size(site: Site) -> tuple[int, int]:
 def _attention(layer: Any, *asks: str) -> HostAttention:
     """timm's layers have attention of their own beside the fused one, which Swin takes unless told otherwise."""
     words = frozenset({"bidirectional", *asks})
-    return HostAttention(words, float(layer.attn_drop.p), switches={"fused_attn": True})
+    if hasattr(layer, "fused_attn"):
+        return HostAttention(words, _dropout(layer), switches={"fused_attn": True})
+    return HostAttention(words, refusal=f"{type(layer).__name__} computes its logits and their softmax itself")
 
 
 def _cross(fewer: bool) -> tuple[str, ...]:

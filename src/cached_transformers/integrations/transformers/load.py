@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -100,9 +101,21 @@ def _report(name: str, model: Any, found: dict[str, Any], wanted: set[str]) -> N
 
 
 def _spellings(model: Any, key: str) -> tuple[str, ...]:
-    """Names under which a weight may be stored: with the prefix of a model round the decoder, or without."""
+    """Names under which a weight may be stored: with the prefix of a model round the decoder, or without; and by the
+    names of layers that published checkpoints have, to which `save_pretrained` goes back (ViT)."""
     prefix = f"{model.base_model_prefix}."
-    return (key, prefix + key, key.removeprefix(prefix))
+    return tuple(
+        name for own in (key, _published(model, key)) for name in (own, prefix + own, own.removeprefix(prefix))
+    )
+
+
+def _published(model: Any, key: str) -> str:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # of a transformers that saves by the names that its models have
+        return key
+    stored: dict[str, Tensor] = revert_weight_conversion(model, {key: torch.empty(0)})
+    return next(iter(stored))
 
 
 def _read(transformers: Any, name: str, model: nn.Module, wanted: set[str], hub: dict[str, Any]) -> dict[str, Tensor]:

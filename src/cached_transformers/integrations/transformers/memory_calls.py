@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.state import State, repeat
 
+from .handed import Handed
 from .output_state import OUTPUT, Carried, prepare_outputs, with_state
 from .segment_reader import SegmentReader
 
@@ -42,11 +43,17 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) 
 
 
 def forward_with_state(
-    model: Any, *args: Any, memory_state: State | None = None, return_dict: bool | None = None, **kwargs: Any
+    place: tuple[Any, SegmentReader],
+    *args: Any,
+    memory_state: State | None = None,
+    return_dict: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
-    """Stands in the place of the forward of a model round a decoder."""
+    """Stands in the place of the forward of a model round a decoder; `place` is that model, and who reads for it."""
+    model, reader = place
     carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
-    out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
+    with Handed(carried, [reader]):
+        out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
     if carried.after is not None:
         out = with_state(out, carried.after)
     if return_dict is None:
@@ -153,7 +160,7 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
     vars(decoder)["segment_reader"] = reader
     replace_forward(decoder, type(reader).read, reader)
     if model is not decoder:
-        replace_forward(model, forward_with_state, model)
+        replace_forward(model, forward_with_state, (model, reader))
     if hasattr(type(model), "_expand_inputs_for_generation"):
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)

@@ -27,6 +27,7 @@ from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
+from .handed import Handed
 from .output_state import Carried, with_state
 from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
@@ -71,6 +72,7 @@ class SegmentReader:
     def __init__(self, decoder: nn.Module, taps: list[StreamTap], spans: bool, segment_length: int | None) -> None:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
+        self.handed: Carried | None = None
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     @property
@@ -107,7 +109,7 @@ class SegmentReader:
             refuse_frozen(self.memory)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
+        carried = memory_state if isinstance(memory_state, Carried) else self.handed or Carried(memory_state)
         names = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
         new = {name: given.pop(name) for name in names if name in given}
         self._check(new, given)
@@ -148,6 +150,11 @@ class SegmentReader:
                 "leave it out, or call remove_memory(model) first"
             )
         refuse_packing(given)
+        if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
+            raise ValueError(
+                "output_router_logits=True: the loss that balances the experts takes its tokens for one text; beside a "
+                "memory, which reads segments, leave it out and set config.output_router_logits=False"
+            )
         if "encoder_hidden_states" in given:
             raise ValueError("encoder_hidden_states: a decoder with a memory attends no encoder; leave them out")
         if self.memory is not None and "token_type_ids" in new:
@@ -158,7 +165,8 @@ class SegmentReader:
 
     def _keeps(self, use_cache: bool | None) -> bool:
         """Whether keys and values are kept. In training transformers' default would keep them for nobody."""
-        checkpointed = self.decoder.training and getattr(self.decoder, "gradient_checkpointing", False)
+        modules = self.decoder.modules()
+        checkpointed = self.decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in modules)
         if use_cache is None:
             use_cache = bool(getattr(self.decoder.config, "use_cache", False)) and not self.decoder.training
         return bool(use_cache) and not checkpointed
@@ -277,7 +285,9 @@ class SegmentReader:
         """As `_segment`, where a memory leads the segment through the layers."""
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
         keeps = call.keeps and type(memory).run is ModelMemory.run
-        host_cache = DynamicCache(config=self.decoder.config) if keeps else None
+        # Of the config's kind, layers with a sliding window would drop keys, and could not give back those of the
+        # memory's tokens behind the segment; the window is in the mask, too.
+        host_cache = DynamicCache() if keeps else None
         through = HostThrough(self.host, state.layers, host_cache, call.options)
         tokens = self._tokens(call.tokens, call.padding_BN)
         steps, model_state, loss = with_weights(memory, memory.run, state.model, tokens, through)
@@ -305,13 +315,14 @@ class SegmentReader:
     ) -> Any:
         """The decoder's own forward."""
         extra = {"memory_passage": layers} if self.taps else {}
-        return type(self.decoder).forward(
-            self.decoder,
-            **new,
-            attention_mask=mask,
-            past_key_values=host_cache,
-            use_cache=host_cache is not None,
-            return_dict=True,
-            **extra,
-            **options,
-        )
+        with Handed(layers, self.taps, self.decoder):
+            return type(self.decoder).forward(
+                self.decoder,
+                **new,
+                attention_mask=mask,
+                past_key_values=host_cache,
+                use_cache=host_cache is not None,
+                return_dict=True,
+                **extra,
+                **options,
+            )

@@ -8,6 +8,7 @@ Legend: B rows, N tokens, D width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,41 +51,46 @@ class StreamTap(Tap):
         super().__init__(site, host)
         assert host.stream is not None
         self.number, self.split = number, host.stream.split
-        self.sources = [Listener(*root_of(site, module), self.keep) for module in host.stream.sources]
+        self.sources = [
+            Listener(*root_of(site, module), partial(self.keep, place))
+            for place, module in enumerate(host.stream.sources)
+        ]
         self.spots += self.sources
-        self.kept: list[Tensor] = []
+        self.kept: dict[int, Tensor] = {}
         self.passage: Passage | None = None
+        self.handed: Passage | None = None
         self.x_BND: Tensor | None = None
 
     def before_stream(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the passage out of the call: the layer's own attention function need not know of it."""
-        self.passage = kwargs.pop("memory_passage", None)
+        self.passage = kwargs.pop("memory_passage", self.handed)
         if self.passage is None:
             raise ValueError(
                 f"{type(layer).__name__} has a memory and was called without its state; call the model that "
-                "add_memory was given"
+                "add_memory was given, and checkpoint activations by its own gradient_checkpointing_enable()"
             )
         if self.passage.grad and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant activation checkpointing would cut the graph that leads through the memory; leave "
                 "use_reentrant=False, transformers' default"
             )
-        self.kept = []
+        self.kept = {}
         self.x_BND = args[0] if args else kwargs["hidden_states"]
         self.begin(Query(self.x_BND))
         return args, kwargs
 
-    def keep(self, output: Tensor) -> None:
-        """Hear a module that gives queries, keys or values."""
-        self.kept.append(output)
+    def keep(self, place: int, output: Tensor) -> None:
+        """Hear a module that gives queries, keys or values; they are called in whatever order."""
+        self.kept[place] = output
 
     def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
         passage, kept = self.passage, self.kept
         assert passage is not None
-        self.passage, self.x_BND, self.kept = None, None, []
-        if len(kept) < len(self.sources):
-            raise ValueError(self.passed_by(self.sources[len(kept)]))
-        q, k, v = self.split(*kept)
+        self.passage, self.x_BND, self.kept = None, None, {}
+        for place, source in enumerate(self.sources):
+            if place not in kept:
+                raise ValueError(self.passed_by(source))
+        q, k, v = self.split(*(kept[place] for place in range(len(self.sources))))
         query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
         state = passage.states[self.number]
         y_BND, reading = self._through(state, y_BND, query, linear)

@@ -77,6 +77,7 @@ def add_stream_memory(
             "than your rows have, or segment_length=None for one segment a call, between which you carry memory_state "
             "yourself"
         )
+    _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs:
@@ -89,7 +90,8 @@ def add_stream_memory(
 
 def _decoder(model: nn.Module, places: list[Site]) -> Any:
     """The module that embeds tokens and has the layers."""
-    decoder = getattr(model, "base_model", None)
+    find: Any = getattr(model, "get_decoder", None)  # OPT's is inside its base model, and called past it
+    decoder = None if find is None else find()
     if decoder is None or not hasattr(decoder, "get_input_embeddings"):
         raise ValueError(
             f"{type(model).__name__} is no model of transformers, which could take memory_state and return it; give "
@@ -109,6 +111,30 @@ def _hint(config: Any, spanning: ModelMemory | None) -> str:
     if spanning is None or "bias" not in spanning.needs or config._attn_implementation in TAKE_MASKS:
         return ""
     return f"attn_implementation={config._attn_implementation!r} takes none; call model.set_attn_implementation('sdpa')"
+
+
+def _refuse_window(
+    name: str,
+    model: nn.Module,
+    found: list[tuple[Site, Host]],
+    spanning: ModelMemory | None,
+    segment_length: int | None,
+    extra: int,
+) -> None:
+    """A mask of who sees whom takes the place of a sliding window, which therefore must not hide anything.
+
+    Raises:
+        ValueError: it would.
+    """
+    window = min((h.stream.window for _, h in found if h.stream and h.stream.window), default=None)
+    if spanning is None or "bias" not in spanning.needs or window is None:
+        return
+    if segment_length is None or segment_length + extra > window:
+        shorter = f"take segment_length={window - extra} or less, from which it hides nothing, or " * (window > extra)
+        raise ValueError(
+            f"memory {name!r} gives a mask of who sees whom, where {type(model).__name__} has a sliding window of "
+            f"{window} tokens; {shorter or 'take '}the memory's mask='causal'"
+        )
 
 
 def _spanning(decoder: Any, host: Host, name: str, settings: dict[str, Any]) -> ModelMemory:

@@ -1,0 +1,150 @@
+"""A sample of families through every check, each for something of its own; `test_support.py` takes all of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations import family_checks as checks
+from integrations.families import ALL, DECODERS, GROUPED, SEGMENT, Family, decoder, families, words
+from integrations.hosts import library
+
+from cached_transformers import add_memory
+from cached_transformers.integrations.hosts import _ADAPTERS
+
+NAMED = {family.name: family for family in ALL}
+ODD = [NAMED[name] for name in ("falcon_groups", "gemma3_text", "gptj", "opt")]
+"""Fused and grouped; norms behind the heads; a state that no keyword carries; a decoder inside a decoder."""
+SHARED = [NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva")]
+"""Windows of tokens; a mask of products; windows of images, saved under other names; rotary positions of patches."""
+
+
+@families(DECODERS)
+def test_a_memory_is_given_what_the_layer_compares(family: Family) -> None:
+    checks.sees_the_layers_own(family)
+
+
+@pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
+@families(ODD)
+def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
+    spec = checks.STREAMS[memory]
+    for check in (
+        checks.plain_again,
+        checks.carries,
+        checks.generates,
+        checks.trains,
+        checks.checkpoints,
+        checks.saves,
+    ):
+        check(family, spec)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
+def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
+    family = NAMED[name]
+    with pytest.raises(ValueError, match=r"'rmt' needs bias .*mask of who sees whom"):
+        family.with_memory("rmt")
+    checks.generates(family, checks.CAUSAL["rmt"])
+    checks.checkpoints(family, checks.STREAMS["grc_stream"])
+
+
+def test_a_window_shorter_than_the_segment_is_not_lost_behind_a_mask() -> None:
+    family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
+    with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take segment_length=2 or less.*mask='causal'"):
+        family.with_memory({"name": "rmt", "length": 1})
+    with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take the memory's mask='causal'"):
+        family.with_memory(checks.STREAMS["rmt"])
+    checks.generates(family, checks.CAUSAL["rmt"])
+    checks.generates(family, checks.STREAMS["grc_stream"])
+
+
+def test_a_layer_that_runs_again_outside_its_model_s_checkpoint_has_no_state() -> None:
+    """GPT-J hands its blocks no keywords: what is checkpointed by others is not what was handed down."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = NAMED["gptj"].with_memory(checks.STREAMS["grc_stream"]).train()
+    kind = type(model.transformer.h[0])
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+    loss = model(words(), labels=words()).loss
+    with pytest.raises(ValueError, match=r"called without its state.*gradient_checkpointing_enable\(\)"):
+        loss.backward()
+
+
+def test_experts_are_not_balanced_over_segments() -> None:
+    model = NAMED["mixtral"].with_memory(checks.STREAMS["grc_stream"])
+    with pytest.raises(ValueError, match=r"output_router_logits=True.*leave it out"):
+        model(words(), output_router_logits=True)
+
+
+@families(SHARED)
+def test_a_shared_memory(family: Family) -> None:
+    spec = checks.SHARED["grc"]
+    for check in (checks.shared_plain_again, checks.shared_pads, checks.shared_trains, checks.shared_saves):
+        check(family, spec)
+
+
+def test_the_layers_of_albert_share_one_memory() -> None:
+    model = NAMED["albert"].with_memory("grc")
+    assert sum(name.endswith("memory") for name, _ in model.named_modules()) == 1
+
+
+@families([family for family in ALL if family.refused and not family.name.startswith("timm")])
+def test_what_cannot_be_is_refused_by_name(family: Family) -> None:
+    _refused(family)
+
+
+def _refused(family: Family) -> None:
+    model = family.build()
+    before = copy.deepcopy(model.state_dict())
+    for memory in ("grc", "grc_stream"):
+        with pytest.raises(ValueError, match=family.refused):
+            add_memory(model, memory, length=4)
+    assert before.keys() == model.state_dict().keys()
+    assert not any("memory_detach" in vars(module) for module in model.modules())
+
+
+def test_a_model_without_attention_is_told_so() -> None:
+    _refused(NAMED["timm_resnet"])
+
+
+def test_pooling_heads_are_left_as_they_are() -> None:
+    model = NAMED["timm_siglip"].with_memory("grc")
+    assert not any("attn_pool" in name for name, _ in model.named_modules() if name.endswith("memory"))
+
+
+def test_torchvision_s_vit_knows_its_tokens() -> None:
+    torchvision = library("torchvision")
+    sizes: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_layers": 1, "num_heads": 2, "hidden_dim": 16}
+    model = torchvision.models.VisionTransformer(**sizes, mlp_dim=32)
+    add_memory(model, "grc")
+    cache = next(module.memory.cache for module in model.modules() if hasattr(module, "memory"))
+    assert cache.cache_MC.shape[0] == 17
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 1000)
+
+
+def test_every_class_that_an_adapter_names_is_there() -> None:
+    """A name with a slip in it would describe nothing, and nobody would see it."""
+    missing = []
+    for name in _ADAPTERS:
+        module, _, kind = name.rpartition(".")
+        if module.partition(".")[0] not in ("timm", "transformers"):
+            continue
+        library(module.partition(".")[0])
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None, name
+        if not re.search(rf"^ *class {kind}\b", Path(spec.origin).read_text(encoding="utf-8"), re.M):
+            missing.append(name)
+    old = ["timm.models.vision_transformer.Attention"]  # where timm had it before
+    assert [name for name in missing if name not in old] == []
+
+
+def test_a_segment_ends_where_learned_positions_end() -> None:
+    family = decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
+    with pytest.raises(ValueError, match=r"segment_length=9 are 9 places, OPTForCausalLM has positions for 8"):
+        family.with_memory(checks.STREAMS["grc_stream"], segment_length=9)
+    assert SEGMENT < 8
