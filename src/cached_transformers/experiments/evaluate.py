@@ -77,7 +77,7 @@ class Evaluation:
         return in_world(device, self._score)
 
     def _score(self, processes: World) -> Scores:
-        dataset = build_dataset(self.config, self.split)
+        dataset = self._dataset()
         task = task_name(dataset)
         self._check(dataset, task)
         if task not in ("language", "detection", "translation"):
@@ -92,6 +92,17 @@ class Evaluation:
                 treat_memory(model, mode, self.config)
             rows.append({"memory": mode, **self._score_streams_or_pairs(model, dataset, task, mode, processes)})
         return Scores(rows, step)
+
+    def _dataset(self) -> Any:
+        try:
+            return build_dataset(self.config, self.split)
+        except (FileNotFoundError, ValueError) as error:
+            if self.split != "test" or self.config.training.test != "none":
+                raise
+            raise ValueError(
+                f"{self.folder} was trained with training.test=none, and has no test split to score: {error}; give "
+                "--split validation"
+            ) from error
 
     def _check(self, dataset: Any, task: str) -> None:
         """Refuse what these data do not have (ValueError)."""
