@@ -3,6 +3,7 @@ nothing of timm."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ def vit_attention(site: Site) -> Host:
         facts |= {"length": site.length()}
     width, merged = query.in_features, layer.proj.in_features
     asks = ("bias",) if getattr(layer, "relative_position_bias_table", None) is not None else ()
+    read = partial(_vit_query, grid, tuple(inspect.signature(type(layer).forward).parameters)[1:])
     host = Host(width, layer.num_heads, layer.proj, read, facts, attention=_attention(layer, *asks))
     host.refusal = _other_width(layer, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
