@@ -3,6 +3,7 @@ nothing of timm."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -42,9 +43,8 @@ def vit_attention(site: Site) -> Host:
         facts |= {"length": site.length()}
     width, merged = query.in_features, layer.proj.in_features
     asks = ("bias",) if getattr(layer, "relative_position_bias_table", None) is not None else ()
-    host = Host(
-        width, layer.num_heads, layer.proj, partial(_vit_query, grid), facts, attention=_attention(layer, *asks)
-    )
+    read = partial(_vit_query, grid, tuple(inspect.signature(type(layer).forward).parameters)[1:])
+    host = Host(width, layer.num_heads, layer.proj, read, facts, attention=_attention(layer, *asks))
     host.refusal = _other_width(layer, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
@@ -81,10 +81,10 @@ class Grid:
         return map_size(tokens, self.prefix, self.built)
 
 
-def _vit_query(
-    grid: Grid | None, x: Tensor, *_: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **__: Any
-) -> Query:
-    no_mask(attn_mask, is_causal)
+def _vit_query(grid: Grid | None, names: tuple[str, ...], x: Tensor, *others: Any, **given: Any) -> Query:
+    """`names` are those of the layer's arguments: what stands behind `x` differs, a mask must not be overlooked."""
+    given |= dict(zip(names[1:], others, strict=False))
+    no_mask(given.get("attn_mask"), given.get("is_causal", False))
     return Query(x, size=grid.of(x.shape[1]) if grid is not None else None)
 
 

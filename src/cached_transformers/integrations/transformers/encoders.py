@@ -138,7 +138,6 @@ def modernbert_attention(site: Site) -> Host:
         "mbart.MBartAttention",
         "pegasus.PegasusAttention",
         "plbart.PLBartAttention",
-        "speech_to_text.Speech2TextAttention",
         "wav2vec2.Wav2Vec2Attention",
         "whisper.WhisperAttention",
     )
