@@ -326,14 +326,14 @@ def test_a_learned_prompt_beside_a_memory(tmp_path: Path) -> None:
         torch.manual_seed(5)
         return peft.get_peft_model(GPT2.build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
-    model = add_memory(with_prompt(), "rmt", length=2)
+    model = add_memory(with_prompt(), "rmt", length=2, segment_length=4)
     steps(model.train(), logits)
     copies = named(model, "memory.modules_to_save.default")
     assert copies and all(p.grad is not None and p.grad.any() for p in copies.values())
     with torch.no_grad():
         trained = logits(model.eval())
         model.save_pretrained(tmp_path)
-        base = add_memory(GPT2.build(), "rmt", length=2)
+        base = add_memory(GPT2.build(), "rmt", length=2, segment_length=4)
         assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), trained)
 
 

@@ -115,7 +115,7 @@ def test_an_adapter_of_one_s_own(kind: type[PlainAttention]) -> None:
 def test_a_decoder_of_torch_alone_is_refused_with_the_way_out(kind: Any) -> None:
     layer = nn.TransformerDecoderLayer(16, 2, 32)
     model = layer if kind is nn.TransformerDecoderLayer else nn.TransformerDecoder(layer, 2)
-    with pytest.raises(ValueError, match=rf"{kind.__name__}: no attention layer that is an encoder's; .*give the enc"):
+    with pytest.raises(ValueError, match=rf"{kind.__name__} has no attention layer but those .*give the enc"):
         add_memory(model, "grc", length=4)
 
 

@@ -218,7 +218,7 @@ def test_a_forward_that_accelerate_wraps_stays_in_the_way(first: bool) -> None:
         return model
 
     def with_memory(model: Any) -> Any:
-        return awaken(add_memory(model, "memorizing", length=16, k=4, layer=1))
+        return awaken(add_memory(model, "memorizing", length=16, k=4, layer=1, segment_length=None))
 
     model = with_memory(hook(LLAMA.build())) if first else hook(with_memory(LLAMA.build()))
     assert torch.equal(logits(model), logits(with_memory(LLAMA.build())))

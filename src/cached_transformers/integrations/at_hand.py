@@ -5,13 +5,12 @@ accelerate brings the weights of a module when its forward is called. Those of a
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from cached_transformers.extras import require
 
 Result = TypeVar("Result")
 
@@ -40,7 +39,7 @@ def with_weights(memory: nn.Module, call: Callable[..., Result], *args: Any) -> 
     hooks: list[tuple[Any, Any]] = [(m, m._hf_hook) for m in memory.modules() if hasattr(m, "_hf_hook")]
     if not hooks:
         return call(*args)
-    idle = require("accelerate.hooks", extra="language").ModelHook
+    idle = importlib.import_module("accelerate.hooks").ModelHook  # there, since the hooks are its own
     for module, hook in hooks:
         hook.pre_forward(module)
         module._hf_hook = idle()  # does nothing: a forward within the call would send the weights away again

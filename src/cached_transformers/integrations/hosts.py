@@ -221,18 +221,15 @@ def sites(
         elif "attention" in type(layer).__name__.lower() or type(layer).__name__.endswith("Attn"):
             strangers.append((name, layer))
     strangers = [(n, m) for n, m in strangers if not any(inner.startswith(n + ".") for inner in described)]
-    if described and not (found or strangers):
-        raise ValueError(
-            f"{type(model).__name__}: no attention layer that is an encoder's; {described[0] or 'this one'} and the "
-            "like are causal or attend another text, and are left as they are; give the encoder, or take create_model"
-            "('encoder_decoder', memory=...)"
-        )
     if strangers or not found:
         classes = sorted({f"{type(m).__module__}.{type(m).__qualname__}" for _, m in strangers})
         if not classes:
-            of_its_own = " but those that are left as they are (of a decoder, or a pooling head)" if described else ""
+            left = way_out = ""
+            if described:
+                left = f" but those that are left alone ({described[0] or 'itself'}: of a decoder, or a pooling head)"
+                way_out = "; give the encoder, or take create_model('encoder_decoder', memory=...)"
             raise ValueError(
-                f"{type(model).__name__} has no attention layer{of_its_own}, in which a memory could stand"
+                f"{type(model).__name__} has no attention layer{left}, in which a memory could stand{way_out}"
             )
         what = f"no adapter for attention class {', '.join(classes)}"
         raise ValueError(

@@ -19,7 +19,8 @@ Weights = tuple[Tensor, Tensor | None] | None
 def weights_of(linear: Any) -> Weights:
     """Weight and bias of an nn.Linear; None for what replaces one (adapters, quantised or parametrised layers)."""
     plain = type(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
-    return (linear.weight, linear.bias) if plain and type(linear.weight) in (nn.Parameter, Tensor) else None
+    # Tensors of several, as quantised ones and those that FSDP cuts up, are no matrices to compute with.
+    return (linear.weight, linear.bias) if plain and not hasattr(linear.weight, "__tensor_flatten__") else None
 
 
 def plain_weights(linear: Any) -> Weights:

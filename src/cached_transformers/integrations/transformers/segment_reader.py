@@ -73,6 +73,9 @@ class SegmentReader:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.handed: Carried | None = None
+        torch.compiler.disable(
+            SegmentReader._read_apart, recursive=False
+        )  # marks it; here, since it imports the compiler
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     @property
@@ -247,7 +250,6 @@ class SegmentReader:
         """One segment after the other."""
         return list(read_segments(self._segment, calls, state))
 
-    @torch.compiler.disable(recursive=False)
     def _read_apart(self, calls: list[Call], state: MemoryState) -> list[Answer]:
         """The same while torch.compile traces: what reads a segment is a graph of its own, and serves all segments."""
         answers: list[Answer] = []
