@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from integrations.families import SEGMENT, Family, words
 from integrations.hosts import close_gates
+from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
@@ -30,16 +31,6 @@ SHARED: dict[str, dict[str, Any]] = {
 """The memories that models take whose tokens see their whole segment."""
 
 
-def awake(model: Any, seed: int = 3) -> Any:
-    """Larger random weights of the memory, so that what is read shows in the output."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "memory." in name:
-                parameter.normal_(0, 0.5)
-    return model
-
-
 def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -56,7 +47,7 @@ def segments(model: Any, ids: Tensor) -> Tensor:
 def plain_again(family: Family, memory: dict[str, Any]) -> None:
     """A memory shows; closed or taken away, it leaves what was there."""
     plain, ids = family.build(), words()
-    model = awake(family.with_memory(memory))
+    model = awaken(family.with_memory(memory))
     assert (model(ids).logits - segments(plain, ids)).abs().max() > 1e-4
     if memory["name"] in ("grc_stream", "memorizing"):
         close_gates(model)
@@ -67,7 +58,7 @@ def plain_again(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def carries(family: Family, memory: dict[str, Any]) -> None:
     """Reading in segments is carrying the state by hand."""
-    model, ids = awake(family.with_memory(memory)), words()
+    model, ids = awaken(family.with_memory(memory)), words()
     state, parts = None, []
     for piece in ids.split(SEGMENT, 1):
         out = model(piece, memory_state=state)
@@ -82,7 +73,7 @@ def carries(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
     """The same text with and without keys and values, over more than two segments; and what the model would say."""
-    model, prompt = awake(family.with_memory(memory)), words(tokens=4)
+    model, prompt = awaken(family.with_memory(memory)), words(tokens=4)
     options = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams, "eos_token_id": None}
     kept, anew = (model.generate(prompt, use_cache=use, **options) for use in (True, False))
     assert kept.shape[1] == 13 and torch.equal(kept, anew)
@@ -106,7 +97,7 @@ def _gradients(model: Any, ids: Tensor, checkpointing: bool) -> dict[str, Tensor
 
 def trains(family: Family, memory: dict[str, Any]) -> None:
     """Every parameter of the memory gets a gradient."""
-    _all_train(_gradients(awake(family.with_memory(memory)), words(), False), family.with_memory(memory))
+    _all_train(_gradients(awaken(family.with_memory(memory)), words(), False), family.with_memory(memory))
 
 
 def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
@@ -118,7 +109,7 @@ def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
 
 def checkpoints(family: Family, memory: dict[str, Any]) -> None:
     """Activation checkpointing changes no gradient, the host's and the memory's alike."""
-    plain, again = (_gradients(awake(family.with_memory(memory)), words(), on) for on in (False, True))
+    plain, again = (_gradients(awaken(family.with_memory(memory)), words(), on) for on in (False, True))
     assert plain.keys() == again.keys()
     for name in plain:
         equal(again[name], plain[name])
@@ -127,7 +118,7 @@ def checkpoints(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def saves(family: Family, memory: dict[str, Any]) -> None:
     """What was saved says the same when it is loaded."""
-    model, ids = awake(family.with_memory(memory)), words()
+    model, ids = awaken(family.with_memory(memory)), words()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         equal(load_pretrained(folder)(ids).logits, model(ids).logits)
@@ -135,7 +126,7 @@ def saves(family: Family, memory: dict[str, Any]) -> None:
 
 def compiles(family: Family, memory: dict[str, Any]) -> None:
     """torch.compile traces one graph, with the same values and gradients."""
-    model, ids = awake(family.with_memory(memory)), words(tokens=2 * SEGMENT)
+    model, ids = awaken(family.with_memory(memory)), words(tokens=2 * SEGMENT)
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
@@ -157,7 +148,7 @@ def twice(family: Family, model: Any, given: dict[str, Any] | None = None) -> Te
 def shared_plain_again(family: Family, memory: dict[str, Any]) -> None:
     """As `plain_again`."""
     plain, given = family.build(), family.given()
-    model = awake(family.with_memory(memory)).train()
+    model = awaken(family.with_memory(memory)).train()
     with torch.no_grad():
         twice(family, model)
         model.eval()
@@ -176,7 +167,7 @@ def shared_pads(family: Family, memory: dict[str, Any]) -> None:
     if hidden is None or "input_ids" not in given:
         return
     other = {**given, "input_ids": torch.where(hidden > 0, given["input_ids"], 7)}
-    a, b = (twice(family, awake(family.with_memory(memory)), batch) for batch in (given, other))
+    a, b = (twice(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
     rows = hidden.bool() if a.shape[:2] == hidden.shape else torch.ones(a.shape[:2], dtype=torch.bool)
     equal(a[rows], b[rows])
 
@@ -194,12 +185,12 @@ def _shared_gradients(family: Family, model: Any, checkpointing: bool) -> dict[s
 
 def shared_trains(family: Family, memory: dict[str, Any]) -> None:
     """As `trains`."""
-    _all_train(_shared_gradients(family, awake(family.with_memory(memory)), False), family.with_memory(memory))
+    _all_train(_shared_gradients(family, awaken(family.with_memory(memory)), False), family.with_memory(memory))
 
 
 def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
     """As `checkpoints`."""
-    plain, again = (_shared_gradients(family, awake(family.with_memory(memory)), on) for on in (False, True))
+    plain, again = (_shared_gradients(family, awaken(family.with_memory(memory)), on) for on in (False, True))
     assert plain.keys() == again.keys()
     for name in plain:
         scale = float(plain[name].abs().max()) + 1e-6
@@ -209,7 +200,7 @@ def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def shared_saves(family: Family, memory: dict[str, Any]) -> None:
     """As `saves`, cache and all."""
-    model, given = awake(family.with_memory(memory)).train(), family.given()
+    model, given = awaken(family.with_memory(memory)).train(), family.given()
     twice(family, model)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +217,7 @@ def shared_saves(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def shared_generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
     """As `generates`; of encoder-decoders."""
-    model = awake(family.with_memory(memory)).eval()
+    model = awaken(family.with_memory(memory)).eval()
     given = {name: t for name, t in family.given().items() if name != "decoder_input_ids"}
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
     assert torch.equal(*(model.generate(**given, use_cache=use, **options) for use in (True, False)))
@@ -240,7 +231,7 @@ def shared_searches(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
     """As `compiles`."""
-    model, given = awake(family.with_memory(memory)).eval(), family.given()
+    model, given = awaken(family.with_memory(memory)).eval(), family.given()
     expected = family.output(model(**given))
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=False)

@@ -406,6 +406,10 @@ def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
         assert torch.equal(logits(model), plain)
     assert fingerprint(model) == before
     assert all(config.modules_to_save is None for config in model.peft_config.values())
+    base = model.get_base_model()
+    assert not {"save_pretrained", "push_to_hub"} & vars(base).keys() and not hasattr(
+        base.config, "cached_transformers"
+    )
 
 
 def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
