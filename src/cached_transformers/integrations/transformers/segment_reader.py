@@ -73,9 +73,9 @@ class SegmentReader:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.handed: Carried | None = None
-        torch.compiler.disable(
-            SegmentReader._read_apart, recursive=False
-        )  # marks it; here, since it imports the compiler
+        if not hasattr(SegmentReader._read_apart, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
+            outside = torch.compiler.disable(SegmentReader._read_apart, recursive=False)
+            setattr(SegmentReader, "_read_apart", outside)  # noqa: B010  (a type checker sees no method there)
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     @property
