@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
+from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
@@ -93,6 +94,9 @@ class SegmentReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
+        tuned = initial_state_of(self.decoder)
+        if tuned is not None:
+            return tuned(rows)
         memory = self.memory
         model: State = ()
         if memory is not None:
