@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import launch
-import pages
 import pytest
 import torch
-from pages import PROJECT, TEXTS, Block
+from docs.pages import PROJECT, TEXTS, Block
+
+from docs import pages
 
 CONTINUED = "examples of this page go on from one another"
 """What a page says whose blocks share their names; any other block runs alone."""
@@ -40,7 +41,12 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
         "facebook/bart-base": lambda: transformers.BartConfig(
             **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+            **{
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "decoder_ffn_dim": 16,
+            },
         ),
     }
     load = transformers.PreTrainedModel.from_pretrained.__func__
