@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs import pages
 
 from cached_transformers import extras
 from cached_transformers.extras import require
+from docs import pages
 
 PROJECT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
