@@ -11,6 +11,8 @@ import launch
 import pytest
 import torch
 from docs.pages import PROJECT, TEXTS, Block
+from integrations.hosts import library
+from integrations.transformers_hosts import byte_tokenizer
 
 from docs import pages
 
@@ -34,9 +36,7 @@ TOGETHER = sorted({block.page for block in RUN if CONTINUED in TEXTS[block.page]
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working folder; and small models of random weights in the place of those that would be fetched."""
-    import cached_transformers  # noqa: F401 - makes the next import work beside any torchvision
-
-    transformers = pytest.importorskip("transformers")
+    transformers = library("transformers")
     sizes: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
         "facebook/bart-base": lambda: transformers.BartConfig(
@@ -64,18 +64,6 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", classmethod(tokenizer))
     monkeypatch.chdir(tmp_path)
-
-
-def byte_tokenizer() -> Any:
-    """A tokenizer of transformers with an id for each byte, as GPT-2's without its merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def classifier_of_before() -> None:

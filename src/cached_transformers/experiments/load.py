@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: configuration, trained model, and a detector's classes."""
+"""What a run folder holds, read back: configuration, trained model, what writes with it, and a detector's classes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from cached_transformers.extras import require
+from cached_transformers.integrations.transformers.load import load_pretrained
+from cached_transformers.tasks.language.reading import read_tokenizer
+from cached_transformers.tasks.language.writing import Writer, words_of, words_of_transformers
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, stored_config
 from cached_transformers.training.checkpoint_average import load_average
 from cached_transformers.training.config import RunConfig, config_to_dict, differing_keys, with_defaults
-from cached_transformers.training.run_files import CATEGORIES, CONFIG
+from cached_transformers.training.run_files import CATEGORIES, CONFIG, TOKENIZER
 from cached_transformers.training.same_data import refuse_exchanged
 from cached_transformers.yaml_tree import flatten, parse_yaml
 
@@ -59,6 +64,36 @@ def load_run(
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from None
     return config, model, stored.step
+
+
+def load_writer(folder: Path, checkpoint: str, length: int | None, device: torch.device) -> Writer:
+    """What continues texts: the language model of a run, or a model of transformers that was saved with its memory.
+
+    Args:
+        folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model.
+        checkpoint: of a run, as in `load_run`.
+        length: tokens of a segment; None for what the model was trained or saved with.
+
+    Raises:
+        ValueError: the folder is neither; what it holds writes no text; its tokenizer is missing.
+    """
+    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
+        config, model, _ = load_run(folder, checkpoint)
+        tokenizer = read_tokenizer(folder / TOKENIZER, model)
+        length = length or config.evaluation.segment_length or config.training.segment_length
+        return Writer(model.to(device), words_of(tokenizer), length)
+    if checkpoint != "best":
+        raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
+    hosted = load_pretrained(str(folder))
+    try:
+        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder} has no tokenizer that transformers can read ({error}); save it beside the model: "
+            f"tokenizer.save_pretrained({str(folder)!r})"
+        ) from None
+    length = length or hosted.config.cached_transformers.get("segment_length")
+    return Writer(hosted.to(device), words_of_transformers(found), length)
 
 
 def _of_model(difference: str) -> bool:
