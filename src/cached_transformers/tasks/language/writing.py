@@ -103,9 +103,10 @@ class Writer:
         """
         first = self.words.first if before is None else (int(before.last),)
         ids = [*first, *self.words.encode(prompt)]
-        if not ids and self.words.end is None:
-            raise ValueError("the prompt is empty, and the tokenizer has no token between texts; give a prompt")
-        ids = ids or [self.words.end]
+        if not ids:
+            if self.words.end is None:
+                raise ValueError("the prompt is empty, and the tokenizer has no token between texts; give a prompt")
+            ids = [self.words.end]
         text = GrowingText(self.words.decode, ids[-CONTEXT:])
         each = None if options.get("beams", 1) > 1 else lambda token_B: say(text.more([int(token_B)]))
         found = generate(
