@@ -19,7 +19,7 @@ from cached_transformers import __version__
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 
-from . import benchmark, compare, detect, evaluate, explain, generate, plot, probe, reproduce, stream, train
+from . import benchmark, compare, completion, detect, evaluate, explain, generate, plot, probe, reproduce, stream, train
 from . import list as list_command
 from . import translate as translate_command
 
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, compare, reproduce, plot, probe, stream, generate, benchmark):
+    for module in (*shown, compare, reproduce, plot, probe, stream, generate, benchmark, completion):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)
