@@ -22,15 +22,16 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "class MyMemory"): "a form to be filled in; tests/contract/outside_memory.py is one that is",
     ("docs/architecture.md", "class LayerMemory"): "signatures; tests/packaging/test_seam.py compares them",
     ("docs/transformers.md", "push_to_hub"): "sends a model to the Hub; tests/integrations/test_auto_classes.py",
+    ("docs/training-elsewhere.md", "import lightning"): "not among what tests install; run below where it is there",
 }
-"""Blocks by page and by words that stand in them, and why they are not run."""
+"""Blocks by page and by words that stand in them, and why they are not run with the others."""
 OURS = re.compile(r"^\s*(?:from|import) cached_transformers", re.MULTILINE)
 OTHERS = re.compile(r"^\s*(?:from|import) (?:timm|torchvision|transformers|peft|accelerate|lightning)\b", re.MULTILINE)
 
 BLOCKS = list(pages.blocks("python"))
 RUN = [b for b in BLOCKS if not any(page == b.page and words in b.text for page, words in NOT_RUN)]
-ALONE = [block for block in RUN if CONTINUED not in TEXTS[block.page]]
-TOGETHER = sorted({block.page for block in RUN if CONTINUED in TEXTS[block.page]})
+TOGETHER = [page for page, text in TEXTS.items() if CONTINUED in " ".join(text.split())]
+ALONE = [block for block in RUN if block.page not in TOGETHER]
 
 
 @pytest.fixture
@@ -75,7 +76,15 @@ def classifier_of_before() -> None:
     torch.save(timm.create_model("pvt_tiny_grc").state_dict(), "cached.pth")
 
 
-PREPARED: dict[str, Callable[[], None]] = {"docs/backbones.md": classifier_of_before}
+def a_book() -> None:
+    """The text that docs/language-modelling.md reads."""
+    Path("book.txt").write_text("It was the best of times, it was the worst of times.\n" * 40, encoding="utf-8")
+
+
+PREPARED: dict[str, Callable[[], None]] = {
+    "docs/backbones.md": classifier_of_before,
+    "docs/language-modelling.md": a_book,
+}
 """Pages that read files of the reader's, and what writes such files."""
 
 
@@ -101,11 +110,19 @@ def test_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
             run(block, names)
 
 
+@pytest.mark.usefixtures("published")
+@pytest.mark.filterwarnings("ignore")  # of lightning's own, which depend on the machine
+def test_the_block_for_lightning_runs_where_it_is_installed() -> None:
+    pytest.importorskip("lightning")
+    (block,) = (block for block in BLOCKS if "import lightning" in block.text)
+    run(block, {"__name__": "page"})
+
+
 def test_what_is_not_run_is_there_and_has_its_reason() -> None:
     assert len(RUN) == len(BLOCKS) - len(NOT_RUN), "an entry of NOT_RUN is of no block, or of several"
     assert set(PREPARED) <= set(TOGETHER)
     tests = {path for why in NOT_RUN.values() for path in re.findall(r"tests/[\w/]+\.py", why)}
-    assert len(tests) == len(NOT_RUN) and [path for path in tests if not (PROJECT / path).is_file()] == []
+    assert len(tests) == len(NOT_RUN) - 1 and [path for path in tests if not (PROJECT / path).is_file()] == []
 
 
 def test_ours_is_imported_before_what_needs_torchvision() -> None:
