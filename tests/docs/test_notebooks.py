@@ -13,7 +13,11 @@ from docs.pages import PROJECT, TEXTS
 from integrations.hosts import library
 
 NOTEBOOKS = sorted((PROJECT / "docs" / "notebooks").glob("*.ipynb"))
-NEEDS = {"gpt2_with_lora": ("transformers", "peft"), "grc_in_timm": ("timm", "sklearn")}
+NEEDS = {
+    "gpt2_with_lora": ("transformers", "peft"),
+    "grc_in_timm": ("timm", "sklearn"),
+    "a_memory_of_your_own": ("transformers",),
+}
 SHOWN = {
     "gpt2_with_lora": (r"carried (100|[89]\d)%\nemptied [1-4]\d%", "the memory is what answers"),
     "grc_in_timm": (r"plain [6-9]\d\.\d%, with GRC [6-9]\d\.\d%", "both have learned"),
