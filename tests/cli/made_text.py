@@ -9,7 +9,7 @@ from cached_transformers.cli.main import main
 TEXT = "It was the best of times, it was the worst of times.\nIt was spring.\n\n  And winter, naïve — too.\n" * 60
 
 
-def train_on_bytes(folder: Path) -> Path:
+def train_on_bytes(folder: Path, *overrides: str) -> Path:
     """Train it; returns the run folder."""
     (folder / "input.txt").write_text(TEXT)
     recipe = folder / "recipe.yaml"
@@ -20,5 +20,5 @@ def train_on_bytes(folder: Path) -> Path:
         "training: {steps: 2, batch_size: 2, segment_length: 8, metric: bits_per_byte}\n"
         "optimizer: {name: adamw, learning_rate: 1e-3}\n"
     )
-    assert main(["train", str(recipe), "--out", str(folder / "run")]) == 0
+    assert main(["train", str(recipe), *overrides, "--out", str(folder / "run")]) == 0
     return folder / "run"

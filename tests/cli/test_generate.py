@@ -13,9 +13,9 @@ import torch
 from cli.made_text import TEXT, train_on_bytes
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
+from safetensors.torch import load_file
 
 from cached_transformers import add_memory, generate
-from cached_transformers import state as states
 from cached_transformers.cli.main import main
 from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
 from cached_transformers.experiments.load import load_run
@@ -71,24 +71,27 @@ def test_the_likeliest_text_is_that_of_reading_it_anew(run: Path, capsys: pytest
     assert printed == bytes_of(want) + "\n"
 
 
-def test_a_kept_text_goes_on_where_it_ended(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Behind a state a segment begins, so that the text is stopped where a segment ends."""
+@pytest.mark.parametrize("count", [3, 7, 8])  # into a segment, one that is full, one token behind it
+def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
     _, model, _ = load_run(run)
     writer = Writer(model, BYTES, SEGMENT)
     ids = [ord("\n"), *PROMPT.encode()]
-    count = 4 * SEGMENT + 1 - len(ids)  # the state has not read the last token
-    first, kept = writer.write(PROMPT, str, tokens=count, temperature=0.0)
-    states.save(kept, tmp_path / "state")
-    second, _ = writer.write("", str, writer.load(tmp_path / "state"), tokens=9, temperature=0.0)
-    assert [*first.tokens[0].tolist(), *second.tokens[0].tolist()] == likeliest(model, ids, count + 9)
+    first = writer.write(PROMPT, str, tokens=count, temperature=0.0).tokens[0].tolist()
+    writer.session.save(tmp_path / "state")
+    told: list[str] = []
+    again = Writer(model, BYTES, SEGMENT, tmp_path / "state")
+    second = again.write("!", told.append, tokens=9, temperature=0.0).tokens[0].tolist()
+    assert first == likeliest(model, ids, count) and second == likeliest(model, [*ids, *first, ord("!")], 9)
 
     words = [run, "--temperature", 0, "--save-state", tmp_path / "kept"]
     call(capsys, *words, "--prompt", PROMPT, "--tokens", count)
-    assert (tmp_path / "kept").read_bytes() == (tmp_path / "state").read_bytes()
-    told: list[str] = []
-    writer.write("!", told.append, kept, tokens=9, temperature=0.0)
+    kept, stored = load_file(tmp_path / "kept"), load_file(tmp_path / "state")
+    assert kept.keys() == stored.keys() and all(torch.equal(kept[name], stored[name]) for name in kept)
     assert call(capsys, *words, "--state", tmp_path / "kept", "--prompt", "!", "--tokens", 9) == "".join(told) + "\n"
-    assert (tmp_path / "kept").read_bytes() != (tmp_path / "state").read_bytes()
+    longer = load_file(tmp_path / "kept")
+    assert any(not torch.equal(longer[name], stored[name]) for name in stored), "and is kept in turn"
 
 
 def test_what_is_drawn_depends_on_the_seed_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,8 +133,8 @@ def test_it_is_told_token_by_token(run: Path) -> None:
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(len(said)))
     writer = Writer(model, BYTES, SEGMENT)
-    found, _ = writer.write("It", said.append, tokens=5, temperature=0.0)
-    assert len(said) == 6 and calls == [0, 1, 2, 3, 4]
+    found = writer.write("It", said.append, tokens=5, temperature=0.0)
+    assert len(said) == 6 and calls[:5] == [0, 1, 2, 3, 4]
     assert "".join(said) == bytes_of(found.tokens[0].tolist())
 
 
@@ -178,7 +181,9 @@ def test_bad_words_are_refused(run: Path, capsys: pytest.CaptureFixture[str], op
 def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call(capsys, run, "--prompt", "a", "--tokens", 2, "--save-state", tmp_path / "state")
     words = [run, "--prompt", "b", "--state", tmp_path / "state"]
-    assert "kept by other weights or another segment length" in refused(capsys, *words, "--segment-length", 5)
+    assert "loaded with the segment_length that it had, here 5" in refused(capsys, *words, "--segment-length", 5)
+    other = train_on_bytes(tmp_path, "optimizer.learning_rate=0.1")
+    assert "was made with other weights" in refused(capsys, other, *words[1:])
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:50])
     assert "is no whole state file" in refused(capsys, *words)
     (tmp_path / "text").write_bytes(b"\xff")

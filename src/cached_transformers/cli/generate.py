@@ -52,22 +52,24 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
     import torch
 
-    from cached_transformers import state as states
     from cached_transformers.experiments.load import load_writer
     from cached_transformers.training.distributed import pick_device
 
+    if arguments.state is not None and not arguments.state.is_file():
+        raise FileNotFoundError(f"{arguments.state} is not a file; give a state that --save-state has written")
     device = pick_device(arguments.device)
-    writer = load_writer(arguments.folder, arguments.checkpoint, arguments.segment_length, device)
-    before = None if arguments.state is None else writer.load(arguments.state)
+    writer = load_writer(
+        arguments.folder, arguments.checkpoint, arguments.segment_length, device, state=arguments.state
+    )
     names = ("tokens", "temperature", "top_k", "top_p", "beams", "length_penalty")
     options = {name: getattr(arguments, name) for name in names}
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
-    found, kept = writer.write(prompt, _say, before, generator=generator, **options)
+    found = writer.write(prompt, _say, generator=generator, **options)
     seconds = time.perf_counter() - clock
     _say("\n")
     if arguments.save_state is not None:
-        states.save(kept, arguments.save_state)
+        writer.session.save(arguments.save_state)
     count = int(found.lengths)
     print(f"{count:,} tokens, {count / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0

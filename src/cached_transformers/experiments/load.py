@@ -66,22 +66,26 @@ def load_run(
     return config, model, stored.step
 
 
-def load_writer(folder: Path, checkpoint: str, length: int | None, device: torch.device) -> Writer:
+def load_writer(
+    folder: Path, checkpoint: str, length: int | None, device: torch.device, *, state: Path | None = None
+) -> Writer:
     """What continues texts: the language model of a run, or a model of transformers that was saved with its memory.
 
     Args:
         folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model.
         checkpoint: of a run, as in `load_run`.
         length: tokens of a segment; None for what the model was trained or saved with.
+        state: file of a text that is gone on with, as `Session.save` writes it.
 
     Raises:
-        ValueError: the folder is neither; what it holds writes no text; its tokenizer is missing.
+        ValueError: the folder is neither; what it holds writes no text; its tokenizer is missing; the state is that of
+            other weights or segments.
     """
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         config, model, _ = load_run(folder, checkpoint)
         tokenizer = read_tokenizer(folder / TOKENIZER, model)
         length = length or config.evaluation.segment_length or config.training.segment_length
-        return Writer(model.to(device), words_of(tokenizer), length)
+        return Writer(model.to(device), words_of(tokenizer), length, state)
     if checkpoint != "best":
         raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
     hosted = load_pretrained(str(folder))
@@ -92,8 +96,7 @@ def load_writer(folder: Path, checkpoint: str, length: int | None, device: torch
             f"{folder} has no tokenizer that transformers can read ({error}); save it beside the model: "
             f"tokenizer.save_pretrained({str(folder)!r})"
         ) from None
-    length = length or hosted.config.cached_transformers.get("segment_length")
-    return Writer(hosted.to(device), words_of_transformers(found), length)
+    return Writer(hosted.to(device), words_of_transformers(found), length, state)
 
 
 def _of_model(difference: str) -> bool:

@@ -1,27 +1,20 @@
-"""Writing on with a trained language model: a text goes in, and what follows it comes out while it is chosen.
-
-What has to be kept to go on later is the model's state and the last token, which the state has not read yet: a `Kept`.
-"""
+"""Writing on with a trained language model: a text goes in, and what follows it comes out while it is chosen."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from cached_transformers import state as states
 from cached_transformers.data.tokenizers import Tokenizer
-from cached_transformers.models.generation import Generation, generate
-from cached_transformers.models.segments import as_language_model
+from cached_transformers.models.generation import Generation
+from cached_transformers.models.session import Session
 
 CONTEXT = 16
 """Tokens before a continuation that its first word is written behind: a blank between the two may be a part of it."""
-SAMPLE = 64
-"""Values of each tensor that a fingerprint is of."""
 INCOMPLETE = "\ufffd"
 """What stands for the bytes of a character of which some are still to come."""
 
@@ -66,79 +59,50 @@ def words_of_transformers(tokenizer: Any) -> Words:
     return Words(tuple(tokenizer("")["input_ids"]), encode, decode, tokenizer.eos_token_id)
 
 
-class Kept(NamedTuple):
-    """A text that may go on: what the model carries, its last token, and which model and segments it is of."""
-
-    state: states.State
-    last: Tensor
-    what: Tensor
-
-
 class Writer:
     """A language model that goes on with a text.
 
     Args:
         model: a language model, or a model of transformers with a memory.
         words: of its tokenizer.
-        length: tokens of a segment, as in training; None reads a text as one segment.
+        length: tokens of a segment, as in training; None for what the model knows.
+        path: file of a text that `session.save` has kept; None for a text that begins.
+
+    Attributes:
+        session: the text so far.
+
+    Raises:
+        ValueError: the file is damaged, or of other weights or another length of segments.
     """
 
-    def __init__(self, model: nn.Module, words: Words, length: int | None) -> None:
-        self.model, self.words, self.length = as_language_model(model).eval(), words, length
-        self.what = fingerprint(model, length)
-        self.device = next(model.parameters()).device
+    def __init__(self, model: nn.Module, words: Words, length: int | None, path: Path | None = None) -> None:
+        self.words = words
+        self.session = Session(model, length) if path is None else Session.load(model, path, length)
 
-    def write(
-        self, prompt: str, say: Callable[[str], object], before: Kept | None = None, **options: Any
-    ) -> tuple[Generation, Kept]:
-        """Continue a text; the continuation is given to `say` piece by piece, and as a whole where beams find it.
+    def write(self, prompt: str, say: Callable[[str], object], **options: Any) -> Generation:
+        """Continue the text; the continuation is given to `say` piece by piece, and as a whole where beams find it.
 
         Args:
-            prompt: the text, or what follows the one that was kept. Without both a text begins.
-            before: what was kept of the text so far.
+            prompt: what follows the text so far.
             options: of `generate`.
 
         Raises:
             ValueError: nothing to go on with, or what `generate` refuses.
         """
-        first = self.words.first if before is None else (int(before.last),)
-        ids = [*first, *self.words.encode(prompt)]
-        if not ids:
+        ids = [*(self.words.first if self.session.tokens == 0 else ()), *self.words.encode(prompt)]
+        if not ids and self.session.tokens == 0:
             if self.words.end is None:
                 raise ValueError("the prompt is empty, and the tokenizer has no token between texts; give a prompt")
             ids = [self.words.end]
-        text = GrowingText(self.words.decode, ids[-CONTEXT:])
+        before = [*self.session.mark().open_1N[0].tolist(), *ids]
+        text = GrowingText(self.words.decode, before[-CONTEXT:])
         each = None if options.get("beams", 1) > 1 else lambda token_B: say(text.more([int(token_B)]))
-        found = generate(
-            self.model,
-            torch.tensor([ids], device=self.device),
-            None if before is None else states.to(before.state, self.device),
-            segment_length=self.length,
-            eos=self.words.end,
-            each=each,
-            **options,
-        )
+        self.session.read(torch.tensor([ids], dtype=torch.long))
+        found = self.session.generate(eos=self.words.end, each=each, **options)
         if each is None:
             say(text.more(found.tokens[0].tolist()))
         say(text.rest())
-        return found, Kept(found.state, found.tokens[:, -1:].cpu(), self.what)
-
-    def load(self, path: Path) -> Kept:
-        """What `states.save` has kept.
-
-        Raises:
-            ValueError: the file is damaged, or of another model or length of segments.
-        """
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is not a file; give a state that --save-state has written")
-        empty = Kept(self.model.init_state(1), torch.zeros(1, 1, dtype=torch.long), self.what)
-        kept: Kept = states.load(path, empty)
-        if not torch.equal(kept.what, self.what):
-            raise ValueError(
-                f"{path} was kept by other weights or another segment length; give that run, checkpoint and "
-                "--segment-length, or begin without --state"
-            )
-        return kept
+        return found
 
 
 class GrowingText:
@@ -166,18 +130,3 @@ class GrowingText:
     def rest(self) -> str:
         """What waits."""
         return self.decode(self.ids)[self.shown :]
-
-
-def fingerprint(model: nn.Module, length: int | None) -> Tensor:
-    """32 bytes, (1, 32), that change with the weights (some values of each tensor) and the segments.
-
-    Args:
-        length: tokens of a segment.
-    """
-    digest = hashlib.sha256(f"{length}".encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].cpu()
-        digest.update(sample.to(torch.float64).numpy().tobytes())
-    return torch.tensor(list(digest.digest()), dtype=torch.uint8)[None]
