@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,18 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
     assert "is not UTF-8" in refused(capsys, run, "--file", tmp_path / "text")
     (tmp_path / "elsewhere").mkdir()
     assert "is not a run folder" in refused(capsys, tmp_path / "elsewhere", "--prompt", "a")
+
+
+def test_a_model_of_ours_that_was_saved_alone_writes_as_its_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, model, _ = load_run(run)
+    model.save_pretrained(tmp_path / "ours")
+    words = ["--prompt", PROMPT, "--tokens", 12, "--temperature", 0]
+    assert "has no tokenizer.json" in refused(capsys, tmp_path / "ours", *words, "--segment-length", SEGMENT)
+    shutil.copy(run / "tokenizer.json", tmp_path / "ours")
+    assert "give segment_length" in refused(capsys, tmp_path / "ours", *words)
+    assert call(capsys, tmp_path / "ours", *words, "--segment-length", SEGMENT) == call(capsys, run, *words)
 
 
 def test_a_model_of_transformers_writes_what_its_own_generate_does(

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "folder",
         metavar="RUN",
         type=Path,
-        help="a run folder of a language model, or a folder that a model of transformers with a memory was saved to",
+        help="a run folder of a language model, or one of save_pretrained with the tokenizer beside the model",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="the text (default: standard input, where it is no terminal)")
     parser.add_argument("--file", type=Path, metavar="FILE", help="the text in a file, of any length")

@@ -13,6 +13,7 @@ from torch import nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.transformers.load import load_pretrained
+from cached_transformers.models.published import Published
 from cached_transformers.tasks.language.reading import read_tokenizer
 from cached_transformers.tasks.language.writing import Writer, words_of, words_of_transformers
 from cached_transformers.tasks.recipes import config_from_dict
@@ -69,10 +70,11 @@ def load_run(
 def load_writer(
     folder: Path, checkpoint: str, length: int | None, device: torch.device, *, state: Path | None = None
 ) -> Writer:
-    """What continues texts: the language model of a run, or a model of transformers that was saved with its memory.
+    """What continues texts: the language model of a run, or a model that was saved by `save_pretrained`.
 
     Args:
-        folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model.
+        folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model (transformers' own, or
+            for a model of ours the file of its run).
         checkpoint: of a run, as in `load_run`.
         length: tokens of a segment; None for what the model was trained or saved with.
         state: file of a text that is gone on with, as `Session.save` writes it.
@@ -88,15 +90,21 @@ def load_writer(
         return Writer(model.to(device), words_of(tokenizer), length, state)
     if checkpoint != "best":
         raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
-    hosted = load_pretrained(str(folder))
+    saved = load_pretrained(str(folder)).to(device)
+    if isinstance(saved, Published):
+        return Writer(saved, words_of(read_tokenizer(folder / TOKENIZER, saved)), length, state)
+    return Writer(saved, words_of_transformers(_tokenizer_beside(folder)), length, state)
+
+
+def _tokenizer_beside(folder: Path) -> Any:
+    """The tokenizer of transformers that was saved into the folder of a model."""
     try:
-        found = require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+        return require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{folder} has no tokenizer that transformers can read ({error}); save it beside the model: "
-            f"tokenizer.save_pretrained({str(folder)!r})"
+            f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it beside "
+            f"the model: tokenizer.save_pretrained({str(folder)!r})"
         ) from None
-    return Writer(hosted.to(device), words_of_transformers(found), length, state)
 
 
 def _of_model(difference: str) -> bool:
