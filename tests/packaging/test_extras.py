@@ -15,7 +15,7 @@ from cached_transformers.extras import require
 from docs import pages
 
 PROJECT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu", "huggingface_hub": "huggingface-hub"}
 
 
 def project_table() -> dict[str, list[str]]:
