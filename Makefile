@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts support golden-runs pictures clean
+.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts support golden-runs notebooks pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -71,6 +71,9 @@ support: $(VENV)/.installed-dev  ## try every family of models with every memory
 
 golden-runs: $(VENV)/.installed-dev  ## short trainings whose bits a rebuild must not change; valid on the recorded processor and torch
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_runs/runs.py check
+
+notebooks: $(VENV)/.installed-dev  ## carry out the notebooks of docs/notebooks, and write down what they print
+	OMP_NUM_THREADS=1 $(BIN)/python tools/notebooks.py
 
 pictures: $(VENV)/.installed-dev  ## draw the attentions of docs/attentions.md again, with the commands that stand there
 	set -f; grep -h '^cached explain .* --plot' docs/attentions.md | while read -r command; do $(BIN)/$$command > /dev/null || exit 1; done

@@ -36,7 +36,18 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsys):
     status, out, _ = call(capsys)
     assert status == 0
-    for command in ("list", "explain", "train", "evaluate", "compare", "plot", "probe", "stream", "benchmark"):
+    for command in (
+        "list",
+        "explain",
+        "train",
+        "evaluate",
+        "compare",
+        "plot",
+        "probe",
+        "stream",
+        "generate",
+        "benchmark",
+    ):
         assert f"  cached {command} " in out
 
 

@@ -33,6 +33,7 @@ def test_without_torch() -> None:
         ["list", "recipes", "--json"],
         ["explain", "grc"],
         ["explain", "no_such_name"],
+        ["completion", "bash", "--words", "explain", "tran"],
         *([command, "--help"] for command in COMMANDS),
     ]
     done = subprocess.run(

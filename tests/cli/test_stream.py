@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cli.made_text import TEXT, train_on_bytes
 
 from cached_transformers.cli.main import main
 from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
 from cached_transformers.state import named_tensors
 from cached_transformers.tasks.language import text_pieces
-
-TEXT = "It was the best of times, it was the worst of times.\nIt was spring.\n\n  And winter, naïve — too.\n" * 60
 
 
 @pytest.fixture(params=["byte", "word", "bpe"])
@@ -62,18 +61,7 @@ def test_what_cannot_be_read_in_pieces_is_refused(tmp_path: Path, monkeypatch: p
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model of bytes, hardly trained."""
-    folder = tmp_path_factory.mktemp("stream")
-    (folder / "input.txt").write_text(TEXT)
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(
-        f"data: {{name: enwik8, path: {folder / 'input.txt'}}}\n"
-        "model: {name: language_model, width: 16, depth: 1, heads: 2, feed_forward: 16, "
-        "memory: {name: grc_stream, length: 4}}\n"
-        "training: {steps: 2, batch_size: 2, segment_length: 8, metric: bits_per_byte}\n"
-        "optimizer: {name: adamw, learning_rate: 1e-3}\n"
-    )
-    assert main(["train", str(recipe), "--out", str(folder / "run")]) == 0
-    return folder / "run"
+    return train_on_bytes(tmp_path_factory.mktemp("stream"))
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:

@@ -211,3 +211,15 @@ def by_hand(model: Any, ids: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         state = out.memory_state
         parts.append(out.logits)
     return torch.cat(parts, 1), state
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of transformers with an id for each byte, and one between texts: GPT-2's without its merges."""
+    library("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")

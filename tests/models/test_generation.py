@@ -280,6 +280,15 @@ def test_an_adaptive_model_generates(options: Any) -> None:
     assert found.tokens.shape == (2, 6) and found.scores.isfinite().all()
 
 
+def test_each_step_is_told_before_the_next_one_is_read(model: Any) -> None:
+    told: list[Tensor] = []
+    read: list[int] = []
+    model.stack.register_forward_pre_hook(lambda *_: read.append(len(told)))
+    prompt = torch.randint(V, (3, 2))
+    found = model.generate(prompt, tokens=5, eos=2, segment_length=SEGMENT, each=told.append)
+    assert read == [*range(len(told))] and torch.equal(torch.stack(told, 1), found.tokens)
+
+
 def test_no_gradient_and_every_module_keeps_its_mode(model: Any) -> None:
     model.train()
     model.stack.blocks[0].eval()
@@ -315,6 +324,7 @@ PROMPT = torch.zeros(1, 2, dtype=torch.long)
         ({"beams": 2, "temperature": 0.7}, "temperature=0.7"),
         ({"length_penalty": 2.0}, "take beams=2 or more"),
         ({"beams": 2, "length_penalty": math.nan}, "length_penalty=nan"),
+        ({"beams": 2, "each": print}, "beams=2 chooses its tokens at the end"),
         ({"eos": -1}, "eos=-1"),
         ({"eos": V}, "eos=7 is not in the vocabulary of 7"),
         ({"segment_length": None}, "this model has a memory.*give segment_length"),

@@ -12,9 +12,10 @@ import pytest
 
 from cached_transformers import extras
 from cached_transformers.extras import require
+from docs import pages
 
 PROJECT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu", "huggingface_hub": "huggingface-hub"}
 
 
 def project_table() -> dict[str, list[str]]:
@@ -89,6 +90,13 @@ def test_extras_of_the_code_install_what_it_imports() -> None:
         if extra not in table or DISTRIBUTIONS.get(package, package).lower() not in installed_by(extra):
             wrong.append(f'{file}: require("{module}", extra="{extra}")')
     assert wrong == []
+
+
+def test_pip_lines_of_the_pages_name_the_package_and_extras_that_exist() -> None:
+    lines = [" ".join(words) for found in (pages.commands("pip"), pages.mentioned("pip")) for _, words in found]
+    named = [re.search(r"cached-transformers(?:\[(.*)\])?$", line) for line in lines]
+    extras = {extra for found in named if found and found.group(1) for extra in found.group(1).split(",")}
+    assert len(lines) > 3 and None not in named and extras and extras - set(project_table()) == set()
 
 
 def test_nested_extras_are_followed() -> None:

@@ -19,7 +19,7 @@ from cached_transformers import __version__
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 
-from . import benchmark, compare, detect, evaluate, explain, plot, probe, reproduce, stream, train
+from . import benchmark, compare, completion, detect, evaluate, explain, generate, plot, probe, reproduce, stream, train
 from . import list as list_command
 from . import translate as translate_command
 
@@ -38,6 +38,7 @@ examples:
   cached plot curves runs/digits_vit_grc                   a figure from what a run recorded
   cached probe grc_stream,transformer_xl --tasks latch     what memories hold
   cached stream runs/demo_text book.txt                    read a text of any length in constant memory
+  cached generate runs/demo_text --prompt "It was"         what follows, printed while it is written
   cached benchmark --help                                  speed and memory
 """
 
@@ -83,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, compare, reproduce, plot, probe, stream, benchmark):
+    for module in (*shown, compare, reproduce, plot, probe, stream, generate, benchmark, completion):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)

@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: configuration, trained model, and a detector's classes."""
+"""What a run folder holds, read back: configuration, trained model, what writes with it, and a detector's classes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from cached_transformers.extras import require
+from cached_transformers.integrations.transformers.load import load_pretrained
+from cached_transformers.models.published import Published
+from cached_transformers.tasks.language.reading import read_tokenizer
+from cached_transformers.tasks.language.writing import Writer, words_of, words_of_transformers
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint, stored_config
 from cached_transformers.training.checkpoint_average import load_average
 from cached_transformers.training.config import RunConfig, config_to_dict, differing_keys, with_defaults
-from cached_transformers.training.run_files import CATEGORIES, CONFIG
+from cached_transformers.training.run_files import CATEGORIES, CONFIG, TOKENIZER
 from cached_transformers.training.same_data import refuse_exchanged
 from cached_transformers.yaml_tree import flatten, parse_yaml
 
@@ -59,6 +65,46 @@ def load_run(
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from None
     return config, model, stored.step
+
+
+def load_writer(
+    folder: Path, checkpoint: str, length: int | None, device: torch.device, *, state: Path | None = None
+) -> Writer:
+    """What continues texts: the language model of a run, or a model that was saved by `save_pretrained`.
+
+    Args:
+        folder: a run folder; or one of `save_pretrained`, with the tokenizer beside the model (transformers' own, or
+            for a model of ours the file of its run).
+        checkpoint: of a run, as in `load_run`.
+        length: tokens of a segment; None for what the model was trained or saved with.
+        state: file of a text that is gone on with, as `Session.save` writes it.
+
+    Raises:
+        ValueError: the folder is neither; what it holds writes no text; its tokenizer is missing; the state is that of
+            other weights or segments.
+    """
+    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
+        config, model, _ = load_run(folder, checkpoint)
+        tokenizer = read_tokenizer(folder / TOKENIZER, model)
+        length = length or config.evaluation.segment_length or config.training.segment_length
+        return Writer(model.to(device), words_of(tokenizer), length, state)
+    if checkpoint != "best":
+        raise ValueError(f"--checkpoint {checkpoint}: {folder} is no run folder, and has one set of weights")
+    saved = load_pretrained(str(folder)).to(device)
+    if isinstance(saved, Published):
+        return Writer(saved, words_of(read_tokenizer(folder / TOKENIZER, saved)), length, state)
+    return Writer(saved, words_of_transformers(_tokenizer_beside(folder)), length, state)
+
+
+def _tokenizer_beside(folder: Path) -> Any:
+    """The tokenizer of transformers that was saved into the folder of a model."""
+    try:
+        return require("transformers", extra="language").AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder} has no tokenizer that transformers can read ({' '.join(str(error).split())}); save it beside "
+            f"the model: tokenizer.save_pretrained({str(folder)!r})"
+        ) from None
 
 
 def _of_model(difference: str) -> bool:

@@ -14,7 +14,7 @@ Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ def generate(
     generator: torch.Generator | None = None,
     segment_length: int | None = None,
     length_penalty: float = 1.0,
+    each: Callable[[Tensor], object] | None = None,
 ) -> Generation:
     """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
 
@@ -78,6 +79,8 @@ def generate(
         generator: for sampling, on the model's device; the same seed gives the same tokens.
         segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
         length_penalty: only for beams; 0 compares sums, which favour short texts.
+        each: called with the (B,) tokens of every step as soon as they are chosen, to show a text while it grows. Beams
+            are chosen at the end, and have no such steps.
 
     Raises:
         ValueError: an argument out of its range or without effect, prompts of different lengths, or no
@@ -85,6 +88,8 @@ def generate(
     """
     _check_prompt(prompt_BN)
     _check_options(tokens, temperature, top_k, top_p, beams, eos, segment_length, length_penalty)
+    if each is not None and beams > 1:
+        raise ValueError(f"beams={beams} chooses its tokens at the end; leave out each=..., or take beams=1")
     model = as_language_model(model)
     with evaluating(model):
         rows = prompt_BN.shape[0]
@@ -102,7 +107,7 @@ def generate(
             best = search(text, logp_BV, tokens, beams, eos, length_penalty)
             longest = int(best.length_BL.max())
             return Generation(best.tokens_BLT[:, 0, :longest], best.state, best.score_BL[:, 0], best.length_BL[:, 0])
-        return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator)
+        return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator, each)
 
 
 class Text:
@@ -154,6 +159,7 @@ def _sample(
     top_p: float | None,
     eos: int | None,
     generator: torch.Generator | None,
+    each: Callable[[Tensor], object] | None,
 ) -> Generation:
     state = text.after
     score_B = torch.zeros_like(logp_BV[:, 0])
@@ -172,6 +178,8 @@ def _sample(
             token_B = torch.where(ended_B, eos, token_B)
             ended_B = ended_B | (token_B == eos)
         new.append(token_B)
+        if each is not None:
+            each(token_B)
         if len(new) == tokens or (eos is not None and bool(ended_B.all())):
             return Generation(torch.stack(new, 1), state, score_B, length_B)
         text.append(token_B)

@@ -14,7 +14,6 @@ Legend: B rows, H heads, N queries, M keys, E key width, V value width.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import create_attention
+from cached_transformers.extras import require
 from cached_transformers.integrations.masks import padding_of
 from cached_transformers.integrations.through_core import CORES, through_core
 from cached_transformers.registry import ATTENTIONS
@@ -178,6 +178,7 @@ def register_attention_function(attention: str | Mapping[str, Any], key: str | N
     Raises:
         ValueError: the attention has parameters or buffers to save; its input is more than queries, keys and values;
             unknown name or option.
+        ImportError: transformers is not installed.
     """
     spec = {"name": attention} if isinstance(attention, str) else dict(attention)
     spec |= options
@@ -197,10 +198,10 @@ def register_attention_function(attention: str | Mapping[str, Any], key: str | N
             f"attention {name!r} needs more than transformers' attention interface gives: {error}"
         ) from error
     key = key or f"cached_{name}"
-    plain = importlib.import_module("transformers.masking_utils")
+    plain = require("transformers.masking_utils", extra="language")
     mask = PaddingMask(plain.causal_mask_function, plain.bidirectional_mask_function)
     plain.AttentionMaskInterface.register(key, mask)
-    importlib.import_module("transformers").AttentionInterface.register(key, AttentionFunction(spec))
+    require("transformers", extra="language").AttentionInterface.register(key, AttentionFunction(spec))
     return key
 
 

@@ -145,7 +145,7 @@ def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:
     found = load_tokenizer(path.read_bytes(), path)
     if isinstance(found, (PairTokenizer, SpecialTokens)) or not hasattr(model, "init_state"):
         raise ValueError(
-            f"{path.parent} is a run on pairs of texts, and a stream is read by a language model; give another run, or "
+            f"{path.parent} is a run on pairs of texts, and no language model; give another run, or "
             "use cached translate where these are translations"
         )
     size = getattr(model, "vocabulary", found.vocabulary)

@@ -1,0 +1,228 @@
+"""`cached generate`: the text is that of the model read anew at every token, and is told while it is written."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli.made_text import TEXT, train_on_bytes
+from integrations.hosts import library
+from integrations.transformers_hosts import byte_tokenizer
+from safetensors.torch import load_file
+
+from cached_transformers import add_memory, generate
+from cached_transformers.cli.main import main
+from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
+from cached_transformers.experiments.load import load_run
+from cached_transformers.tasks.language.writing import GrowingText, Writer, words_of
+
+SEGMENT = 8
+PROMPT = "It was the naïve spring"
+BYTES = words_of(train_tokenizer("byte", [], None, False))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model of bytes, hardly trained, whose gates are open."""
+    return train_on_bytes(tmp_path_factory.mktemp("generate"))
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command printed."""
+    capsys.readouterr()
+    assert main(["generate", *map(str, words)]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert re.search(r"(?:^|\n)\d+ tokens, [\d,]+ tokens/s\n$", printed.err)
+    return printed.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["generate", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def bytes_of(ids: Any) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+@torch.no_grad()
+def likeliest(model: Any, ids: list[int], count: int) -> list[int]:
+    """Slow twin: the whole text is read anew for every token, cut as in training."""
+    model.eval()
+    for _ in range(count):
+        state = model.init_state(1)
+        for segment in torch.tensor([ids]).split(SEGMENT, 1):
+            out = model(segment, state)
+            state = out.state
+        ids = [*ids, int(out.outputs[0, -1].argmax())]
+    return ids[-count:]
+
+
+def test_the_likeliest_text_is_that_of_reading_it_anew(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, model, _ = load_run(run)
+    want = likeliest(model, [ord("\n"), *PROMPT.encode()], 30)
+    printed = call(capsys, run, "--prompt", PROMPT, "--tokens", 30, "--temperature", 0)
+    assert printed == bytes_of(want) + "\n"
+
+
+@pytest.mark.parametrize("count", [3, 7, 8])  # into a segment, one that is full, one token behind it
+def test_a_kept_text_goes_on_as_if_it_had_not_been_kept(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    _, model, _ = load_run(run)
+    writer = Writer(model, BYTES, SEGMENT)
+    ids = [ord("\n"), *PROMPT.encode()]
+    first = writer.write(PROMPT, str, tokens=count, temperature=0.0).tokens[0].tolist()
+    writer.session.save(tmp_path / "state")
+    told: list[str] = []
+    again = Writer(model, BYTES, SEGMENT, tmp_path / "state")
+    second = again.write("!", told.append, tokens=9, temperature=0.0).tokens[0].tolist()
+    assert first == likeliest(model, ids, count) and second == likeliest(model, [*ids, *first, ord("!")], 9)
+
+    words = [run, "--temperature", 0, "--save-state", tmp_path / "kept"]
+    call(capsys, *words, "--prompt", PROMPT, "--tokens", count)
+    kept, stored = load_file(tmp_path / "kept"), load_file(tmp_path / "state")
+    assert kept.keys() == stored.keys() and all(torch.equal(kept[name], stored[name]) for name in kept)
+    assert call(capsys, *words, "--state", tmp_path / "kept", "--prompt", "!", "--tokens", 9) == "".join(told) + "\n"
+    longer = load_file(tmp_path / "kept")
+    assert any(not torch.equal(longer[name], stored[name]) for name in stored), "and is kept in turn"
+
+
+def test_what_is_drawn_depends_on_the_seed_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [run, "--prompt", PROMPT, "--tokens", 20, "--top-k", 50, "--top-p", 0.9, "--temperature", 1.5]
+    texts = [call(capsys, *words, "--seed", seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    _, model, _ = load_run(run)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.tensor([[ord("\n"), *PROMPT.encode()]])
+    options = {"top_k": 50, "top_p": 0.9, "temperature": 1.5, "generator": generator, "segment_length": SEGMENT}
+    found = generate(model, ids, tokens=20, **options).tokens[0].tolist()
+    assert texts[2] == bytes_of(found) + "\n"
+
+
+def test_beams_print_the_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, model, _ = load_run(run)
+    ids = torch.tensor([[ord("\n"), *PROMPT.encode()]])
+    found = generate(model, ids, tokens=6, beams=3, segment_length=SEGMENT).tokens[0].tolist()
+    printed = call(capsys, run, "--prompt", PROMPT, "--tokens", 6, "--beams", 3)
+    assert printed == bytes_of(found) + "\n"
+
+
+def test_the_prompt_may_be_a_file_or_standard_input(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [run, "--tokens", 12, "--temperature", 0]
+    want = call(capsys, *words, "--prompt", PROMPT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
+    assert call(capsys, *words) == want
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    assert call(capsys, *words, "--file", tmp_path / "prompt.txt") == want
+    assert call(capsys, *words, "--segment-length", 5, "--prompt", PROMPT) != want
+
+
+def test_it_is_told_token_by_token(run: Path) -> None:
+    """Before the last token is chosen the first ones are out."""
+    _, model, _ = load_run(run)
+    said: list[str] = []
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(len(said)))
+    writer = Writer(model, BYTES, SEGMENT)
+    found = writer.write("It", said.append, tokens=5, temperature=0.0)
+    assert len(said) == 6 and calls[:5] == [0, 1, 2, 3, 4]
+    assert "".join(said) == bytes_of(found.tokens[0].tolist())
+
+
+@pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_pieces_are_the_text(kind: str, before: int) -> None:
+    tokenizer: Tokenizer = train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 257}[kind], False)
+    text = "winter, naïve — too.\n\nIt was spring. 春"
+    ids = words_of(tokenizer).encode(text)
+    growing = GrowingText(tokenizer.decode, ids[:before])
+    pieces = [growing.more([token]) for token in ids[before:]]
+    assert "".join([tokenizer.decode(ids[:before]), *pieces, growing.rest()]) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces), "half a character"
+    broken = GrowingText(bytes_of, [])
+    assert [broken.more([token]) for token in (0xE2, 0x82)] == ["", ""] and broken.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
+def test_a_prompt_is_not_closed(kind: str) -> None:
+    """Its ids begin those of a text that goes on: no end of a line or a document stands behind it."""
+    words = words_of(train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 300}[kind], False))
+    for prompt in ("It was", "It was spring.\n", ""):
+        ids = words.encode(prompt)
+        assert words.encode(f"{prompt} the" if prompt else "the")[: len(ids)] == ids
+        assert prompt or not ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "a", "--file", "b"], "--prompt and --file both give the text"),
+        (["--file", "no_such_file"], "no_such_file is not a file; give the text"),
+        (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
+        (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches and draws nothing"),
+        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "temperature=0 draws nothing"),
+        (["--prompt", "a", "--state", "no_such_state"], "give a state that --save-state has written"),
+    ],
+)
+def test_bad_words_are_refused(run: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert message in refused(capsys, run, *options)
+
+
+def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call(capsys, run, "--prompt", "a", "--tokens", 2, "--save-state", tmp_path / "state")
+    words = [run, "--prompt", "b", "--state", tmp_path / "state"]
+    assert "loaded with the segment_length that it had, here 5" in refused(capsys, *words, "--segment-length", 5)
+    other = train_on_bytes(tmp_path, "optimizer.learning_rate=0.1")
+    assert "was made with other weights" in refused(capsys, other, *words[1:])
+    (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:50])
+    assert "is no whole state file" in refused(capsys, *words)
+    (tmp_path / "text").write_bytes(b"\xff")
+    assert "is not UTF-8" in refused(capsys, run, "--file", tmp_path / "text")
+    (tmp_path / "elsewhere").mkdir()
+    assert "is not a run folder" in refused(capsys, tmp_path / "elsewhere", "--prompt", "a")
+
+
+def test_a_model_of_ours_that_was_saved_alone_writes_as_its_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, model, _ = load_run(run)
+    model.save_pretrained(tmp_path / "ours")
+    words = ["--prompt", PROMPT, "--tokens", 12, "--temperature", 0]
+    assert "has no tokenizer.json" in refused(capsys, tmp_path / "ours", *words, "--segment-length", SEGMENT)
+    shutil.copy(run / "tokenizer.json", tmp_path / "ours")
+    assert "give segment_length" in refused(capsys, tmp_path / "ours", *words)
+    assert call(capsys, tmp_path / "ours", *words, "--segment-length", SEGMENT) == call(capsys, run, *words)
+
+
+def test_a_model_of_transformers_writes_what_its_own_generate_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = library("transformers")
+    torch.manual_seed(1)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    add_memory(model, "rmt", length=2, segment_length=SEGMENT).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "host")
+    words = [tmp_path / "host", "--prompt", PROMPT, "--tokens", 20, "--temperature", 0]
+    assert "has no tokenizer that transformers can read" in refused(capsys, *words)
+    byte_tokenizer().save_pretrained(tmp_path / "host")
+    prompt = torch.tensor([byte_tokenizer()(PROMPT)["input_ids"]])
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
+    want = byte_tokenizer().decode(found[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert call(capsys, *words) == want + "\n"
+    assert call(capsys, tmp_path / "host", "--prompt", "", "--tokens", 3, "--temperature", 0) != "\n"
+    assert "is no run folder, and has one set of weights" in refused(capsys, *words, "--checkpoint", "last")

@@ -1,0 +1,180 @@
+"""The commands of the README and the pages: all are taken by the real parser, and what is short is carried out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from docs.made_folders import make_folders
+from docs.pages import PROJECT, TEXTS
+
+from cached_transformers.cli.main import build_parser, main, parse
+from cached_transformers.experiments import compare
+from cached_transformers.tasks.recipes import load_config
+from docs import pages
+
+COMMANDS = [words for _, words in pages.commands("cached")]
+NOT_RUN = {
+    "cached benchmark": "measures for minutes; tests/benchmarks/test_vision_benchmark.py",
+    "cached detect": "needs a trained detector; tests/detection/test_training.py",
+    "cached translate": "needs a trained translator; tests/translation/test_translate.py",
+    "cached evaluate runs/coco": "needs a trained detector; tests/detection/test_training.py",
+    "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
+    "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
+    "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
+    "cached probe all": "trains for hours; tests/probes/test_probe.py",
+    "cached reproduce table9": "measures for minutes; tests/cli/test_table9.py",
+    "cached reproduce table1 --scale paper": "reads ImageNet; tests/cli/test_image_tables.py",
+}
+"""What commands begin with, and why they are parsed and no more; where they are run small."""
+FAST = (["compare", "digits_vit_plain"], ["reproduce", "table5"])
+"""Comparisons that are put together in a moment; others count the operations of many models."""
+HERE = [words for words in COMMANDS if not any(" ".join(words).startswith(begin) for begin in NOT_RUN)]
+OF_TEXT = [words for words in HERE if words[1] != "compare" and {"demo_text", "runs/demo_text"} & {*words}]
+"""What a page does with a run on a text, which it trains first."""
+OF_DIGITS = [words for words in HERE if words[1] in ("evaluate", "plot") and words not in OF_TEXT]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folders(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture
+def reader(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with what the commands read, and nothing that others have left behind."""
+    for path in folders.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def chosen(*begins: str, plotting: bool = False) -> list[list[str]]:
+    """Different commands that begin with one of these, with or without a picture to draw."""
+    found = {" ".join(words): words for words in HERE if ("--plot" in words) == plotting}
+    return [words for line, words in found.items() if line.startswith(begins)]
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_the_parser_takes_every_command(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser()
+    for at, words in [*pages.commands("cached"), *pages.mentioned("cached")]:
+        if at == page and len(words) > 2:
+            try:
+                parse(parser, words[1:])
+            except SystemExit as stop:
+                assert stop.code == 0, f"{' '.join(words)}: {capsys.readouterr().err}"  # 0 is that of --help
+        elif at == page:
+            assert words[1] in parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+
+
+def test_every_command_is_run_or_has_its_reason() -> None:
+    lines = [" ".join(words) for words in COMMANDS]
+    assert [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in lines)] == []
+    assert [why for why in NOT_RUN.values() if not (PROJECT / why.rpartition(" ")[2]).is_file()] == []
+    kinds = {"list", "explain", "train", "compare", "reproduce"}
+    assert {words[1] for words in HERE if words not in (*OF_TEXT, *OF_DIGITS, *chosen("cached probe"))} == kinds
+
+
+@pytest.mark.parametrize("words", chosen("cached list", "cached explain"), ids=" ".join)
+def test_it_answers(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words[1:]) == 0 and len(capsys.readouterr().out.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(w, id=w[2], marks=[] if w[2] == "bigbird" else [pytest.mark.slow])
+        for w in chosen("cached explain", plotting=True)
+    ],
+)
+def test_it_draws(words: list[str], reader: Path) -> None:
+    picture = reader / words[words.index("--plot") + 1]
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    assert main(words[1:]) == 0 and picture.stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("words", chosen("cached train"), ids=" ".join)
+def test_what_it_would_train_can_be_built(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words[1:], "--dry-run"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "# filled in from the data" in out and "is not known" not in out, out
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(w, id=" ".join(w), marks=[] if w[1:3] in FAST else [pytest.mark.slow])
+        for w in chosen("cached compare", "cached reproduce")
+    ],
+)
+def test_the_runs_that_it_would_compare_can_be_built(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    carried_out = []
+    monkeypatch.setattr(compare, "carry_out", lambda comparison, *_: carried_out.append(comparison))
+    assert main(words[1:]) == 0
+    (comparison,) = carried_out
+    assert len(comparison.variants) > 1
+    if "--rows" in words and (rows := words[words.index("--rows") + 1]) != "all":
+        assert [variant.name for variant in comparison.variants] == rows.split(",")
+
+
+@pytest.mark.usefixtures("no_run_reports")
+@pytest.mark.parametrize("page", ["README.md", "docs/language-modelling.md"])
+def test_a_text_is_trained_on_read_and_gone_on_with(
+    page: str, reader: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [words for at, words in pages.commands("cached") if at == page and words in OF_TEXT]
+    assert [words[1] for words in lines][:3] == ["train", "stream", "generate"]
+    for words in lines:
+        short = ["training.steps=2", "training.batch_size=2", "model.width=16"] if words[1] == "train" else []
+        assert main([*words[1:], *short]) == 0, capsys.readouterr().err
+    assert list((reader / "runs" / "demo_text").glob("stream_*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reader")
+def test_runs_are_scored_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(OF_DIGITS) >= 2
+    for folder in {word for words in OF_DIGITS for word in words if word.startswith("runs/")}:
+        assert main(["train", "digits_vit_grc", "training.steps=2", "--out", folder]) == 0
+    for words in OF_DIGITS:
+        assert main(words[1:]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("words", chosen("cached probe"), ids=" ".join)
+def test_memories_are_probed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words[1:], "--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in words[2].split(","))
+
+
+def test_targets_of_make_exist() -> None:
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    called = [words for program in (pages.commands("make"), pages.mentioned("make")) for _, words in program]
+    named = {word for words in called for word in words[1:] if "=" not in word}
+    assert named and named - targets == set()
+    variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
+    assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("block", list(pages.blocks("yaml")), ids=lambda block: block.name)
+def test_recipes_are_taken(block: pages.Block, tmp_path: Path) -> None:
+    """Whole ones, and those of pairs of texts whose page shows the data alone."""
+    recipe = tmp_path / "recipe.yaml"
+    model = "" if "model:" in block.text else "model: {name: encoder_decoder}\n"
+    recipe.write_text(block.text + model, encoding="utf-8")
+    assert load_config(str(recipe), []).data["name"] in block.text
+
+
+def test_programs_of_pages_are_ours_or_come_with_the_extras() -> None:
+    programs = {words[0] for block in pages.blocks("bash", "console") for words in pages.typed(block.text)}
+    assert programs <= {"cached", "cd", "echo", "git", "make", "pip", "python", "sacrebleu", "torchrun"}
+    modules = [w[w.index("-m") + 1] for name in ("python", "torchrun") for _, w in pages.commands(name) if "-m" in w]
+    assert [module for module in modules if importlib.util.find_spec(module) is None] == []

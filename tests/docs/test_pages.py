@@ -1,0 +1,168 @@
+"""The Python of the README and the pages runs as it stands there, and the pages name what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from docs.pages import PROJECT, TEXTS, Block
+from integrations.hosts import library
+from integrations.transformers_hosts import byte_tokenizer
+
+from docs import pages
+
+CONTINUED = "examples of this page go on from one another"
+"""What a page says whose blocks share their names; any other block runs alone."""
+NOT_RUN = {
+    ("CONTRIBUTING.md", "class MyMemory"): "a form to be filled in; tests/contract/outside_memory.py is one that is",
+    ("docs/architecture.md", "class LayerMemory"): "signatures; tests/packaging/test_seam.py compares them",
+    ("docs/transformers.md", "push_to_hub"): "sends a model to the Hub; tests/integrations/test_auto_classes.py",
+    ("docs/training-elsewhere.md", "import lightning"): "not among what tests install; run below where it is there",
+}
+"""Blocks by page and by words that stand in them, and why they are not run with the others."""
+OURS = re.compile(r"^\s*(?:from|import) cached_transformers", re.MULTILINE)
+OTHERS = re.compile(r"^\s*(?:from|import) (?:timm|torchvision|transformers|peft|accelerate|lightning)\b", re.MULTILINE)
+
+BLOCKS = list(pages.blocks("python"))
+RUN = [b for b in BLOCKS if not any(page == b.page and words in b.text for page, words in NOT_RUN)]
+TOGETHER = [page for page, text in TEXTS.items() if CONTINUED in " ".join(text.split())]
+ALONE = [block for block in RUN if block.page not in TOGETHER]
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder; and small models of random weights in the place of those that would be fetched."""
+    transformers = library("transformers")
+    sizes: dict[str, Callable[[], Any]] = {
+        "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
+        "facebook/bart-base": lambda: transformers.BartConfig(
+            **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300},
+            **{
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "decoder_ffn_dim": 16,
+            },
+        ),
+    }
+    load = transformers.PreTrainedModel.from_pretrained.__func__
+    load_tokenizer = transformers.AutoTokenizer.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        if name not in sizes:
+            return load(cls, name, *arguments, **options)
+        assert not (arguments or options)
+        return cls(sizes[name]())
+
+    def tokenizer(cls: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        return byte_tokenizer() if name in sizes else load_tokenizer(cls, name, *arguments, **options)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", classmethod(tokenizer))
+    monkeypatch.chdir(tmp_path)
+
+
+def classifier_of_before() -> None:
+    """The file that docs/backbones.md loads as one that the reader has trained."""
+    import timm
+
+    import cached_transformers.integrations.timm.timm_models  # noqa: F401
+
+    torch.save(timm.create_model("pvt_tiny_grc").state_dict(), "cached.pth")
+
+
+def a_book() -> None:
+    """The text that docs/language-modelling.md reads."""
+    Path("book.txt").write_text("It was the best of times, it was the worst of times.\n" * 40, encoding="utf-8")
+
+
+PREPARED: dict[str, Callable[[], None]] = {
+    "docs/backbones.md": classifier_of_before,
+    "docs/language-modelling.md": a_book,
+}
+"""Pages that read files of the reader's, and what writes such files."""
+
+
+def run(block: Block, names: dict[str, Any]) -> None:
+    """Run a block; a traceback says page and line."""
+    source = "\n" * (block.line - 1) + block.text
+    exec(compile(source, block.page, "exec"), names)
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("block", ALONE, ids=lambda block: block.name)
+def test_a_block_runs_alone(block: Block) -> None:
+    run(block, {"__name__": "page"})
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("page", TOGETHER)
+def test_blocks_of_a_page_run_one_after_the_other(page: str) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    PREPARED.get(page, lambda: None)()
+    for block in RUN:
+        if block.page == page:
+            run(block, names)
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.filterwarnings("ignore")  # of lightning's own, which depend on the machine
+def test_the_block_for_lightning_runs_where_it_is_installed() -> None:
+    pytest.importorskip("lightning")
+    (block,) = (block for block in BLOCKS if "import lightning" in block.text)
+    run(block, {"__name__": "page"})
+
+
+def test_what_is_not_run_is_there_and_has_its_reason() -> None:
+    assert len(RUN) == len(BLOCKS) - len(NOT_RUN), "an entry of NOT_RUN is of no block, or of several"
+    assert set(PREPARED) <= set(TOGETHER)
+    tests = {path for why in NOT_RUN.values() for path in re.findall(r"tests/[\w/]+\.py", why)}
+    assert len(tests) == len(NOT_RUN) - 1 and [path for path in tests if not (PROJECT / path).is_file()] == []
+
+
+def test_ours_is_imported_before_what_needs_torchvision() -> None:
+    """Beside a torchvision that does not fit its torch the other order ends in an error of torchvision's."""
+    wrong = []
+    for block in BLOCKS:
+        ours, other = OURS.search(block.text), OTHERS.search(block.text)
+        if ours and other and other.start() < ours.start():
+            wrong.append(block.name)
+    assert wrong == []
+
+
+FIRSTS = [block for block in RUN if block.number == 1 and "from_pretrained(" not in block.text]
+"""What can run as the first thing of a process without files or weights; the README's does so in the fast tests."""
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.page != "README.md" else []) for b in FIRSTS],
+)
+def test_the_first_block_runs_in_a_fresh_interpreter(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block.text, encoding="utf-8")
+    launch.python("-W", "ignore", script)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_pages_name_files_and_modules_that_exist(page: str) -> None:
+    """Files by their path in the repository or in the package; modules where an example imports from them."""
+    package = PROJECT / "src" / "cached_transformers"
+    files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", TEXTS[page])
+    assert [name for name in files if not (PROJECT / name).exists() and not (package / name).exists()] == []
+    modules = re.findall(r"^\s*(?:from|import) (cached_transformers[\w.]*)", TEXTS[page], re.MULTILINE)
+    places = {name: PROJECT / "src" / name.replace(".", "/") for name in modules}
+    assert [name for name, at in places.items() if not at.is_dir() and not at.with_suffix(".py").is_file()] == []
+
+
+def test_links_lead_to_files() -> None:
+    wrong = []
+    for page, text in TEXTS.items():
+        links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", pages.BLOCK.sub("", text))
+        wrong += [f"{page}: {link}" for link in links if not ((PROJECT / page).parent / link).exists()]
+    assert wrong == [] and "](docs/images/grc.svg)" in TEXTS["README.md"]

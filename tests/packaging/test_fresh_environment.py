@@ -1,0 +1,109 @@
+"""The built wheel in an environment of its own, with the core dependencies alone, as a new user has it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cached_transformers import __version__
+from docs import pages
+
+pytestmark = pytest.mark.slow
+
+CORE = {"cached-transformers", "torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"}
+UNREACHABLE = re.compile(r"No matching distribution|Temporary failure in name resolution|NewConnectionError")
+README = [block for block in pages.blocks("python") if block.page == "README.md"]
+TEXT = "It was the best of times, it was the worst of times.\n" * 200
+
+
+def call(*words: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Call a program; of this environment nothing but the system is left to it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return subprocess.run([*map(str, words)], cwd=folder, env=kept, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of its programs. Versions and sources are those of the Makefile."""
+    folder = tmp_path_factory.mktemp("fresh")
+    built = call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", pages.PROJECT, "-w", folder)
+    programs = folder / "env" / "bin"
+    made = call(sys.executable, "-m", "venv", programs.parent)
+    assert made.returncode == 0, made.stderr
+    if built.returncode == 0:
+        constraints, (wheel,) = pages.PROJECT / "constraints.txt", folder.glob("*.whl")
+        built = call(programs / "python", "-m", "pip", "install", "-q", "-c", constraints, "torch", wheel)
+    if built.returncode != 0 and UNREACHABLE.search(built.stderr):
+        pytest.skip(f"packages cannot be fetched here: {built.stderr[-300:]}")
+    assert built.returncode == 0, built.stderr
+    return programs
+
+
+def test_what_is_installed(environment: Path) -> None:
+    """The core and what it needs; nothing of an extra."""
+    listed = call(environment / "python", "-m", "pip", "list", "--format=freeze").stdout.lower().split()
+    names = {line.partition("==")[0] for line in listed}
+    assert names >= CORE and not names & {"timm", "torchvision", "transformers", "matplotlib", "scikit-learn", "pillow"}
+
+
+@pytest.mark.parametrize("block", README, ids=lambda block: block.name)
+def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Path, block: pages.Block) -> None:
+    imports = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
+    done = call(environment / "python", "example.py", folder=tmp_path)
+    last = done.stderr.strip().rpartition("\n")[2]
+    if imports & {"timm", "transformers"}:
+        assert re.fullmatch("ModuleNotFoundError: No module named '(timm|transformers)'", last), done.stderr
+        pytest.skip(f"imports what comes with an extra: {last}")
+    if "integrations.transformers" in block.text:
+        assert last == (
+            'ImportError: transformers is not installed; it comes with: pip install "cached-transformers[language]"'
+        )
+    else:
+        assert "GRCAttention" in block.text or "language_model" in block.text  # what is there for the core alone
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "answer"),
+    [
+        (["--version"], 0, f"cached-transformers {__version__}"),
+        (["--help"], 0, "usage: cached"),
+        (["list"], 0, "transformer_xl"),
+        (["list", "recipes"], 0, "demo_text"),
+        (["explain", "bigbird", "--plot", "bigbird.png"], 2, "cached-transformers[plot]"),
+        (["train", "digits_vit_grc"], 2, "cached-transformers[data]"),
+        (["benchmark", "grc"], 2, "cached-transformers[vision]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_commands_answer(environment: Path, tmp_path: Path, words: list[str], status: int, answer: str) -> None:
+    done = call(environment / "cached", *words, folder=tmp_path)
+    assert done.returncode == status and answer in done.stdout + done.stderr, done.stderr
+
+
+def test_help_and_lists_do_without_torch(environment: Path) -> None:
+    program = (
+        "import sys; from cached_transformers.cli.main import main; main(['list']); sys.exit('torch' in sys.modules)"
+    )
+    assert call(environment / "python", "-c", program).returncode == 0
+
+
+def test_a_language_model_trains_and_reads(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "FILE").write_text(TEXT, encoding="utf-8")
+    short = ["training.steps=2", "training.batch_size=2"]
+    for words in (["train", "demo_text", "data.path=FILE", *short], ["stream", "runs/demo_text", "FILE"]):
+        done = call(environment / "cached", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout
