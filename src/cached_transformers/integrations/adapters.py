@@ -80,7 +80,8 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     if refusal is not None:
         raise ValueError(refusal)
     streams = [described.stream for _, described in found]
-    if streams[0] is not None and None not in streams:
+    by_row = spans_layers(name) or "state" in getattr(entry.factory, "needs", ())
+    if streams[0] is not None and None not in streams and (by_row or streams[0].causal):
         streams[0].add(host, found, name, settings, **more)
     else:
         more = {key: value for key, value in more.items() if value is not None}

@@ -36,7 +36,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) 
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
     state = inspect.Parameter(OUTPUT, inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters.insert(len(parameters) - 1, state)  # the last one is **kwargs
+    parameters.insert(len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD), state)
     replaced = functools.partial(forward, first)
     vars(replaced)["__signature__"] = own.replace(parameters=parameters)
     vars(module)["forward"] = replaced
@@ -173,6 +173,9 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
 
 def detach_calls(module: nn.Module) -> None:
     """Undo `attach_calls` on one module."""
+    reader: SegmentReader | None = vars(module).get("segment_reader")
+    if reader is not None:
+        reader.detach()
     for name in ATTACHED:
         vars(module).pop(name, None)
     vars(module.config).pop("keys_to_ignore_at_inference", None)  # type: ignore[arg-type]
