@@ -62,7 +62,7 @@ def test_reading_generating_and_a_host_that_is_given_by_name(memory: str) -> Non
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         wrapped = create_model("transformers", model=again)
         assert SegmentLoop(again, SEGMENT).model.model is again is wrapped.model
-    assert "as_language_model" not in vars(remove_memory(model))
+    assert "for_loops" not in vars(remove_memory(model))
 
 
 def test_a_host_with_a_new_memory_or_none() -> None:

@@ -13,6 +13,7 @@ from cached_transformers.extras import refused_by, require
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
+from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.state import State
@@ -54,6 +55,13 @@ class TimmModel(nn.Module):
             if any(isinstance(module, LayerMemory) for module in self.model.modules()):
                 raise ValueError(f"architecture={architecture!r} comes with a memory of its own; leave memory out")
             add_memory(self.model, memory)
+        self.remembers = hasattr(self.model, "init_memory_state")
+        if self.remembers:
+            vars(self)["for_loops"] = vars(self.model)["for_loops"]
+
+    def init_state(self, batch_size: int) -> State:
+        """State of rows that have seen no frame; an empty one without a memory that carries one."""
+        return self.model.init_memory_state(batch_size) if self.remembers else ()
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:
         """timm's own gradient checkpointing."""
@@ -67,8 +75,12 @@ class TimmModel(nn.Module):
     def forward(self, inputs_BCHW: Tensor, state: Any = None, *, padding: Tensor | None = None) -> ModelOutput:
         """Logits (B, classes) of images (B, C, H, W).
 
+        Args:
+            state: of a memory that carries one, after the frames before these; None for first ones in evaluation.
+
         Raises:
-            ValueError: images of another size than that which the model was built for, where it takes no other.
+            ValueError: images of another size than that which the model was built for, where it takes no other; no
+                state where they train a memory that carries one.
         """
         patches: Any = getattr(self.model, "patch_embed", None)
         size = tuple(inputs_BCHW.shape[-2:])
@@ -78,6 +90,8 @@ class TimmModel(nn.Module):
                 f"images of {size[0]} x {size[1]}, but the model was built for {height} x {width}; give img_size="
                 f"{size[0] if size[0] == size[1] else list(size)} (model.img_size in a recipe), or images of that size"
             )
+        if self.remembers:
+            return self.model(inputs_BCHW, memory_state=state)  # type: ignore[no-any-return]
         logits = self.model(inputs_BCHW)
         return ModelOutput(logits, (), logits.new_zeros(()))
 
@@ -191,6 +205,49 @@ class TransformersModel(nn.Module):
     def generate(self, prompt_BN: Tensor, state: State | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""
         return generate(self, prompt_BN, state, **options)
+
+
+class TokensModel(nn.Module):
+    """An encoder of transformers with a memory as loops over segments call it: an answer for each token.
+
+    Args:
+        model: with a head for tokens (masked tokens, tags), and a memory with a state; it is not copied.
+    """
+
+    predicts_next = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.training = model.training
+
+    def init_state(self, batch_size: int) -> State:
+        """State of rows that have seen nothing."""
+        return self.model.init_memory_state(batch_size)
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits (B, N, V) at each place of the segment; arguments as those of `TransformersModel`.
+
+        Raises:
+            ValueError: the model does not answer for each token.
+        """
+        state = begun(self, state, reset, inputs_BN.shape[0])
+        mask = None if padding is None else (~padding).to(torch.long)
+        out = self.model(input_ids=inputs_BN, attention_mask=mask, memory_state=state)
+        logits = getattr(out, "logits", None)
+        if logits is None or logits.shape[:2] != inputs_BN.shape:
+            raise ValueError(
+                f"{type(self.model).__name__} does not answer for each token, as loops over segments need; call it "
+                "with whole documents, which its own segment_length cuts"
+            )
+        return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
 
 
 def _with_head(model: Any) -> Any:

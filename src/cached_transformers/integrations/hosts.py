@@ -269,9 +269,9 @@ def refuse_memory(
     fitting = ", ".join(map(repr, _fitting(by_layer, by_model)))
     way_out = "; ".join(filter(None, (hint, f"memories that work here: {fitting}")))
     if spanning is not None:
-        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
         if not by_model:
             raise ValueError(f"{who} spans the layers, for which {title} has no place; {way_out}")
+        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
     scheme = {} if spanning is None or spanning.position_scheme() is None else {"bias": f"the position scheme of {who}"}
     for host, layer in zip(hosts, layers, strict=True):
         refuse_misfit(_needs(layer, who) | scheme, host.offers, title, way_out)

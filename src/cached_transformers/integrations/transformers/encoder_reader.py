@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.integrations.at_hand import like_weights
+from cached_transformers.integrations.frames import FramesModel, refuse_forgetting
+from cached_transformers.integrations.hosted import TokensModel
 from cached_transformers.integrations.hosts import Stream
 from cached_transformers.integrations.spots import StandIn
 from cached_transformers.models.segments import cut
@@ -72,6 +74,10 @@ class EncoderReader(SegmentReader):
         self.entrance = [Entrance(encoder, paths[module]) for module in stream.entrance] if spans else []
         self.embeds = list(inspect.signature(type(self.decoder.embeddings).forward).parameters)[1:]
 
+    @property
+    def in_loops(self) -> type[nn.Module]:
+        return TokensModel if self.cuts else FramesModel
+
     def detach(self) -> None:
         for place in self.entrance:
             place.leave()
@@ -112,8 +118,8 @@ class EncoderReader(SegmentReader):
                 f"pixel_values {found}: give one frame a call, (rows, channels, height, width), and carry memory_state "
                 "to the next; SegmentLoop does so with videos"
             )
-        if state is None:
-            refuse_forgetting(self)
+        if state is None and self.remembers:
+            refuse_forgetting(self.decoder)
         given["pixel_values"] = images.to(like_weights(self.decoder).dtype)
         given.pop("attention_mask", None)  # of ones, if somebody gives it: an image has no padding
         tokens = {name: value for name, value in given.items() if name in self.embeds}
@@ -188,16 +194,6 @@ class EncoderReader(SegmentReader):
             call["attention_mask"] = mask
         with Handed(layers, self.taps, self.decoder), Handed(inside, self.entrance):
             return type(self.decoder).forward(self.decoder, **call, return_dict=True)
-
-
-def refuse_forgetting(reader: Any) -> None:
-    """Refuse to train a memory on images that nobody carries a state between (ValueError)."""
-    if reader.remembers and reader.decoder.training and torch.is_grad_enabled():
-        raise ValueError(
-            "memory_state is missing: the memory is written behind each image, so that a call without a state would "
-            "never read what it wrote, nor train it; give memory_state=model.init_memory_state(rows) with the first "
-            "frames, and what comes back with the next"
-        )
 
 
 def _in_order(t: Tensor, order_BM: Tensor) -> Tensor:

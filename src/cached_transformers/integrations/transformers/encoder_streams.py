@@ -36,7 +36,7 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
     return Stream(
         *(add_stream_memory, sources, split),
         longest=_places(embeddings),
-        offers=frozenset({"state", "tokens_round"} if entrance else {"state"}),
+        offers=frozenset({"state", "tokens_round"} if entrance else ()),
         causal=False,
         entrance=entrance,
     )
@@ -52,7 +52,7 @@ def image_stream(site: Site, surrounds: bool) -> Stream:
     surrounds = surrounds and embeddings is not None
     return Stream(
         *(add_stream_memory, *_separate(site)),
-        offers=frozenset({"state", "tokens_round"} if surrounds else {"state"}),
+        offers=frozenset({"state", "tokens_round"} if surrounds else ()),
         causal=False,
         cuts=False,
         entrance=(embeddings,) if surrounds else (),

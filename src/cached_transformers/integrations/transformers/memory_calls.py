@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.state import State, repeat
 
 from .handed import Handed
@@ -22,7 +21,7 @@ from .segment_reader import SegmentReader
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
-    "as_language_model",
+    "for_loops",
 )
 """Attributes of an instance, which hide those of its class."""
 
@@ -165,7 +164,7 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
     vars(model)["init_memory_state"] = reader.init_state
-    vars(model)["as_language_model"] = functools.partial(TransformersModel, model=model)
+    vars(model)["for_loops"] = functools.partial(reader.in_loops, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(decoder)["memory_detach"] = vars(model)["memory_detach"] = detach_calls

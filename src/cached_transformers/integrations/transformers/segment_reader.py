@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.integrations.at_hand import like_weights, with_weights
+from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.models.segments import read_segments
@@ -77,6 +78,11 @@ class SegmentReader:
             SegmentReader._read_apart, recursive=False
         )  # marks it; here, since it imports the compiler
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+
+    @property
+    def in_loops(self) -> type[nn.Module]:
+        """As what loops over segments call the model, which they give to it as `model`."""
+        return TransformersModel
 
     def detach(self) -> None:
         """Take out of the host what the reader put there."""

@@ -60,10 +60,10 @@ def add_stream_memory(
     stream = found[0][1].stream
     assert stream is not None
     segment_length: int | None = sizes.get("segment_length")
-    _check_sizes(model, stream, segment_length, sizes.get("input_size"))
+    check_sizes(model, stream, **sizes)
     decoder = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
-    spanning = _spanning(decoder, found[0][1], name, settings) if spans_layers(name) else None
-    layers = _layers(found, name, settings, spanning)
+    spanning = spanning_of(decoder, found[0][1], name, settings) if spans_layers(name) else None
+    layers = layers_of(found, name, settings, spanning)
     refuse_memory(name, model, [host for _, host in found], layers, spanning, _hint(decoder.config, spanning))
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
     extra = _extra_tokens(spanning, decoder, stream)
@@ -94,10 +94,13 @@ def add_stream_memory(
     attach_calls(model, decoder, reader)
 
 
-def _check_sizes(
-    model: nn.Module, stream: Stream, segment_length: int | None, input_size: tuple[int, int] | None
+def check_sizes(
+    model: nn.Module,
+    stream: Stream,
+    segment_length: int | None = None,
+    input_size: tuple[int, int] | None = None,
 ) -> None:
-    """Raises: ValueError: sizes that do not go with what the model reads."""
+    """Refuse sizes that do not go with what the model reads (ValueError)."""
     title, given = type(model).__name__, f"segment_length={segment_length}"
     if input_size is not None:
         why = (
@@ -184,17 +187,18 @@ def _refuse_window(
         )
 
 
-def _spanning(decoder: Any, host: Host, name: str, settings: dict[str, Any]) -> ModelMemory:
-    like = next(decoder.parameters())
+def spanning_of(model: Any, host: Host, name: str, settings: dict[str, Any]) -> ModelMemory:
+    """The memory that spans the layers of a model, on its device, in its dtype and mode."""
+    like = next(model.parameters())
     # What comes out of the host went through its final norm.
     assert host.stream is not None
     facts = {"causal": host.stream.causal, "norm": "post", "depth": host.facts.get("depth")}
-    memory = create_memory({"name": name, **settings}, decoder.config.hidden_size, host.heads, **facts)
+    memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
-    return memory.to(like.device, like.dtype).train(decoder.training)
+    return memory.to(like.device, like.dtype).train(model.training)
 
 
-def _layers(
+def layers_of(
     found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], spanning: ModelMemory | None
 ) -> list[LayerMemory]:
     """The memory of each layer."""
