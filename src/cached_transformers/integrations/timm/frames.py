@@ -105,4 +105,4 @@ class FrameReader:
         layers = Passage(state)
         with Handed(layers, self.taps):
             outputs = type(self.model).forward(self.model, x)
-        return ModelOutput(outputs, seal(tuple(layers.after)), outputs.new_zeros(()))
+        return ModelOutput(outputs, seal(tuple(layers.after)), x.new_zeros(()))

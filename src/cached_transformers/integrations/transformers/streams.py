@@ -103,9 +103,7 @@ def check_sizes(
     """Refuse sizes that do not go with what the model reads (ValueError)."""
     title, given = type(model).__name__, f"segment_length={segment_length}"
     if input_size is not None:
-        why = (
-            "is for images, which {} does not read" if stream.cuts else "{} knows the size of its images; leave it out"
-        )
+        why = f"is for images, which {title} does not read" if stream.cuts else f"is known to {title}; leave it out"
         raise ValueError(f"input_size={input_size} {why.format(title)}")
     if segment_length is None:
         return
