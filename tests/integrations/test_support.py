@@ -26,7 +26,7 @@ SHARED: dict[str, Callable[..., None]] = {
 }
 PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_searches}
 SAID = {
-    "AlbertModel does not support activation checkpointing": "not in transformers",
+    "does not support activation checkpointing": "not in transformers",
     "timm runs blocks again without the state": "not with a state",
 }
 """What a model cannot do, without a memory either or with one alone: part of its message, and the cell."""
