@@ -222,10 +222,71 @@ def test_a_file_of_the_first_format_is_read(tmp_path: Path) -> None:
 def test_a_newer_format_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     states.save(small(), path)
-    path.write_bytes(path.read_bytes().replace(b'state":"2 ', b'state":"3 '))
-    with pytest.raises(ValueError, match="has format 3, and this version reads up to 2; use the matching version"):
+    path.write_bytes(path.read_bytes().replace(b'state":"3 ', b'state":"4 '))
+    with pytest.raises(ValueError, match="has format 4, and this version reads up to 3; use the matching version"):
         states.load(path, small())
     named = dict(states.named_tensors(small()))
     path.write_bytes(safetensors.torch.save(named, {"format": "pt"}))
     with pytest.raises(ValueError, match="written by something else"):
         states.load(path, small())
+
+
+# ---- in fewer bytes, and of one model
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float16", 5e-4), ("bfloat16", 4e-3), ("int8", 1e-2)])
+def test_a_packed_file_is_smaller_and_says_what_it_costs(dtype: Any, near: float, tmp_path: Path) -> None:
+    state = Tree(torch.tensor([3, 4]), (torch.randn(2, 50, 64), torch.randn(2, 3) > 0), torch.zeros(2, 5))
+    whole = states.save(state, tmp_path / "whole")
+    small = states.save(state, tmp_path / "small", dtype=dtype)
+    assert whole.error == 0 and whole.nbytes == (tmp_path / "whole").stat().st_size
+    assert small.nbytes < (0.35 if dtype == "int8" else 0.6) * whole.nbytes
+    found = states.load(tmp_path / "small", state)
+    assert states.signature(found) == states.signature(state)
+    assert torch.equal(found.clock_B, state.clock_B) and torch.equal(found.layers[1], state.layers[1])
+    assert torch.equal(found.nothing, state.nothing)
+    off = (found.layers[0] - state.layers[0]).norm() / state.layers[0].norm()
+    assert 0 < small.error < near and off.item() == pytest.approx(small.error, rel=1e-3)
+
+
+def test_int8_is_a_scale_for_each_vector(tmp_path: Path) -> None:
+    x = torch.tensor([[[127.0, -63.5, 1.0], [0.127, 0.0, -0.001]]])
+    states.save(x, tmp_path / "x", dtype="int8")
+    torch.testing.assert_close(
+        states.load(tmp_path / "x", x), torch.tensor([[[127.0, -64.0, 1.0], [0.127, 0.0, -0.001]]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (1.0, "int4", r"dtype='int4' is no way to keep a state; take float16, bfloat16, int8, or None"),
+        (1e6, "float16", r"state holds 1e\+06, too large for dtype='float16'; take 'bfloat16'"),
+        (float("nan"), "int8", "not finite"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(value: float, dtype: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        states.save(torch.full((1, 2), value), tmp_path / "x", dtype=dtype)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_state_is_that_of_its_weights(tmp_path: Path) -> None:
+    model, state = torch.nn.BatchNorm1d(3), torch.randn(2, 3)
+    states.save(state, tmp_path / "a", model=model)
+    states.save(state, tmp_path / "b")
+    assert torch.equal(states.load(tmp_path / "a", state, model=model), state)
+    assert torch.equal(states.load(tmp_path / "a", state), state)
+    with pytest.raises(ValueError, match="b does not tell the weights that made it"):
+        states.load(tmp_path / "b", state, model=model)
+    for change in (model.weight, model.running_mean):
+        before = change.detach().clone()
+        with torch.no_grad():
+            change[1] += 1e-6
+        with pytest.raises(ValueError, match="a was made with other weights than those of this BatchNorm1d"):
+            states.load(tmp_path / "a", state, model=model)
+        with torch.no_grad():
+            change.copy_(before)
+    states.load(tmp_path / "a", state, model=torch.nn.DataParallel(model))  # wrapped, it is the same
+    with pytest.raises(ValueError, match="bias is offloaded"):
+        states.fingerprint(torch.nn.Linear(2, 2, device="meta"))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .memories.parts.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
     from .memories.parts.shared_cache_memory import fold, unfold
     from .models.generation import generate
+    from .models.session import Session
+    from .models.tuned_state import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
     from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
     from .tasks import create_dataset, create_model
     from .tasks.language.streaming import read_stream
@@ -42,6 +44,10 @@ _NAMES = {
         *("commit_caches", "hold_caches", "reset_caches", "resize_caches", "shuffle_caches"),
     ),
     "models.generation": ("generate",),
+    "models.session": ("Session",),
+    "models.tuned_state": (
+        *("load_initial_state", "remove_initial_state", "save_initial_state", "tune_initial_state"),
+    ),
     "tasks": ("create_dataset", "create_model"),
     "tasks.language.streaming": ("read_stream",),
     "training.curriculum": ("Curriculum",),
@@ -69,6 +75,7 @@ __all__ = [
     "ModelMemory",
     "ReplayLoop",
     "SegmentLoop",
+    "Session",
     "__version__",
     "add_memory",
     "commit_caches",
@@ -78,15 +85,19 @@ __all__ = [
     "fold",
     "generate",
     "hold_caches",
+    "load_initial_state",
     "load_pretrained",
     "read_stream",
     "register_adapter",
+    "remove_initial_state",
     "remove_memory",
     "replace_attention",
     "reset_caches",
     "resize_caches",
     "restore_attention",
+    "save_initial_state",
     "shuffle_caches",
+    "tune_initial_state",
     "unfold",
 ]
 

@@ -14,6 +14,7 @@ from integrations.transformers_hosts import DECODERS, GPT2, SEGMENT, Architectur
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
+from cached_transformers.integrations.transformers.segment_reader import SegmentReader
 from cached_transformers.state import named_tensors
 
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
@@ -83,6 +84,11 @@ def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
     assert operations[2] - operations[1] < operations[0] / 10  # of the joining alone
 
 
+def test_torch_compile_does_not_trace_into_what_reads_segments() -> None:
+    stream(GPT2, "rmt")
+    assert SegmentReader._read_apart._torchdynamo_disable_recursive is False
+
+
 # ---- FSDP
 
 Batch = tuple[Tensor, ...]
@@ -108,29 +114,49 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(inputs, labels=inputs).loss
 
 
-def one_step(make: Any, memory: str, sharded: bool, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
-    """The loss and all gradients of two steps, on this process' rows of the batch."""
+def two_steps(models: list[nn.Module], shares: list[Batch]) -> dict[str, Tensor]:
+    """The loss and all gradients of two steps, as the mean over models and their rows; who has a shared memory has that
+    of the first model from step to step, as DDP would have it."""
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        for model, share in zip(models, shares, strict=True):
+            for shared, first in zip(model.buffers(), models[0].buffers(), strict=True):
+                shared.copy_(first)
+            model.zero_grad()
+            loss = loss_of(model, share)
+            loss.backward()
+            gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            for name, value in {"loss": loss.detach(), **gradients}.items():
+                found[f"{name} {step}"] = found.get(f"{name} {step}", 0) + value / len(models)
+        for model in models:
+            model.eval().train()  # a shared memory moves on
+    return found
+
+
+def _whole(t: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return t.full_tensor().detach() if isinstance(t, DTensor) else t.detach().clone()
+
+
+def cut_up(make: Any, memory: str, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    """`two_steps` of a model that FSDP2 cuts up by blocks, on this process' rows of the batch."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     model, blocks, batch = make(memory)
-    if sharded:
-        for part in (*blocks, model):
-            fully_shard(part)
-    share = tuple(t.chunk(world)[rank] for t in batch)
-    found = {}
-    for step in range(2):
-        model.zero_grad()
-        loss = loss_of(model, share)
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                found[f"{name} {step}"] = grad.detach().clone()
+    for part in (*blocks, model):
+        fully_shard(part)
+    found = two_steps([model], [tuple(t.chunk(world)[rank] for t in batch)])
     if hasattr(model, "init_memory_state"):
         assert not any(isinstance(t, DTensor) for _, t in named_tensors(model.init_memory_state(2)))
     return found
+
+
+def in_one_piece(make: Any, memory: str, world: int = 1) -> dict[str, Tensor]:
+    """`two_steps` of whole models, one for each share of the rows."""
+    models, batch = [make(memory)[0] for _ in range(world)], make(memory)[2]
+    return two_steps(models, [tuple(t.chunk(world)[rank] for t in batch) for rank in range(world)])
 
 
 def work(rank: int, world: int, port: int, make: Any, memory: str, folder: str) -> None:
@@ -138,7 +164,7 @@ def work(rank: int, world: int, port: int, make: Any, memory: str, folder: str) 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        torch.save(one_step(make, memory, True, rank, world), Path(folder) / f"{rank}.pt")
+        torch.save(cut_up(make, memory, rank, world), Path(folder) / f"{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()
 
@@ -158,8 +184,11 @@ def test_cut_up_among_two_processes_it_learns_as_one(make: Any, memory: str, tmp
     world = 2
     torch.multiprocessing.spawn(work, (world, free_port(), make, memory, str(tmp_path)), world)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
-    expected = one_step(make, memory, False)
+    expected = in_one_piece(make, memory, world)
     assert parts[0].keys() == expected.keys()
+    if make is decoder:  # whose rows know nothing of each other
+        whole = in_one_piece(make, memory)
+        torch.testing.assert_close(expected, whole, rtol=1e-5, atol=1e-6)
     for name, value in expected.items():
         found = sum(part[name] for part in parts) / world if name.startswith("loss") else parts[0][name]
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
@@ -170,8 +199,8 @@ def test_cut_up_for_one_process_it_learns_as_before(make: Any, memory: str) -> N
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     try:
-        found = one_step(make, memory, True)
+        found = cut_up(make, memory)
     finally:
         torch.distributed.destroy_process_group()
-    for name, value in one_step(make, memory, False).items():
+    for name, value in in_one_piece(make, memory).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

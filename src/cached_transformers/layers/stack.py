@@ -21,6 +21,7 @@ from cached_transformers.state import State, seal
 
 from .block import Block
 from .context_attention import ContextAttention
+from .initial_state import initial_state_of
 from .reversible import reversible
 
 
@@ -149,6 +150,9 @@ class Stack(nn.Module):
 
     def init_state(self, batch_size: int, like: Tensor | None = None) -> StackState:
         """State of `batch_size` rows that have seen nothing; device and dtype are those of `like` (or the weights)."""
+        tuned = initial_state_of(self)
+        if tuned is not None:
+            return tuned(batch_size)
         like = like if like is not None else next(self.parameters())
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         layers = tuple(block.attention.init_state(batch_size, like) for block in self.blocks)  # type: ignore[union-attr, operator]

@@ -23,6 +23,7 @@ from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
+from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
@@ -74,9 +75,9 @@ class SegmentReader:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.handed: Carried | None = None
-        torch.compiler.disable(
-            SegmentReader._read_apart, recursive=False
-        )  # marks it; here, since it imports the compiler
+        if not hasattr(SegmentReader._read_apart, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
+            outside = torch.compiler.disable(SegmentReader._read_apart, recursive=False)
+            setattr(SegmentReader, "_read_apart", outside)  # noqa: B010  (a type checker sees no method there)
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     @property
@@ -102,6 +103,9 @@ class SegmentReader:
         """
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1")
+        tuned = initial_state_of(self.decoder)
+        if tuned is not None:
+            return tuned(rows)
         memory = self.memory
         model: State = ()
         if memory is not None:

@@ -10,24 +10,11 @@ Legend: B rows.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-
-from cached_transformers.files import write_whole
-
-FORMAT = 2
-"""Of a state file: 1 had neither format nor checksum."""
-_MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})"')
 
 State: TypeAlias = Any
 """A Tensor or a (named) tuple of states, which Python's types cannot say without losing those of the named tuples."""
@@ -133,58 +120,6 @@ def summary(state: State) -> str:
     """A table for people: one line a tensor, and the total."""
     lines = [f"{name:<40} {tuple(t.shape)!s:<20} {t.dtype}" for name, t in named_tensors(state)]
     return "\n".join([*lines, f"{nbytes(state):,} bytes"])
-
-
-def save(state: State, path: str | os.PathLike[str]) -> None:
-    """Write the state as one safetensors file; the file appears whole or not at all.
-
-    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros in the place of the digest.
-
-    Raises:
-        NotWritten: e.g. the disk is full; a file that was there before is untouched.
-    """
-    target = Path(path)
-    tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
-    blank = "0" * 64
-    content = safetensors.torch.save(tensors, {"cached_transformers_state": f"{FORMAT} {blank}"})
-    digest = hashlib.sha256(content).hexdigest()
-    write_whole(target, content.replace(f"{FORMAT} {blank}".encode(), f"{FORMAT} {digest}".encode(), 1))
-
-
-def load(path: str | os.PathLike[str], like: State) -> State:
-    """Read a state that `save` wrote, into the structure of `like` (for instance `model.init_state(rows)`).
-
-    Raises:
-        ValueError: the file is damaged, of a newer format, or holds a state of another structure; the message names
-            the file and the first difference.
-    """
-    content = Path(path).read_bytes()
-    way = "begin the stream anew (remove the file, or name another), or take an older file"
-    try:
-        _check_whole(content)
-        stored = safetensors.torch.load(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} is no whole state file: {error}; {way}") from error
-    return from_tensors(stored, like, str(path))
-
-
-def _check_whole(content: bytes) -> None:
-    """Refuse the content of a state file with a changed bit (ValueError); those of format 1 have no checksum."""
-    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
-    tree = json.loads(header)
-    if not isinstance(tree, dict) or "__metadata__" not in tree:
-        return
-    found = _MARK.search(header)
-    if found is None:
-        raise ValueError("it was written by something else, or is damaged")
-    if int(found[1]) > FORMAT:
-        raise ValueError(
-            f"it has format {int(found[1])}, and this version reads up to {FORMAT}; use the matching version"
-        )
-    begin, end = (8 + place for place in found.span(2))
-    digest = hashlib.sha256(content[:begin] + b"0" * (end - begin) + content[end:]).hexdigest()
-    if digest != found[2].decode():
-        raise ValueError("its content does not match its checksum, so it is damaged")
 
 
 def from_tensors(stored: Mapping[str, Tensor], like: State, source: str) -> State:

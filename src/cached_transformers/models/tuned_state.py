@@ -1,0 +1,156 @@
+"""Training the state that rows begin with, and nothing else: a few kilobytes that tell a frozen model what to expect.
+
+    S_0 = argmin over S_0 of the loss of texts that are read from S_0 on
+
+As prompt tuning (Lester et al. 2021, arXiv:2104.08691) trains the vectors in front of a prompt, with the memory in
+their place: it costs no token, and stays where the memory keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.layers.initial_state import PLACE, InitialState, initial_state_of
+from cached_transformers.layers.stack import Stack
+from cached_transformers.state import State, load, map_state, named_tensors, save
+
+from .generation import evaluating
+from .segments import as_language_model, cut, read_segments
+
+
+def tune_initial_state(model: nn.Module, text_1N: Tensor, *, segment_length: int | None = None) -> InitialState:
+    """Freeze a language model, and make the state that its rows begin with trainable.
+
+    Every loop begins rows with it from now on: `SegmentLoop`, `generate`, `read_stream`, and a host's own `Trainer`;
+    rows that are reset as well. Train the parameters of what is returned, then `save_initial_state`.
+
+    Args:
+        model: of ours, or a decoder of transformers with a memory that has a state.
+        text_1N: token ids of one row, whose state is what training begins with: an empty memory is never read, so that
+            nothing could be learned of it.
+        segment_length: tokens in a segment of that text; None for one segment.
+
+    Raises:
+        ValueError: no memory with a state, of which a number is read; or it has an initial state already.
+    """
+    place = _place(model)
+    state = _state_after(model, text_1N, segment_length)
+    return _put(model, place, state)
+
+
+def save_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the state that was tuned, with the fingerprint of the weights that it was tuned for.
+
+    Raises:
+        ValueError: the model has none. NotWritten: e.g. the disk is full.
+    """
+    save(_tuned(model)(1), path, model=model)
+
+
+def load_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> InitialState:
+    """Give the model for which it was tuned the initial state in a file; freezes it as `tune_initial_state` does.
+
+    Raises:
+        ValueError: the file is none, or that of other weights; the model has an initial state already.
+    """
+    place = _place(model)
+    return _put(model, place, load(path, _empty(model), model=model))
+
+
+def remove_initial_state(model: nn.Module) -> None:
+    """Rows begin with an empty state again. The weights stay frozen: `requires_grad_()` is yours to call.
+
+    Raises:
+        ValueError: there is nothing to remove.
+    """
+    _tuned(model)
+    delattr(_holder(model), PLACE)
+
+
+def _holder(model: Any) -> nn.Module:
+    """The module that makes the states: our stack, or somebody else's decoder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(getattr(model, "stack", None), Stack):
+        return model.stack  # type: ignore[no-any-return]
+    found = next((m for m in model.modules() if "segment_reader" in vars(m)), None)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} carries no state from segment to segment; take a model of create_model, or give a "
+            "decoder of transformers a memory that does: add_memory(model, 'rmt', segment_length=...)"
+        )
+    return found
+
+
+def _place(model: nn.Module) -> nn.Module:
+    """The holder, which has no initial state yet."""
+    place = _holder(model)
+    if initial_state_of(place) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has an initial state already; go on with its parameters, or call "
+            "remove_initial_state(model) first"
+        )
+    return place
+
+
+def _tuned(model: nn.Module) -> InitialState:
+    found = initial_state_of(_holder(model))
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} has no initial state of its own; tune_initial_state(model) gives it one"
+        )
+    return found
+
+
+def _empty(model: Any) -> State:
+    begin = getattr(model, "init_memory_state", None) or model.init_state
+    return begin(1)
+
+
+@torch.no_grad()
+def _state_after(model: nn.Module, text_1N: Tensor, segment_length: int | None) -> State:
+    """Of one row that has read the text."""
+    if text_1N.dim() != 2 or text_1N.shape[0] != 1 or text_1N.shape[1] == 0:
+        raise ValueError(f"text_1N of shape {tuple(text_1N.shape)} must be one row of token ids, (1, tokens)")
+    reader = as_language_model(model)
+    state = _empty(model)
+    with evaluating(reader):
+        pieces = [text_1N[:, segment] for segment in cut(text_1N.shape[1], segment_length)]
+        for out in read_segments(lambda ids, before, _: reader(ids, before), pieces, state):
+            state = out.state
+    return state
+
+
+def _put(model: nn.Module, place: nn.Module, state: State) -> InitialState:
+    learned = _read(model, state)
+    if not learned:
+        raise ValueError(
+            f"no number of this state of {type(model).__name__} is read, so that nothing could be trained: its memory "
+            "has kept nothing of the text yet, or its gates are closed; give a longer text, or open the gates first"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    initial = InitialState(state, learned)
+    place.add_module(PLACE, initial)
+    return initial
+
+
+def _read(model: nn.Module, state: State) -> set[str]:
+    """Names of the tensors of a state that reach the outputs of the next segment."""
+    reader = as_language_model(model)
+    asked = map_state(lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t, state)
+    real = [(name, t) for name, t in named_tensors(asked) if t.requires_grad]
+    if not real:
+        return set()
+    device = next(model.parameters()).device
+    with evaluating(reader), torch.enable_grad():
+        scores = reader(torch.zeros(1, 2, dtype=torch.long, device=device), asked).outputs.float()
+        weight = torch.linspace(-1, 1, scores.numel(), device=device).view_as(scores)  # no sum that is always the same
+        given = torch.autograd.grad((scores * weight).sum(), [t for _, t in real], allow_unused=True)
+    return {name for (name, _), g in zip(real, given, strict=True) if g is not None and bool((g != 0).any())}

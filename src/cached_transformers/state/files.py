@@ -1,0 +1,124 @@
+"""How a state is written: one safetensors file, which appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import nn
+
+from cached_transformers.files import write_whole
+
+from .fingerprint import fingerprint
+from .packing import Packing, pack, unpack
+from .tree import State, from_tensors, named_tensors
+
+FORMAT = 3
+"""Of a state file: 1 had neither format nor checksum, 2 neither fingerprint nor dtypes."""
+_MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})"')
+
+
+class Stored(NamedTuple):
+    """What `save` wrote: bytes of the file, and the largest relative error of a tensor that it packed."""
+
+    nbytes: int
+    error: float
+
+
+def save(
+    state: State, path: str | os.PathLike[str], *, model: nn.Module | None = None, dtype: Packing | None = None
+) -> Stored:
+    """Write the state as one safetensors file; the file appears whole or not at all.
+
+    Its metadata hold the format and a SHA-256 of the whole file, which is taken with zeros in the place of the digest.
+
+    Args:
+        model: that made the state; the file then tells its weights, and `load` refuses another one's.
+        dtype: of the real numbers in the file, None as they are; "int8" has a scale for each vector. What that costs is
+            in the result.
+
+    Raises:
+        ValueError: a dtype that there is not, or numbers that do not fit into it.
+        NotWritten: e.g. the disk is full; a file that was there before is untouched.
+    """
+    tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
+    notes, error = {}, 0.0
+    if dtype is not None:
+        tensors, dtypes, error = pack(tensors, dtype)
+        notes["dtypes"] = json.dumps(dtypes)
+    if model is not None:
+        notes["fingerprint"] = fingerprint(model)
+    blank = "0" * 64
+    content = safetensors.torch.save(tensors, {"cached_transformers_state": f"{FORMAT} {blank}", **notes})
+    digest = hashlib.sha256(content).hexdigest()
+    content = content.replace(f"{FORMAT} {blank}".encode(), f"{FORMAT} {digest}".encode(), 1)
+    write_whole(Path(path), content)
+    return Stored(len(content), error)
+
+
+def load(path: str | os.PathLike[str], like: State, *, model: nn.Module | None = None) -> State:
+    """Read a state that `save` wrote, into the structure of `like` (for instance `model.init_state(rows)`).
+
+    Args:
+        model: with whose weights it must have been made, which the file has to tell.
+
+    Raises:
+        ValueError: the file is damaged, of a newer format, holds a state of another structure, or that of another
+            model; the message names the file and the first difference.
+    """
+    content = Path(path).read_bytes()
+    way = "begin the stream anew (remove the file, or name another), or take an older file"
+    try:
+        _check_whole(content)
+        notes = _notes(content)
+        stored = unpack(safetensors.torch.load(content), json.loads(notes.get("dtypes", "{}")))
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{path} is no whole state file: {error}; {way}") from error
+    if model is not None:
+        _check_model(str(path), notes.get("fingerprint"), model)
+    return from_tensors(stored, like, str(path))
+
+
+def _check_model(path: str, found: str | None, model: nn.Module) -> None:
+    if found is None:
+        raise ValueError(
+            f"{path} does not tell the weights that made it: it was saved without model=...; load it without, if you "
+            "know that it is this model's"
+        )
+    if found != fingerprint(model):
+        raise ValueError(
+            f"{path} was made with other weights than those of this {type(model).__name__}, to which it means nothing; "
+            "load those, or read the text again"
+        )
+
+
+def _notes(content: bytes) -> dict[str, str]:
+    """The metadata of the file."""
+    tree = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    found: dict[str, str] = tree.get("__metadata__") or {}
+    return found
+
+
+def _check_whole(content: bytes) -> None:
+    """Refuse the content of a state file with a changed bit (ValueError); those of format 1 have no checksum."""
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    tree = json.loads(header)
+    if not isinstance(tree, dict) or "__metadata__" not in tree:
+        return
+    found = _MARK.search(header)
+    if found is None:
+        raise ValueError("it was written by something else, or is damaged")
+    if int(found[1]) > FORMAT:
+        raise ValueError(
+            f"it has format {int(found[1])}, and this version reads up to {FORMAT}; use the matching version"
+        )
+    begin, end = (8 + place for place in found.span(2))
+    digest = hashlib.sha256(content[:begin] + b"0" * (end - begin) + content[end:]).hexdigest()
+    if digest != found[2].decode():
+        raise ValueError("its content does not match its checksum, so it is damaged")

@@ -1,0 +1,43 @@
+"""Which weights a state was made with: a state means nothing to others."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+WHOLE = 2**24
+"""Elements up to which all of a tensor is hashed; of a larger one, so many from all over it."""
+ROUND = ("_orig_mod.", "module.")
+"""What torch.compile and DDP put before the names of what they wrap."""
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 (hex) of the names, dtypes, shapes and values of a model's state dict, wherever they lie.
+
+    Of a tensor with more than 16 million elements about so many are looked at, evenly spread. An initial state that was
+    tuned is a state, and not counted.
+
+    Raises:
+        ValueError: weights that are not here: on "meta" (offloaded), or cut up among processes.
+    """
+    digest = hashlib.sha256()
+    for name, t in sorted(model.state_dict().items()):
+        if "initial_state." in name or not isinstance(t, Tensor):
+            continue
+        for prefix in ROUND:
+            name = name.removeprefix(prefix)
+        if t.is_meta or hasattr(t, "full_tensor"):
+            where = "offloaded" if t.is_meta else "cut up among processes"
+            raise ValueError(
+                f"{name} is {where}, so that the weights cannot be told from others; save and load the state without "
+                "model=..., or take the model as it was before"
+            )
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
+        flat = t.detach().reshape(-1)
+        if flat.numel() > WHOLE:
+            flat = flat[:: -(-flat.numel() // WHOLE)]
+        digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

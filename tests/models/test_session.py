@@ -1,0 +1,133 @@
+"""Texts that are read and written piece by piece, of our models and of others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
+
+from cached_transformers import Session, create_model, generate
+from cached_transformers.state import named_tensors
+
+LENGTH = SEGMENT
+
+
+def ours(memory: Any = "rmt") -> Any:
+    torch.manual_seed(0)
+    model = create_model("language_model", vocabulary=64, width=32, depth=2, heads=2, memory=memory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # so that what is read shows
+    return model.eval()
+
+
+def theirs(memory: str = "rmt") -> Any:
+    return awaken(stream(GPT2, memory)).eval()
+
+
+models = pytest.mark.parametrize("make", [ours, theirs])
+
+
+def session(model: Any) -> Session:
+    return Session(model, None if hasattr(model, "config") else LENGTH)
+
+
+@models
+@pytest.mark.parametrize("sizes", [(17,), (1, 16), (LENGTH, 17 - LENGTH), (3, 9, 5)])
+def test_read_in_pieces_it_is_read_at_once(make: Callable[[], Any], sizes: tuple[int, ...]) -> None:
+    model, text = make(), words(1, 17)
+    found = session(model)
+    for piece in text.split(list(sizes), 1):
+        found.read(piece)
+    expected = generate(model, text, tokens=2 * LENGTH, temperature=0, segment_length=LENGTH)
+    again = found.generate(tokens=LENGTH, temperature=0).tokens
+    rest = found.generate(tokens=LENGTH, temperature=0).tokens
+    assert torch.equal(torch.cat([again, rest], 1), expected.tokens)
+    assert found.tokens == 17 + 2 * LENGTH
+
+
+@models
+def test_one_prompt_many_questions(make: Callable[[], Any]) -> None:
+    model, prompt = make(), words(1, 2 * LENGTH + 2)
+    found = session(model)
+    found.read(prompt)
+    mark = found.mark()
+    for seed in (1, 2):
+        question = words(1, 3, seed)
+        found.read(question)
+        answer = found.generate(tokens=4, temperature=0)
+        whole = generate(model, torch.cat([prompt, question], 1), tokens=4, temperature=0, segment_length=LENGTH)
+        assert torch.equal(answer.tokens, whole.tokens)
+        torch.testing.assert_close(answer.scores, whole.scores)
+        found.rewind(mark)
+        assert found.tokens == prompt.shape[1]
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    found = session(ours())
+    found.read(words(1, 7))
+    twin = found.fork()
+    twin.read(words(1, 9, 1))
+    assert (found.tokens, twin.tokens) == (7, 16)
+    found.read(words(1, 9, 1))
+    texts = [s.generate(tokens=3, temperature=0).tokens for s in (found, twin)]
+    assert torch.equal(*texts)
+
+
+@models
+def test_saved_it_goes_on_in_another_process(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    found = session(model)
+    found.read(words(1, 2 * LENGTH + 3))
+    found.save(tmp_path / "a")
+    again = Session.load(make(), tmp_path / "a", found.segment_length)
+    assert again.tokens == found.tokens
+    assert torch.equal(*(s.generate(tokens=6, temperature=0).tokens for s in (found, again)))
+    small = found.save(tmp_path / "b", dtype="int8")
+    assert 0 < small.error < 0.02
+    near = Session.load(make(), tmp_path / "b", found.segment_length)
+    for (_, a), (_, b) in zip(named_tensors(near.state), named_tensors(found.state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=float(b.abs().max()) / 100)
+
+
+def test_of_other_weights_or_segments_it_is_refused(tmp_path: Path) -> None:
+    model = ours()
+    found = session(model)
+    found.read(words(1, 9))
+    found.save(tmp_path / "a")
+    with pytest.raises(ValueError, match="here 7"):
+        Session.load(model, tmp_path / "a", 7)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-6
+    with pytest.raises(ValueError, match="made with other weights than those of this LanguageModel"):
+        Session.load(model, tmp_path / "a", LENGTH)
+
+
+def test_bad_input() -> None:
+    model = ours()
+    with pytest.raises(ValueError, match="give segment_length"):
+        Session(model)
+    with pytest.raises(ValueError, match="segment_length=0"):
+        Session(model, 0)
+    found = session(model)
+    with pytest.raises(ValueError, match="nothing was read yet"):
+        found.generate(tokens=1)
+    with pytest.raises(ValueError, match=r"one text, \(1, tokens\), not \(2, 3\)"):
+        found.read(words(2, 3))
+    found.read(words(1, 0))
+    assert found.tokens == 0
+
+
+def test_without_memory_all_is_one_segment(tmp_path: Path) -> None:
+    model, text = ours(None), words(1, 9)
+    found = Session(model)
+    for piece in text.split(4, 1):
+        found.read(piece)
+    expected = generate(model, text, tokens=3, temperature=0).tokens
+    assert torch.equal(found.generate(tokens=3, temperature=0).tokens, expected)
+    with pytest.raises(ValueError, match="nothing to keep but the text itself"):
+        found.save(tmp_path / "a")
