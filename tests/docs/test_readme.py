@@ -23,17 +23,6 @@ def test_example_runs(source: str) -> None:
     exec(compile(source, "README.md", "exec"), {})
 
 
-@pytest.mark.parametrize("page, title", [("transformers.md", "Documents and videos"), ("backbones.md", "Videos")])
-def test_the_examples_of_a_section_run(page: str, title: str) -> None:
-    ensure_torchvision()
-    pytest.importorskip(page.removesuffix(".md").replace("backbones", "timm"))
-    text = README.parent.joinpath("docs", page).read_text(encoding="utf-8")
-    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    source = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
-    assert "memory_state=" in source
-    exec(compile(source, page, "exec"), {})
-
-
 def test_linked_files_exist() -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]+)", README.read_text(encoding="utf-8"))
     assert links

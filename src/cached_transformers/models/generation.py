@@ -25,7 +25,7 @@ from cached_transformers.checks import comparing_lengths
 from cached_transformers.state import State, reorder, repeat, reset
 
 from .beam_search import search
-from .segments import cut, predicting, read_segments, remembers
+from .segments import as_language_model, cut, read_segments, remembers
 
 
 class Generation(NamedTuple):
@@ -85,7 +85,7 @@ def generate(
     """
     _check_prompt(prompt_BN)
     _check_options(tokens, temperature, top_k, top_p, beams, eos, segment_length, length_penalty)
-    model = predicting(model)
+    model = as_language_model(model)
     with evaluating(model):
         rows = prompt_BN.shape[0]
         state = model.init_state(rows) if state is None else state  # type: ignore[operator]

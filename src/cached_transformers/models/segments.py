@@ -115,7 +115,7 @@ def for_loops(model: Any) -> Any:
     return model
 
 
-def predicting(model: Any) -> Any:
+def as_language_model(model: Any) -> Any:
     """As `for_loops`, of what predicts the next token.
 
     Raises:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.integrations.at_hand import like_weights, with_weights
-from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.layers.initial_state import initial_state_of
@@ -30,6 +29,7 @@ from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
 from .handed import Handed
+from .hosted import TransformersModel
 from .output_state import Carried, with_state
 from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments
 from .segment_cache import DynamicCache, MemoryCache, MemoryState

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cached_transformers.data.text import perplexity
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.models.segments import predicting, read_segments
+from cached_transformers.models.segments import as_language_model, read_segments
 from cached_transformers.state import State
 from cached_transformers.training.segments import token_losses
 
@@ -64,7 +64,7 @@ def read_stream(
     """
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1 token")
-    model = predicting(model).eval()
+    model = as_language_model(model).eval()
     device = next(model.parameters()).device
 
     @torch.no_grad()
