@@ -10,7 +10,7 @@ import pytest
 import torch
 from integrations.families import PAD, SEGMENT, VOCABULARY, encoder, words
 from integrations.hosts import close_gates, library
-from integrations.transformers_hosts import BERT, awaken, differences
+from integrations.transformers_hosts import BERT, GPT2, awaken, differences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +18,6 @@ from cached_transformers import (
     ReplayLoop,
     SegmentLoop,
     add_memory,
-    create_model,
     generate,
     load_pretrained,
     read_stream,
@@ -285,10 +284,14 @@ def test_models_that_are_no_encoders_are_refused() -> None:
         add_memory(transformers.RobertaForCausalLM(config), RMT, segment_length=4)
     with pytest.raises(ValueError, match=r"Sequential is no model of transformers around one encoder"):
         add_memory(nn.Sequential(BERT.build()), RMT, segment_length=4)
+    with pytest.raises(ValueError, match=r"Sequential is no model of transformers around one encoder"):
+        add_memory(nn.Sequential(BERT.build(), BERT.build()), RMT, segment_length=4)
+    for both in (nn.Sequential(BERT.build(), GPT2.build()), nn.Sequential(GPT2.build(), BERT.build())):
+        with pytest.raises(ValueError, match=r"Sequential holds models that read differently"):
+            add_memory(both, CACHE, segment_length=4)
     model = bert(RMT)
     with pytest.raises(ValueError, match=r"has a memory already; call remove_memory"):
         add_memory(model, CACHE, segment_length=4)
-    assert create_model is not None
 
 
 # ---- what it is for

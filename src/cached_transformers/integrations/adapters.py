@@ -83,6 +83,11 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     streams = [described.stream for _, described in found]
     by_row = spans_layers(name) or "state" in getattr(entry.factory, "needs", ())
     if streams[0] is not None and None not in streams and (by_row or streams[0].causal):
+        if len({(stream.add, stream.causal, stream.cuts) for stream in streams if stream is not None}) > 1:
+            raise ValueError(
+                f"{type(host).__name__} holds models that read differently, each with a state of its own; give "
+                "add_memory the one that is to remember"
+            )
         streams[0].add(host, found, name, settings, **more)
     else:
         more = {key: value for key, value in more.items() if value is not None}

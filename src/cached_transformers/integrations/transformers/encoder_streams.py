@@ -16,7 +16,7 @@ from cached_transformers.integrations.hosts import Site, Stream
 from .described import config_of, first_of
 from .streams import add_stream_memory
 
-Split = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Split = Callable[..., Any]
 
 
 def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | None = None) -> Stream:
@@ -31,10 +31,13 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
         sources, split = _separate(site)
     entrance: tuple[nn.Module, ...] = ()
     if embeddings is not None:  # some are narrower than the layers
-        widened = (getattr(body, "embeddings_project", None), _inside(body, "encoder", "embedding_hidden_mapping_in"))
+        mapped = getattr(getattr(body, "encoder", None), "embedding_hidden_mapping_in", None)
+        widened = (getattr(body, "embeddings_project", None), mapped)
         entrance = (embeddings, *(module for module in widened if module is not None))
     return Stream(
-        *(add_stream_memory, sources, split),
+        add=add_stream_memory,
+        sources=sources,
+        split=split,
         longest=_places(embeddings),
         offers=frozenset({"state", "tokens_round"} if entrance else ()),
         causal=False,
@@ -50,8 +53,11 @@ def image_stream(site: Site, surrounds: bool) -> Stream:
     """
     embeddings: Any = getattr(site.holder("embeddings"), "embeddings", None)
     surrounds = surrounds and embeddings is not None
+    sources, split = _separate(site)
     return Stream(
-        *(add_stream_memory, *_separate(site)),
+        add=add_stream_memory,
+        sources=sources,
+        split=split,
         offers=frozenset({"state", "tokens_round"} if surrounds else ()),
         causal=False,
         cuts=False,
@@ -74,10 +80,14 @@ def _split(heads: int, q_BND: Tensor, k_BND: Tensor, v_BND: Tensor) -> tuple[Ten
     return q, k, v
 
 
-def _inside(body: Any, *path: str) -> Any:
-    for name in path:
-        body = getattr(body, name, None)
-    return body
+def in_blocks(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values (B, H, N, E) of one projection that gives all queries, all keys, all values."""
+    return qkv_BNL.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def by_heads(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, ...]:
+    """The same of one that gives the query, key and value of one head behind those of another."""
+    return qkv_BNL.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4).unbind(0)
 
 
 def _places(embeddings: Any) -> int | None:

@@ -19,8 +19,7 @@ from cached_transformers.integrations.masks import no_mask, padding_behind_windo
 from cached_transformers.seam.memory import Query
 
 from .described import config_of, first_of, in_transformers, softmax_of
-from .encoder_streams import text_stream
-from .fused_decoders import by_heads, in_blocks
+from .encoder_streams import by_heads, in_blocks, text_stream
 
 
 def padded_query(
@@ -135,8 +134,7 @@ def modernbert_attention(site: Site) -> Host:
     """ModernBERT: two layers of three see a window of their neighbours. The memory shows them all that was read."""
     layer: Any = site.layer
     config = config_of(site)
-    heads = int(config.num_attention_heads)
-    stream = text_stream(site, (layer.Wqkv,), partial(in_blocks, heads, heads))
+    stream = text_stream(site, (layer.Wqkv,), partial(in_blocks, int(config.num_attention_heads)))
     host = encoder_host(site, layer.Wo, int(config.max_position_embeddings), query=_windowed_query, stream=stream)
     if "flash" in config_of(site)._attn_implementation:
         host.refusal = (

@@ -25,7 +25,7 @@ def gpt2_attention(site: Site) -> Host | None:
     if layer.is_cross_attention:
         return None
     host = causal_host(
-        site, layer.c_proj, (layer.c_attn,), partial(in_blocks, layer.num_heads, layer.num_heads), ends=True
+        site, layer.c_proj, (layer.c_attn,), partial(_blocks, layer.num_heads, layer.num_heads), ends=True
     )
     if config.add_cross_attention:
         host.refusal = (
@@ -41,7 +41,7 @@ def gpt_bigcode_attention(site: Site) -> Host | None:
     if layer.is_cross_attention:
         return None
     heads = int(config.num_attention_heads)
-    split = partial(in_blocks, heads, 1) if layer.multi_query else partial(by_heads, heads)
+    split = partial(_blocks, heads, 1) if layer.multi_query else partial(_by_head, heads)
     host = causal_host(site, layer.c_proj, (layer.c_attn,), split, ends=True)
     if config.add_cross_attention:
         host.refusal = "add_cross_attention=True: a decoder that attends an encoder, too, takes no memory"
@@ -52,7 +52,7 @@ def gpt_bigcode_attention(site: Site) -> Host | None:
 def phi3_attention(site: Site) -> Host:
     """Phi-3: all queries, all keys, all values; perhaps fewer heads of keys."""
     layer, config = site.layer, site.layer.config
-    split = partial(in_blocks, int(config.num_attention_heads), int(config.num_key_value_heads))
+    split = partial(_blocks, int(config.num_attention_heads), int(config.num_key_value_heads))
     return causal_host(site, layer.o_proj, (layer.qkv_proj,), split, head_width=int(layer.head_dim))
 
 
@@ -60,14 +60,14 @@ def phi3_attention(site: Site) -> Host:
 def gpt_neox_attention(site: Site) -> Host:
     """GPT-NeoX and Pythia: the queries, keys and values of one head after those of another."""
     layer = site.layer
-    split = partial(by_heads, int(layer.config.num_attention_heads))
+    split = partial(_by_head, int(layer.config.num_attention_heads))
     return causal_host(site, layer.dense, (layer.query_key_value,), split)
 
 
 @register_adapter(*in_transformers("bloom.BloomAttention"))
 def bloom_attention(site: Site) -> Host:
     """BLOOM: as GPT-NeoX. Its alibi is made of the padding mask, so that no other mask can be given to it."""
-    layer, split = site.layer, partial(by_heads, int(site.layer.num_heads))
+    layer, split = site.layer, partial(_by_head, int(site.layer.num_heads))
     host = causal_host(site, layer.dense, (layer.query_key_value,), split, masks=False)
     if layer.pretraining_tp > 1 and layer.slow_but_exact:
         host.refusal = (
@@ -85,9 +85,9 @@ def falcon_attention(site: Site) -> Host:
     if layer.new_decoder_architecture:
         split = partial(_by_group, heads, int(layer.num_kv_heads))
     elif layer.multi_query:
-        split = partial(in_blocks, heads, 1)
+        split = partial(_blocks, heads, 1)
     else:
-        split = partial(by_heads, heads)
+        split = partial(_by_head, heads)
     return causal_host(site, layer.dense, (layer.query_key_value,), split, masks=not config_of(site).alibi)
 
 
@@ -95,7 +95,7 @@ def _heads(t_BNL: Tensor, heads: int) -> Tensor:
     return t_BNL.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def in_blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All queries, all keys, all values."""
     head_width = qkv_BNL.shape[-1] // (heads + 2 * groups)
     sizes = [count * head_width for count in (heads, groups, groups)]
@@ -103,7 +103,7 @@ def in_blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor,
     return for_every_head(heads, q, k, v)
 
 
-def by_heads(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_head(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The query, key and value of each head side by side."""
     return _by_group(heads, heads, qkv_BNL)
 

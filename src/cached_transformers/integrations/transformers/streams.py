@@ -138,9 +138,9 @@ def _decoder(model: nn.Module, places: list[Site]) -> Any:
 
 def _encoder(model: nn.Module, places: list[Site]) -> Any:
     """The module that embeds a text or an image and has the layers."""
-    around = (model, getattr(model, "base_model", model))
-    encoder: Any = next((module for module in around if hasattr(module, "embeddings")), None)
-    if encoder is None or not hasattr(encoder, "get_input_embeddings"):
+    encoder: Any = places[0].holder("embeddings")
+    one = all(site.holder("embeddings") is encoder for site in places)
+    if not one or not hasattr(model, "config") or not hasattr(encoder, "get_input_embeddings"):
         raise ValueError(
             f"{type(model).__name__} is no model of transformers around one encoder, which could take memory_state and "
             "return it; give add_memory the encoder inside"
