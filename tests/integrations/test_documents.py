@@ -142,6 +142,23 @@ def test_a_row_s_answer_is_that_of_the_row_alone(family: Any, memory: Any) -> No
         assert differences(MemoryState((), tuple(mine)), MemoryState((), tuple(_of(alone.memory_state, memory)))) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_rows_that_wait_for_longer_ones_change_no_gradient(kind: str) -> None:
+    model = bert(CACHE).double()
+    model.set_attn_implementation(kind)
+    rows, batch = unequal([12, 4, 1], 14, "mixed")
+    weights = list(model.parameters())
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+    together = gradients(model(**batch).logits.square().sum())
+    alone = gradients(sum(model(row).logits.square().sum() for row in rows))  # type: ignore[arg-type]
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def _of(state: Any, memory: Any) -> Any:
     return state.model if memory is RMT else state.layers[0]
 

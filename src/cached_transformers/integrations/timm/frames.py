@@ -38,7 +38,7 @@ def add_frame_memory(
     hosts = [host for _, host in found]
     assert hosts[0].stream is not None
     check_sizes(model, hosts[0].stream, **sizes)
-    spanning = spanning_of(model, hosts[0], name, settings) if spans_layers(name) else None
+    spanning = spanning_of(model, found, name, settings) if spans_layers(name) else None
     layers = layers_of(found, name, settings, spanning)
     refuse_memory(name, model, hosts, layers, spanning)
     sites = [site for site, _ in found]

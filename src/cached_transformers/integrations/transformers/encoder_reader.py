@@ -118,10 +118,11 @@ class EncoderReader(SegmentReader):
                 f"pixel_values {found}: give one frame a call, (rows, channels, height, width), and carry memory_state "
                 "to the next; SegmentLoop does so with videos"
             )
+        if "attention_mask" in given:
+            raise ValueError("attention_mask: beside a memory an image is seen whole; leave it out")
         if state is None and self.remembers:
             refuse_forgetting(self.decoder)
         given["pixel_values"] = images.to(like_weights(self.decoder).dtype)
-        given.pop("attention_mask", None)  # of ones, if somebody gives it: an image has no padding
         tokens = {name: value for name, value in given.items() if name in self.embeds}
         answer = self._segment(Call(tokens, None, options=given), self._begun(state, len(images)))
         return answer.out, answer.state

@@ -62,7 +62,7 @@ def add_stream_memory(
     segment_length: int | None = sizes.get("segment_length")
     check_sizes(model, stream, **sizes)
     decoder = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
-    spanning = spanning_of(decoder, found[0][1], name, settings) if spans_layers(name) else None
+    spanning = spanning_of(decoder, found, name, settings) if spans_layers(name) else None
     layers = layers_of(found, name, settings, spanning)
     refuse_memory(name, model, [host for _, host in found], layers, spanning, _hint(decoder.config, spanning))
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
@@ -104,7 +104,7 @@ def check_sizes(
     title, given = type(model).__name__, f"segment_length={segment_length}"
     if input_size is not None:
         why = f"is for images, which {title} does not read" if stream.cuts else f"is known to {title}; leave it out"
-        raise ValueError(f"input_size={input_size} {why.format(title)}")
+        raise ValueError(f"input_size={input_size} {why}")
     if segment_length is None:
         return
     if not stream.cuts:
@@ -185,12 +185,12 @@ def _refuse_window(
         )
 
 
-def spanning_of(model: Any, host: Host, name: str, settings: dict[str, Any]) -> ModelMemory:
+def spanning_of(model: Any, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any]) -> ModelMemory:
     """The memory that spans the layers of a model, on its device, in its dtype and mode."""
-    like = next(model.parameters())
-    # What comes out of the host went through its final norm.
+    like, host = next(model.parameters()), found[0][1]
     assert host.stream is not None
-    facts = {"causal": host.stream.causal, "norm": "post", "depth": host.facts.get("depth")}
+    # What comes out of the host went through its final norm.
+    facts = {"causal": host.stream.causal, "norm": "post", "depth": host.facts.get("depth", len(found))}
     memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
     return memory.to(like.device, like.dtype).train(model.training)
