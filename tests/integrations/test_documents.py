@@ -243,6 +243,20 @@ def test_compiled_with_padding_on_either_side(memory: Any) -> None:
     torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
 
 
+def test_trainer_takes_rows_of_whole_documents(tmp_path: Path) -> None:
+    transformers = library("transformers")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    rows = [{"input_ids": words(1, 12, seed=n)[0], "labels": n % 2} for n in range(4)]
+    model = bert(RMT)
+    before = model.bert.memory.initial_MD.clone()
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(tmp_path, max_steps=2, save_strategy="no", **options)
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    assert not torch.equal(model.bert.memory.initial_MD, before)
+    assert trainer.predict(rows).predictions.shape == (4, 2)
+
+
 def test_adapters_train_with_the_memory() -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(r=2, target_modules=["query", "output.dense"], modules_to_save=["memory", "classifier"])

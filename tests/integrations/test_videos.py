@@ -252,7 +252,7 @@ def test_the_order_of_frames_is_told_behind_the_last_one() -> None:
         if memory:
             add_memory(model, "grc_stream", length=5)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-        for step in range(120):
+        for step in range(90):
             video, order = videos(32, step)
             logits = watch(model, video)[0][:, -1] if memory else model(video[:, -1]).logits
             optimizer.zero_grad()

@@ -99,7 +99,7 @@ class FrameReader:
         if getattr(self.model, "grad_checkpointing", False) and self.model.training:
             raise ValueError(
                 "grad_checkpointing: timm runs blocks again without the state that a memory was read with; call "
-                "model.set_grad_checkpointing(False)"
+                "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
         layers = Passage(state)
