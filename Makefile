@@ -65,7 +65,9 @@ facts: $(VENV)/.installed-dev  ## write again what the command line, the README 
 	$(BIN)/python tools/docs_facts.py
 
 support: $(VENV)/.installed-dev  ## try every family of models with every memory, and write docs/support.md
-	$(TEST_ENV) SUPPORT_TABLE=write $(BIN)/python -m pytest -q -m slow tests/integrations/test_support.py
+	rm -rf build/support
+	SUPPORT_CELLS=build/support $(PYTEST) -q -m slow tests/integrations/test_support.py -k a_family
+	SUPPORT_CELLS=build/support SUPPORT_TABLE=write $(PYTEST) -q -m slow tests/integrations/test_support.py -k the_table
 
 golden-runs: $(VENV)/.installed-dev  ## short trainings whose bits a rebuild must not change; valid on the recorded processor and torch
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_runs/runs.py check

@@ -129,13 +129,17 @@ def saves(family: Family, memory: dict[str, Any]) -> None:
 
 
 def compiles(family: Family, memory: dict[str, Any]) -> None:
-    """torch.compile traces one graph, with the same values and gradients."""
+    """torch.compile traces one graph for a segment, with the same values, and takes a call of several."""
     model, ids = awaken(family.with_memory(memory)), words(tokens=2 * SEGMENT)
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
-    found = compiled(ids, use_cache=False).logits
-    equal(found, expected)
+    compiled, state = torch.compile(model, backend="eager", fullgraph=True, dynamic=False), model.init_memory_state(2)
+    for piece, wanted in zip(ids.split(SEGMENT, 1), expected.split(SEGMENT, 1), strict=True):
+        out = compiled(piece, use_cache=False, memory_state=state)
+        state = out.memory_state
+        equal(out.logits, wanted)
+    torch.compiler.reset()
+    equal(torch.compile(model, backend="eager", dynamic=False)(ids, use_cache=False).logits, expected)
 
 
 # ---- of models whose tokens see their whole segment

@@ -367,3 +367,35 @@ def test_a_pit_has_slots_for_the_map_of_each_stage(timm: Any, name: str, tokens:
     assert all(cache.cache_MC.isfinite().all() for cache in caches(model))
     close_gates(model)
     assert torch.equal(model.eval()(x), plain(x))
+
+
+@pytest.mark.parametrize("way", ["checkpoint_path", "pretrained_cfg_overlay", "load_state_dict"])
+@pytest.mark.parametrize("classes", [5, 1000])
+def test_plain_weights_begin_a_cached_model(timm: Any, way: str, classes: int, tmp_path: Path) -> None:
+    sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    plain = timm.create_model("vit_tiny_patch16_224", num_classes=classes, **sizes).eval()
+    file = weights(plain, tmp_path / "plain.pth")
+    more: dict[str, Any] = {"num_classes": classes, **sizes}
+    with pytest.warns(UserWarning, match="without memory, which begins untrained"):
+        if way == "load_state_dict":
+            model = timm.create_model("vit_tiny_patch16_224_grc", **more)
+            model.load_state_dict(plain.state_dict())
+        elif way == "checkpoint_path":
+            model = timm.create_model("vit_tiny_patch16_224_grc", checkpoint_path=file, **more)
+        else:
+            overlay = {"file": file, "num_classes": classes}
+            model = timm.create_model(
+                "vit_tiny_patch16_224_grc", pretrained=True, pretrained_cfg_overlay=overlay, **more
+            )
+    close_gates(model.eval())
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_half_a_memory_is_no_plain_checkpoint(timm: Any) -> None:
+    sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224_grc", **sizes)
+    state = model.state_dict()
+    del state["blocks.1.attn.memory.cache.cache_MC"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*blocks.1.attn.memory.cache.cache_MC"):
+        model.load_state_dict(state)

@@ -24,9 +24,7 @@ from cached_transformers import (
 from cached_transformers.layers.initial_state import InitialState, initial_state_of
 from cached_transformers.state import named_tensors, nbytes
 
-models = pytest.mark.parametrize(
-    "make", [partial(ours, "grc_stream"), partial(theirs, "rmt")], ids=["ours", "theirs"]
-)
+models = pytest.mark.parametrize("make", [partial(ours, "grc_stream"), partial(theirs, "rmt")], ids=["ours", "theirs"])
 
 
 def tune(model: Any) -> InitialState:

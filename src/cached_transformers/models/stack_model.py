@@ -34,6 +34,7 @@ from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
 from cached_transformers.state import State, check, map_state
 
+from .published import Published
 from .segments import remembers
 from .stack_options import StackOptions
 
@@ -45,7 +46,7 @@ WHERE_GIVEN: dict[str, str] = {
 """What some of the models give a memory, and which."""
 
 
-class StackModel(nn.Module):
+class StackModel(Published):
     """Base of the models whose body is one `Stack`."""
 
     stack: Stack

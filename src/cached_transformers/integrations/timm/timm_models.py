@@ -14,12 +14,14 @@ the model with GRC (`<name>_grc`) and with the attention cache that the paper co
 - `img_size` for PVTv2, too, where it sets the size of the caches; images of other sizes are interpolated to it.
 
 `pretrained=True` loads weights of a cached model, from `pretrained_cfg_overlay={"file": ...}` or a folder of timm's;
-none are published. To begin with weights of a plain one: `add_memory(timm.create_model("pvt_tiny", pretrained=True))`.
+none are published. Weights of a plain one are taken in the same places, and as `checkpoint_path`; the memory then
+begins untrained, which a warning says. Published ones: `add_memory(timm.create_model("pvt_tiny", pretrained=True))`.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -133,7 +135,9 @@ def _create_cached(
 
     def build(**more: Any) -> nn.Module:
         plain = models.model_entrypoint(host)(pretrained=False, pretrained_cfg=cfg, **more)
-        return add_memory(plain, memory, **options)
+        cached = add_memory(plain, memory, **options)
+        cached.register_load_state_dict_pre_hook(_take_plain_weights)
+        return cached
 
     model = build(**kwargs)
     if not pretrained:
@@ -155,6 +159,19 @@ def _create_cached(
         weights = {_flat(key): value for key, value in whole.state_dict().items()}
         model.load_state_dict({key: weights[_flat(key)] for key in model.state_dict()})
     return model
+
+
+def _take_plain_weights(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before weights are loaded: those of the plain model leave the memory as it is, and say so."""
+    names = [name for name in model.state_dict() if "memory" in name.split(".")]
+    if any(prefix + name in state for name in names):
+        return
+    warnings.warn(
+        f"these weights are those of a {type(model).__name__} without memory, which begins untrained; train it",
+        stacklevel=2,
+    )
+    own = model.state_dict()
+    state.update({prefix + name: own[name] for name in names})
 
 
 def _flat(key: str) -> str:

@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
+from cached_transformers.models.published import Published, is_ours
 
 from .config import CachedConfig
 
 
 def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
-    """A model of transformers with the memory it was saved with.
+    """A model of transformers with the memory it was saved with; of a folder of ours, our model.
 
     Args:
-        name: folder that `save_pretrained` wrote, or a repository of the Hugging Face hub.
+        name: folder that `save_pretrained` wrote, or a repository of the Hugging Face hub (of a model of transformers;
+            ours: `LanguageModel.from_pretrained`).
         cls: class of the model; None for the one that was saved.
         options: passed on to `cls.from_pretrained` (dtype, device_map, revision, ...).
 
@@ -37,6 +40,8 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
     Raises:
         ValueError: no memory was saved with it, or the memory's weights are missing; the folder holds an adapter.
     """
+    if is_ours(Path(name)):
+        return Published.from_pretrained(name)
     transformers = require("transformers", extra="language")
     hub: dict[str, Any] = {
         key: options[key]
