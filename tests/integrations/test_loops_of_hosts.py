@@ -11,6 +11,7 @@ import torch
 from integrations.hosts import library
 from integrations.transformers_hosts import (
     BART,
+    BERT,
     DECODERS,
     GPT2,
     SEGMENT,
@@ -82,7 +83,7 @@ def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
 
 def test_what_is_no_decoder_with_a_head_is_refused() -> None:
     transformers = library("transformers")
-    for model in (GPT2.build("GPT2Model"), BART.build()):
+    for model in (GPT2.build("GPT2Model"), BART.build(), BERT.build()):
         with pytest.raises(ValueError, match=rf"model={type(model).__name__} scores no next tokens"):
             create_model("transformers", model=model)
     with pytest.raises(ValueError, match=r"model=Linear is no model of transformers"):

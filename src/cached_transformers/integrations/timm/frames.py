@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from cached_transformers.integrations.at_hand import like_weights
-from cached_transformers.integrations.frames import FramesModel, refuse_forgetting
+from cached_transformers.integrations.for_loops import FramesModel
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
-from cached_transformers.integrations.taps import spans_layers
+from cached_transformers.integrations.taps import refuse_forgetting, spans_layers
 from cached_transformers.integrations.transformers.handed import Handed
 from cached_transformers.integrations.transformers.stream_tap import Passage, StreamTap
 from cached_transformers.integrations.transformers.streams import check_sizes, layers_of, spanning_of

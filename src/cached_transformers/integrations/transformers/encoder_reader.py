@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.integrations.at_hand import like_weights
-from cached_transformers.integrations.frames import FramesModel, refuse_forgetting
+from cached_transformers.integrations.for_loops import FramesModel, TokensModel
 from cached_transformers.integrations.hosts import Stream
 from cached_transformers.integrations.spots import StandIn
+from cached_transformers.integrations.taps import refuse_forgetting
 from cached_transformers.models.segments import cut
 from cached_transformers.seam.memory import Tokens
 from cached_transformers.state import State
 
 from .handed import Handed
-from .hosted import TokensModel
 from .row_segments import refuse_packing
 from .segment_reader import Call, SegmentReader, handed_back, is_exporting, refuse_masks
 from .stream_tap import Passage, StreamTap

@@ -1,4 +1,4 @@
-"""Models of transformers as models of this package: by name, with a memory added, and as loops call them."""
+"""Models of transformers by name, with a memory added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
 from cached_transformers.models.generation import Generation, generate
-from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
 from cached_transformers.state import reset as reset_rows
@@ -131,49 +130,6 @@ class TransformersModel(nn.Module):
         return generate(self, prompt_BN, state, **options)
 
 
-class TokensModel(nn.Module):
-    """An encoder of transformers with a memory as loops over segments call it: an answer for each token.
-
-    Args:
-        model: with a head for tokens (masked tokens, tags), and a memory with a state; it is not copied.
-    """
-
-    predicts_next = False
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.training = model.training
-
-    def init_state(self, batch_size: int) -> State:
-        """State of rows that have seen nothing."""
-        return self.model.init_memory_state(batch_size)
-
-    def forward(
-        self,
-        inputs_BN: Tensor,
-        state: State | None = None,
-        reset: Tensor | None = None,
-        *,
-        padding: Tensor | None = None,
-    ) -> ModelOutput:
-        """Logits (B, N, V) at each place of the segment; arguments as those of `TransformersModel`.
-
-        Raises:
-            ValueError: the model does not answer for each token.
-        """
-        state = begun(self, state, reset, inputs_BN.shape[0])
-        mask = None if padding is None else (~padding).to(torch.long)
-        out = self.model(input_ids=inputs_BN, attention_mask=mask, memory_state=state)
-        logits = getattr(out, "logits", None)
-        if logits is None or logits.shape[:2] != inputs_BN.shape:
-            raise ValueError(
-                f"{type(self.model).__name__} does not answer for each token, as loops over segments need; call it "
-                "with whole documents, which its own segment_length cuts"
-            )
-        return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
-
-
 def _with_head(model: Any) -> Any:
     """The model, which scores next tokens.
 
@@ -182,7 +138,8 @@ def _with_head(model: Any) -> Any:
     """
     if not hasattr(getattr(model, "config", None), "to_json_string"):
         raise ValueError(f"model={type(model).__name__} is no model of transformers; loops take ours as they are")
-    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+    generates = hasattr(type(model), "_expand_inputs_for_generation")  # one that fills masks sees what follows
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder or not generates:
         raise ValueError(
             f"model={type(model).__name__} scores no next tokens; give a decoder with its head, as GPT2LMHeadModel"
         )

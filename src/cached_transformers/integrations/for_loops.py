@@ -1,6 +1,9 @@
-"""Images one after the other: a frame is a segment, whose state is carried to the next one.
+"""Models of others with a memory as loops over segments call them: a state in, and a `ModelOutput` out.
 
-Legend: B rows, T frames, C channels, H height, W width, V classes.
+Decoders are language models (`transformers/hosted.py`); what is here answers for what it sees, be it tokens of a text
+or frames of a video.
+
+Legend: B rows, N tokens, T frames, C channels, H height, W width, V classes.
 """
 
 from __future__ import annotations
@@ -16,28 +19,15 @@ from cached_transformers.state import State
 from cached_transformers.state import reset as replace_rows
 
 
-def refuse_forgetting(model: nn.Module) -> None:
-    """Refuse to train a memory with images between which nobody carries its state.
-
-    Raises:
-        ValueError: the model trains.
-    """
-    if model.training and torch.is_grad_enabled():
-        raise ValueError(
-            "memory_state is missing: the memory is written behind each image, so that a call without a state would "
-            "never read what it wrote, nor train it; give memory_state=model.init_memory_state(rows) with the first "
-            "frames, and what comes back with the next"
-        )
-
-
-class FramesModel(nn.Module):
-    """A classifier of images with a memory as loops over segments call it: videos in, an answer for each frame out.
+class Hosted(nn.Module):
+    """What both have in common.
 
     Args:
-        model: of timm or transformers, to which `add_memory` gave a memory with a state; it is not copied.
+        model: to which `add_memory` gave a memory with a state; it is not copied.
     """
 
     predicts_next = False
+    """Of a text, what follows; loops that need that refuse the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -47,6 +37,52 @@ class FramesModel(nn.Module):
     def init_state(self, batch_size: int) -> State:
         """State of rows that have seen nothing."""
         return self.model.init_memory_state(batch_size)
+
+
+class TokensModel(Hosted):
+    """An encoder of texts: an answer for each token.
+
+    Args:
+        model: of transformers, with a head for tokens (masked tokens, tags).
+    """
+
+    def forward(
+        self,
+        inputs_BN: Tensor,
+        state: State | None = None,
+        reset: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits (B, N, V) at each place of the segment.
+
+        Args:
+            inputs_BN: token ids.
+            state: state after the last segment; None for the start of documents.
+            reset: (B,) bool, rows that begin a new document and forget.
+            padding: (B, N) bool, True = padding.
+
+        Raises:
+            ValueError: the model does not answer for each token.
+        """
+        state = begun(self, state, reset, inputs_BN.shape[0])
+        mask = None if padding is None else (~padding).to(torch.long)
+        out = self.model(input_ids=inputs_BN, attention_mask=mask, memory_state=state)
+        logits = getattr(out, "logits", None)
+        if logits is None or logits.shape[:2] != inputs_BN.shape:
+            raise ValueError(
+                f"{type(self.model).__name__} does not answer for each token, as loops over segments need; call it "
+                "with whole documents, which its own segment_length cuts"
+            )
+        return ModelOutput(logits, out.memory_state, logits.new_zeros(()))
+
+
+class FramesModel(Hosted):
+    """A classifier of images: videos in, an answer for each frame out.
+
+    Args:
+        model: of timm or transformers.
+    """
 
     def forward(
         self,
