@@ -15,6 +15,8 @@ from cached_transformers import add_memory
 
 VOCABULARY, END, PAD, WIDTH, SEGMENT = 64, 1, 2, 32, 5
 ROWS = 2
+CARRYING = ("grc_stream", "memorizing", "rmt", "memory_transformer")
+"""Memories of each row, with a state or, as a control of those, with an empty one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,7 @@ class Family:
     Attributes:
         title: for people. kind: the heading under which the table has it.
         make: builds the model. inputs: of its forward, made with the seed that is set.
-        options: what add_memory must be told beside the memory.
+        options: what add_memory must be told beside the memory. carrying: and beside one that carries a state.
         output: the tensor of its answer that is compared.
         refused: part of the message, where no memory fits.
     """
@@ -37,6 +39,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     output: Callable[[Any], Tensor] = lambda out: out.logits
     refused: str = ""
+    carrying: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int = 0) -> Any:
         """In evaluation mode; the same weights for the same seed."""
@@ -52,7 +55,8 @@ class Family:
     def with_memory(self, memory: Any, seed: int = 1, **options: Any) -> Any:
         model = self.build()
         torch.manual_seed(seed)
-        return add_memory(model, memory, **{**self.options, **options})
+        carries = (memory if isinstance(memory, str) else memory["name"]) in CARRYING
+        return add_memory(model, memory, **{**(self.carrying if carries else self.options), **options})
 
     def given(self, seed: int = 0) -> dict[str, Any]:
         torch.manual_seed(1000 + seed)
@@ -96,7 +100,11 @@ def decoder(model_type: str, title: str, *, name: str = "", refused: str = "", *
     make = _causal(model_type, sizes)
     kind = "decoders"
     given = {"segment_length": SEGMENT}
-    return Family(name or model_type, title, kind, make, lambda: {"input_ids": words()}, given, refused=refused)
+    return Family(
+        *(name or model_type, title, kind, make, lambda: {"input_ids": words()}, given),
+        refused=refused,
+        carrying=given,
+    )
 
 
 GROUPED = {"num_key_value_heads": 2}
@@ -198,7 +206,8 @@ LENGTH = {"length": 4}
 def encoder(stem: str, title: str, cls: str = "Model", *, refused: str = "", **sizes: Any) -> Family:
     """An encoder of texts; the name of its classes begins with `stem`."""
     make = _model(stem + cls, stem + "Config", {**SIZES, **sizes})
-    return Family(stem.lower(), title, "encoders of texts", make, padded_words, LENGTH, hidden, refused)
+    pieces = {"segment_length": SEGMENT}
+    return Family(stem.lower(), title, "encoders of texts", make, padded_words, LENGTH, hidden, refused, pieces)
 
 
 PATCHES: dict[str, Any] = {
@@ -356,6 +365,7 @@ TIMM = [
         depths=(2, 1),
         num_heads=(2, 2),
     ),
+    timm_family("timm_vit", "ViT, DeiT", "vit_small_patch16_224", **_VIT),
     timm_family("timm_hiera", "Hiera", "hiera_tiny_224", 224, refused="pools its queries"),
     timm_family("timm_levit", "LeViT", "levit_128s", 224, refused="activation between its heads"),
     timm_family("timm_maxvit", "MaxViT", "maxvit_rmlp_pico_rw_256", 256, refused="hands its output projection a map"),

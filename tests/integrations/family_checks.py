@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from integrations.families import SEGMENT, Family, words
+from integrations.families import ROWS, SEGMENT, Family, words
 from integrations.hosts import close_gates
 from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.seam.memory import LayerMemory, Query
 
 STREAMS: dict[str, dict[str, Any]] = {
@@ -29,6 +31,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "attention_cache": {"name": "attention_cache"},
 }
 """The memories that models take whose tokens see their whole segment."""
+BY_ROW = {name: STREAMS[name] for name in ("grc_stream", "rmt")}
+"""Those with a state that such models are tried with."""
 
 
 def equal(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
@@ -141,12 +145,39 @@ def compiles(family: Family, memory: dict[str, Any]) -> None:
 # ---- of models whose tokens see their whole segment
 
 
+def by_row(family: Family, model: Any, given: dict[str, Any] | None = None) -> Tensor:
+    """The output behind a state: of a text, that of all its segments; of images, that of the third frame."""
+    torch.manual_seed(5)
+    if "segment_length" in family.carrying:
+        return family.output(model(**(given or family.given())))
+    state = model.init_memory_state(ROWS)
+    for seed in range(3):
+        out = model(**family.given(seed), memory_state=state)
+        state = out.state if isinstance(out, ModelOutput) else out.memory_state
+    return out.outputs if isinstance(out, ModelOutput) else family.output(out)
+
+
 def twice(family: Family, model: Any, given: dict[str, Any] | None = None) -> Tensor:
     """The output of a second training forward, which finds a cache that the first has filled."""
     torch.manual_seed(5)
     for _ in range(2):
         out = family.output(model(**(given or family.given())))
     return out
+
+
+def _answer(memory: dict[str, Any]) -> Callable[..., Tensor]:
+    return by_row if memory["name"] in BY_ROW else twice
+
+
+def row_plain_again(family: Family, memory: dict[str, Any]) -> None:
+    """As `plain_again`, of a memory with a state."""
+    plain, given = family.build(), family.given(2)
+    model = awaken(family.with_memory(memory))
+    with torch.no_grad():
+        before = family.output(plain(**given))
+        assert (by_row(family, model, given) - before).abs().max() > 1e-4
+        removed = remove_memory(model)
+        assert torch.equal(family.output(removed(**given)), before)
 
 
 def shared_plain_again(family: Family, memory: dict[str, Any]) -> None:
@@ -171,30 +202,32 @@ def shared_pads(family: Family, memory: dict[str, Any]) -> None:
     if hidden is None or "input_ids" not in given:
         return
     other = {**given, "input_ids": torch.where(hidden > 0, given["input_ids"], 7)}
-    a, b = (twice(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
+    a, b = (_answer(memory)(family, awaken(family.with_memory(memory)), batch) for batch in (given, other))
     rows = hidden.bool() if a.shape[:2] == hidden.shape else torch.ones(a.shape[:2], dtype=torch.bool)
     equal(a[rows], b[rows])
 
 
-def _shared_gradients(family: Family, model: Any, checkpointing: bool) -> dict[str, Tensor]:
+def _shared_gradients(family: Family, memory: dict[str, Any], checkpointing: bool) -> dict[str, Tensor]:
+    model = awaken(family.with_memory(memory))
     if checkpointing:
         (getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing)()
     model.train()
     for _ in range(2):
         model.zero_grad()
         torch.manual_seed(5)
-        family.output(model(**family.given())).square().sum().backward()
+        out = by_row(family, model) if memory["name"] in BY_ROW else family.output(model(**family.given()))
+        out.square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def shared_trains(family: Family, memory: dict[str, Any]) -> None:
     """As `trains`."""
-    _all_train(_shared_gradients(family, awaken(family.with_memory(memory)), False), family.with_memory(memory))
+    _all_train(_shared_gradients(family, memory, False), family.with_memory(memory))
 
 
 def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
     """As `checkpoints`."""
-    plain, again = (_shared_gradients(family, awaken(family.with_memory(memory)), on) for on in (False, True))
+    plain, again = (_shared_gradients(family, memory, on) for on in (False, True))
     assert plain.keys() == again.keys()
     for name in plain:
         scale = float(plain[name].abs().max()) + 1e-6
@@ -204,8 +237,8 @@ def shared_checkpoints(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def shared_saves(family: Family, memory: dict[str, Any]) -> None:
     """As `saves`, cache and all."""
-    model, given = awaken(family.with_memory(memory)).train(), family.given()
-    twice(family, model)
+    model, answer = awaken(family.with_memory(memory)).train(), _answer(memory)
+    answer(family, model)
     model.eval()
     with tempfile.TemporaryDirectory() as folder:
         if hasattr(model, "save_pretrained"):
@@ -215,7 +248,7 @@ def shared_saves(family: Family, memory: dict[str, Any]) -> None:
             torch.save(model.state_dict(), f"{folder}/weights")
             again = family.with_memory(memory, seed=9).eval()
             again.load_state_dict(torch.load(f"{folder}/weights"))
-        equal(family.output(again(**given)), family.output(model(**given)))
+        equal(answer(family, again), answer(family, model))
 
 
 @torch.no_grad()
@@ -235,11 +268,11 @@ def shared_searches(family: Family, memory: dict[str, Any]) -> None:
 @torch.no_grad()
 def shared_compiles(family: Family, memory: dict[str, Any]) -> None:
     """As `compiles`."""
-    model, given = awaken(family.with_memory(memory)).eval(), family.given()
-    expected = family.output(model(**given))
+    model, answer = awaken(family.with_memory(memory)).eval(), _answer(memory)
+    expected = answer(family, model)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=False)
-    equal(family.output(compiled(**given)), expected)
+    equal(answer(family, compiled), expected)
 
 
 # ---- of both
@@ -276,12 +309,15 @@ def sees_the_layers_own(family: Family) -> None:
         return read(state, query, project)
 
     memory.read = watched  # type: ignore[method-assign]
+    given = {"input_ids": words(tokens=SEGMENT)} if family.carrying else family.given()
     with seen:
-        model(words(tokens=SEGMENT))
+        model(**given)
     query, (q, k), (_, v) = asked[0]
     heads = query.q_BHNE.shape[1]
     q, k, v = (t.unflatten(0, (-1, heads)) if t.dim() == 3 else t for t in (q, k.mT, v))
     equal(v.repeat_interleave(heads // v.shape[1], 1), query.v_BHNE)
+    if family.name.startswith("deberta"):
+        return  # whose products of queries and keys are followed by those with relative positions
     if family.name == "hunyuan_v1_dense":
         return  # which normalises what is turned already
     for found, expected in ((query.q_BHNE, q), (query.k_BHNE, k.repeat_interleave(heads // k.shape[1], 1))):

@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 from integrations import family_checks as checks
-from integrations.families import ALL, DECODERS, GROUPED, SEGMENT, Family, decoder, families, words
+from integrations.families import (
+    ALL,
+    DECODERS,
+    ENCODERS,
+    GROUPED,
+    IMAGES,
+    SEGMENT,
+    TIMM,
+    Family,
+    decoder,
+    families,
+    words,
+)
 from integrations.hosts import library
 
 from cached_transformers import add_memory
@@ -24,7 +36,11 @@ SHARED = [NAMED[name] for name in ("modernbert", "debertav2", "swin", "timm_eva"
 """Windows of tokens; a mask of products; windows of images, saved under other names; rotary positions of patches."""
 
 
-@families(DECODERS)
+NO_STATE = ("swin", "timm_beit", "timm_cait", "timm_davit", "timm_eva", "timm_dinov3", "timm_swin_v2", "sigliptext")
+SEEN = [f for f in DECODERS + ENCODERS + IMAGES + TIMM if not f.refused and f.name not in NO_STATE]
+
+
+@families(SEEN)
 def test_a_memory_is_given_what_the_layer_compares(family: Family) -> None:
     checks.sees_the_layers_own(family)
 
@@ -85,6 +101,18 @@ def test_experts_are_not_balanced_over_segments() -> None:
 def test_a_shared_memory(family: Family) -> None:
     spec = checks.SHARED["grc"]
     for check in (checks.shared_plain_again, checks.shared_pads, checks.shared_trains, checks.shared_saves):
+        check(family, spec)
+
+
+CARRIED = [NAMED[name] for name in ("deberta", "xmod", "rembert", "dinov3vit")]
+"""Biases beside the projections; adapters of languages; narrow embeddings; rotary positions of patches."""
+
+
+@pytest.mark.parametrize("memory", list(checks.BY_ROW))
+@families(CARRIED)
+def test_a_memory_of_each_row_in_an_encoder(family: Family, memory: str) -> None:
+    spec = checks.BY_ROW[memory]
+    for check in (checks.row_plain_again, checks.shared_pads, checks.shared_trains, checks.shared_saves):
         check(family, spec)
 
 

@@ -11,6 +11,7 @@ import torch
 from integrations.hosts import library
 from integrations.transformers_hosts import (
     BART,
+    BERT,
     DECODERS,
     GPT2,
     SEGMENT,
@@ -62,7 +63,7 @@ def test_reading_generating_and_a_host_that_is_given_by_name(memory: str) -> Non
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         wrapped = create_model("transformers", model=again)
         assert SegmentLoop(again, SEGMENT).model.model is again is wrapped.model
-    assert "as_language_model" not in vars(remove_memory(model))
+    assert "for_loops" not in vars(remove_memory(model))
 
 
 def test_a_host_with_a_new_memory_or_none() -> None:
@@ -82,7 +83,7 @@ def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
 
 def test_what_is_no_decoder_with_a_head_is_refused() -> None:
     transformers = library("transformers")
-    for model in (GPT2.build("GPT2Model"), BART.build()):
+    for model in (GPT2.build("GPT2Model"), BART.build(), BERT.build()):
         with pytest.raises(ValueError, match=rf"model={type(model).__name__} scores no next tokens"):
             create_model("transformers", model=model)
     with pytest.raises(ValueError, match=r"model=Linear is no model of transformers"):

@@ -414,7 +414,7 @@ def test_every_adapter_gets_the_memory_and_gives_it_back() -> None:
 
 def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
     model = adapted(BERT.build(), ["query"], save=False)
-    refuse(model, "memory .rmt. needs state .* BertForMaskedLM does not give", "rmt", length=2)
+    refuse(model, "memory .memformer. needs slots .* BertForMaskedLM does not give", "memformer", length=2)
     assert model.peft_config["default"].modules_to_save is None
 
 

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.hosts import BERT_EAGER, HF_VIT, MHA, VIT, bert, close_gates, hosts, library, memories, stored
+from integrations.hosts import (
+    BERT_EAGER,
+    HF_VIT,
+    MHA,
+    SWIN,
+    VIT,
+    bert,
+    close_gates,
+    hosts,
+    library,
+    memories,
+    stored,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -165,8 +177,8 @@ def test_adding_twice_is_refused(host: Any) -> None:
 def test_a_memory_of_streams_is_refused() -> None:
     works = r"memories that work here: 'attention_cache', 'convolution', 'grc'"
     refuse(
-        VIT.build(),
-        rf"memory 'grc_stream' needs state \(a state that is carried .*\), which VisionTransformer does not .*{works}",
+        SWIN.build(),
+        rf"memory 'grc_stream' needs state \(a state that is carried .*\), which SwinTransformer does not .*{works}",
         "grc_stream",
     )
 

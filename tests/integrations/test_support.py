@@ -29,10 +29,11 @@ SHARED: dict[str, Callable[..., None]] = {
     **{"compile": checks.shared_compiles, "checkpointing": checks.shared_checkpoints},
 }
 PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_searches}
-OF_THE_HOST = {
-    "AlbertModel does not support activation checkpointing": "not in transformers",
+SAID = {
+    "does not support activation checkpointing": "not in transformers",
+    "timm runs blocks again without the state": "not with a state",
 }
-"""What a model cannot do without a memory either: part of its message, and the cell."""
+"""What a model cannot do, without a memory either or with one alone: part of its message, and the cell."""
 _CELLS: dict[str, dict[str, str]] = {}
 
 
@@ -54,9 +55,15 @@ def uses(family: Family) -> dict[str, Callable[..., None]]:
 
 def memories(family: Family) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Those that the family takes, and why it does not take the others."""
-    if family.kind != "decoders":
-        return checks.SHARED, {}
     taken, refused = {}, {}
+    if family.kind != "decoders":
+        for name, spec in checks.BY_ROW.items():
+            try:
+                family.with_memory(spec)
+                taken[name] = spec
+            except ValueError as error:
+                assert "memories that work here: 'attention_cache'" in str(error)
+        return checks.SHARED | taken, {}
     for name, spec in checks.STREAMS.items():
         try:
             family.with_memory(spec)
@@ -72,7 +79,7 @@ def _try(family: Family, check: Callable[..., None], spec: dict[str, Any]) -> st
     try:
         check(family, spec)
     except ValueError as error:
-        reason = next((cell for part, cell in OF_THE_HOST.items() if part in str(error)), None)
+        reason = next((cell for part, cell in SAID.items() if part in str(error)), None)
         if reason is None:
             raise
         return reason

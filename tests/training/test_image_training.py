@@ -292,6 +292,15 @@ class TestInitialWeights:
             load_initial_weights(model, tmp_path / "nothing")
 
 
+def test_single_images_train_no_memory_of_frames(images, tmp_path):
+    require("timm", extra="vision")
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = {"name": "timm", "architecture": "vit_tiny_patch16_224", "memory": "grc_stream", **sizes}
+    with pytest.raises(ValueError, match=r"model.memory='grc_stream' carries a state from frame to frame.*as grc"):
+        run_training(recipe(images, model=model), tmp_path / "run")
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
 def test_warm_up_begins_where_it_is_told():
     optimizer, schedule = (
         OptimizerConfig(learning_rate=1e-3),

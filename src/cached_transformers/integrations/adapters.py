@@ -1,9 +1,9 @@
 """Memory for models that others wrote: `add_memory` and `remove_memory`.
 
-The host's own code runs as it is: `taps.py` lets a memory into a layer, `transformers/streams.py` gives decoders
-memories with a state. What a class of attention layers calls its projection and its heads, and what it offers a
-memory, an *adapter* says, in one short function; see `hosts.register_adapter`. `exchange.py` exchanges the attention of
-the same layers.
+The host's own code runs as it is: `taps.py` lets a memory into a layer, `transformers/streams.py` and `timm/frames.py`
+give models memories with a state. What a class of attention layers calls its projection and its heads, and what it
+offers a memory, an *adapter* says, in one short function; see `hosts.register_adapter`. `exchange.py` exchanges the
+attention of the same layers.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     """Give every self-attention layer of `model` a memory, in place; weights and host code stay as they are.
 
     Works with the models of timm and transformers that docs/support.md lists, our PVT, torch.nn.MultiheadAttention and
-    TransformerEncoder; transformers' decoders take memories with a state (`transformers/streams.py`); other classes by
-    `register_adapter`. What a memory needs and what
-    the host offers (`seam/fit.py`) decides which memories fit, your own among them. Train and save as before: the
-    memory's parameters and caches live under `<attention layer>.memory` in the state dict. Models of transformers note
-    their memory in `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
+    TransformerEncoder; transformers' decoders and encoders and timm's ViT take memories with a state, which goes in as
+    `memory_state` and comes back; other classes by `register_adapter`. What a memory needs and what the host offers
+    (`seam/fit.py`) decides which memories fit, your own among them. Train and save as before: the memory's parameters
+    and caches live under `<attention layer>.memory` in the state dict. Models of transformers note their memory in
+    `config.cached_transformers`, so that `load_pretrained` can restore what `save_pretrained` wrote.
 
     Args:
         model: the host model; or a PeftModel round it, whose adapters then train and save the memory, too.
         memory: name of a memory, or {"name": ..., option: value}.
         options: options of the memory (`ratio`, `length`, `variant`, ...); `input_size`, the (height, width) of
             images, for hosts that do not know it (PVTv2 made for other sizes than its default); `segment_length`, the
-            tokens after which a decoder's memory is written, without which none with a state is added; None for one
-            segment a call, whose `memory_state` the caller carries to the next.
+            tokens after which a memory with a state is written, without which none is added to what reads texts; None
+            for one segment a call, whose `memory_state` the caller carries to the next. An encoder's segments all begin
+            with the row's first token, whose output is that of the last one. An image is a segment.
 
     Returns:
         The same model.
@@ -80,7 +81,13 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
     if refusal is not None:
         raise ValueError(refusal)
     streams = [described.stream for _, described in found]
-    if streams[0] is not None and None not in streams:
+    by_row = spans_layers(name) or "state" in getattr(entry.factory, "needs", ())
+    if streams[0] is not None and None not in streams and (by_row or streams[0].causal):
+        if len({(stream.add, stream.causal, stream.cuts) for stream in streams if stream is not None}) > 1:
+            raise ValueError(
+                f"{type(host).__name__} holds models that read differently, each with a state of its own; give "
+                "add_memory the one that is to remember"
+            )
         streams[0].add(host, found, name, settings, **more)
     else:
         more = {key: value for key, value in more.items() if value is not None}

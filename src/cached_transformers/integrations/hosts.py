@@ -47,7 +47,7 @@ class HostAttention:
 
 @dataclass
 class Stream:
-    """How a causal layer carries a state. The model must pass keywords on to its layers.
+    """How a layer carries a state. A causal model must pass keywords on to its layers.
 
     Attributes:
         add: gives the model its memory; see `transformers.streams.add_stream_memory`.
@@ -56,6 +56,10 @@ class Stream:
         longest: tokens that the model has positions for; None where there is no such number.
         offers: words of `PLACE_WORDS` and "bias": what the model offers a memory that spans its layers.
         window: tokens that a token of the layer sees, itself included; None where it sees all before it.
+        causal: whether the layer is.
+        cuts: whether what the model is called with can be cut into segments: texts can, images are one each.
+        entrance: of a model that is not causal, the modules that embed a segment, one behind the other: tokens of a
+            memory join it there. None of them where the model has no such place.
     """
 
     add: Callable[..., None]
@@ -64,6 +68,9 @@ class Stream:
     longest: int | None = None
     offers: frozenset[str] = frozenset()
     window: int | None = None
+    causal: bool = True
+    cuts: bool = True
+    entrance: tuple[nn.Module, ...] = ()
 
 
 @dataclass
@@ -83,7 +90,7 @@ class Host:
         refusal: why the layer takes no memory at all.
         watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         channels: of the layer's input, where they are not D.
-        stream: of a causal layer that can carry a state.
+        stream: of a layer that can carry a state.
     """
 
     width: int
@@ -262,9 +269,9 @@ def refuse_memory(
     fitting = ", ".join(map(repr, _fitting(by_layer, by_model)))
     way_out = "; ".join(filter(None, (hint, f"memories that work here: {fitting}")))
     if spanning is not None:
-        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
         if not by_model:
             raise ValueError(f"{who} spans the layers, for which {title} has no place; {way_out}")
+        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
     scheme = {} if spanning is None or spanning.position_scheme() is None else {"bias": f"the position scheme of {who}"}
     for host, layer in zip(hosts, layers, strict=True):
         refuse_misfit(_needs(layer, who) | scheme, host.offers, title, way_out)

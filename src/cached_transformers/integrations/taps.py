@@ -183,3 +183,17 @@ def no_loss(loss: Tensor | None, memory: nn.Module) -> None:
             f"memory {type(memory).__name__} is trained with a loss of its own, for which a model that others wrote "
             "has no place; switch it off in the memory's options, or take a model of create_model"
         )
+
+
+def refuse_forgetting(model: nn.Module) -> None:
+    """Refuse to train a memory with images between which nobody carries its state.
+
+    Raises:
+        ValueError: the model trains.
+    """
+    if model.training and torch.is_grad_enabled():
+        raise ValueError(
+            "memory_state is missing: the memory is written behind each image, so that a call without a state would "
+            "never read what it wrote, nor train it; give memory_state=model.init_memory_state(rows) with the first "
+            "frames, and what comes back with the next"
+        )

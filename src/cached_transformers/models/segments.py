@@ -98,13 +98,13 @@ def read_earlier_passes(
     return state
 
 
-def as_language_model(model: Any) -> Any:
+def for_loops(model: Any) -> Any:
     """What loops call, with a state in and a `ModelOutput` out: the model, or what a host with a memory brings for it.
 
     Raises:
         ValueError: a model of transformers that has none.
     """
-    make = getattr(model, "__dict__", {}).get("as_language_model")
+    make = getattr(model, "__dict__", {}).get("for_loops")
     if make is not None:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
@@ -113,6 +113,21 @@ def as_language_model(model: Any) -> Any:
             "create_model('transformers', model=...), or add_memory first"
         )
     return model
+
+
+def as_language_model(model: Any) -> Any:
+    """As `for_loops`, of what predicts the next token.
+
+    Raises:
+        ValueError: the model sees it.
+    """
+    found = for_loops(model)
+    if not getattr(found, "predicts_next", True):
+        raise ValueError(
+            f"{type(model).__name__} sees what follows each token, so that it predicts none; SegmentLoop trains it on "
+            "an answer for each, and decoders predict"
+        )
+    return found
 
 
 def begun(model: nn.Module, state: State | None, reset_B: Tensor | None, rows: int) -> State:

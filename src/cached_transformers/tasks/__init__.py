@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from cached_transformers.data import Dataset
-from cached_transformers.integrations import hosted as hosted
+from cached_transformers.integrations.timm.hosted import TimmModel as TimmModel
+from cached_transformers.integrations.transformers.hosted import TransformersModel as TransformersModel
 from cached_transformers.models import create_model
 from cached_transformers.registry import DATASETS
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import (
-    as_language_model,
     begun,
     cut,
+    for_loops,
     model_memory,
     read_earlier_passes,
     read_segments,
@@ -36,8 +36,10 @@ class SegmentLoop(nn.Module):
 
     Args:
         model: called as `model(inputs, state, reset=..., padding=...)`, gives a `ModelOutput` with logits (B, n, V); or
-            a decoder of transformers that `add_memory` gave a memory with a state.
-        segment_length: tokens in a segment; the last one may be shorter.
+            a model of transformers or timm that `add_memory` gave a memory with a state: a decoder, an encoder that
+            answers for each token, or a classifier of images, which reads videos.
+        segment_length: tokens in a segment; the last one may be shorter. Of videos, frames between which nothing cuts
+            the graph: each is a segment to the memory.
         bptt: segments that a gradient may cross. The state is cut after every `bptt` segments and at the end.
         passes: how often the batch is run through. Between two passes the model memory's `next_pass` says with which
             state the next one begins; the loss is that of the last pass. In it a memory has read all inputs, so that
@@ -62,7 +64,7 @@ class SegmentLoop(nn.Module):
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        model = as_language_model(model)
+        model = for_loops(model)
         if passes > 1:
             model_memory(model, passes)
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
@@ -79,8 +81,8 @@ class SegmentLoop(nn.Module):
         """The loss of the batch, and the state after it, cut from the graph.
 
         Args:
-            inputs_BN: token ids.
-            targets_BN: token ids to predict; -100 takes no part.
+            inputs_BN: token ids; or videos, (B, N, channels, height, width).
+            targets_BN: what each place is to be answered with; -100 takes no part.
             state: state after the last batch; None for the start of streams.
             reset: bool, rows that begin a new document at the first token of this batch, (B,), or at the first token
                 of each of its first S segments, (B, S).
@@ -190,10 +192,13 @@ def token_losses(
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:
-    if inputs_BN.dim() != 2 or inputs_BN.shape[1] == 0:
-        raise ValueError(f"inputs of shape {tuple(inputs_BN.shape)} must be (rows, tokens) with at least one token")
+    if inputs_BN.dim() not in (2, 5) or inputs_BN.shape[1] == 0:
+        raise ValueError(
+            f"inputs of shape {tuple(inputs_BN.shape)} must be (rows, tokens) with at least one token, or videos "
+            "(rows, frames, channels, height, width)"
+        )
     for name, other in {"targets": targets_BN, "padding": padding_BN}.items():
-        if other is not None and other.shape != inputs_BN.shape:
+        if other is not None and other.shape != inputs_BN.shape[:2]:
             raise ValueError(
-                f"{name} of shape {tuple(other.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape)}"
+                f"{name} of shape {tuple(other.shape)} must have the shape of the inputs, {tuple(inputs_BN.shape[:2])}"
             )

@@ -23,7 +23,7 @@ from cached_transformers.experiments.costs.flops import count_flops, count_param
 from cached_transformers.experiments.costs.live_bytes import peak_bytes
 from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.integrations.adapters import add_memory
-from cached_transformers.integrations.hosted import TimmModel
+from cached_transformers.integrations.timm.hosted import TimmModel
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 

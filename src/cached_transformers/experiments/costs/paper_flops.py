@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosted import TimmModel
+from cached_transformers.integrations.timm.hosted import TimmModel
 
 from .flops import count_parameters, flops_by_operator
 

@@ -10,10 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import Host, HostAttention, Site, register_adapter
+from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
+from cached_transformers.integrations.transformers.encoder_streams import in_blocks
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.seam.memory import Query
+
+from .frames import add_frame_memory
 
 
 @register_adapter(
@@ -45,10 +48,19 @@ def vit_attention(site: Site) -> Host:
     asks = ("bias",) if getattr(layer, "relative_position_bias_table", None) is not None else ()
     read = partial(_vit_query, grid, tuple(inspect.signature(type(layer).forward).parameters)[1:])
     host = Host(width, layer.num_heads, layer.proj, read, facts, attention=_attention(layer, *asks))
+    if type(body).__module__ in ("timm.models.vision_transformer", "timm.models.deit") and hasattr(layer, "q_norm"):
+        sources = (layer.q_norm, layer.k_norm, layer.qkv)
+        host.stream = Stream(add=add_frame_memory, sources=sources, split=_parts, causal=False, cuts=False)
+        host.offers |= {"state"}
     host.refusal = _other_width(layer, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):
         host.watch = (grid.patches, grid.see)
     return host
+
+
+def _parts(q_BHNE: Tensor, k_BHNE: Tensor, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys behind their norms, and values of the projection of all three."""
+    return q_BHNE, k_BHNE, in_blocks(q_BHNE.shape[1], qkv_BNL)[2]
 
 
 class Grid:

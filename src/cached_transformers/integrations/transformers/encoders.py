@@ -9,15 +9,17 @@ Legend: B rows, N tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosts import WHOLE, Host, Site, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import no_mask, padding_behind_window, padding_of
 from cached_transformers.seam.memory import Query
 
 from .described import config_of, first_of, in_transformers, softmax_of
+from .encoder_streams import by_heads, in_blocks, text_stream
 
 
 def padded_query(
@@ -45,17 +47,19 @@ def encoder_host(
     *,
     query: Callable[..., Query] = padded_query,
     bias: bool = False,
+    stream: Stream | None = None,
 ) -> Host:
     """What encoders of tokens have in common.
 
     Args:
         projection: of the merged heads. longest: tokens that the host has positions for, 0 where that is not known.
-        query: reads the layer's arguments. bias: whether the layer's mask holds one.
+        query: reads the layer's arguments. bias: whether the layer's mask holds one. stream: see `Host`.
     """
     config = config_of(site)
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    attention = softmax_of(site, bias=bias)
-    return Host(width, heads, projection, query, {"length": site.length(longest)}, attention=attention, offers=WHOLE)
+    facts, attention = {"length": site.length(longest)}, softmax_of(site, bias=bias)
+    offers = WHOLE if stream is None else WHOLE | {"state"}
+    return Host(width, heads, projection, query, facts, attention=attention, offers=offers, stream=stream)
 
 
 @register_adapter(
@@ -79,7 +83,7 @@ def bert_attention(site: Site) -> Host:
     longest = int(config_of(site).max_position_embeddings)
     projection: Any = site.parent()
     if not site.layer.is_decoder:
-        return encoder_host(site, projection.output.dense, longest)
+        return encoder_host(site, projection.output.dense, longest, stream=text_stream(site))
     # A decoder takes no memory, whatever its length.
     site = Site(site.model, site.name, site.layer, {**site.settings, "length": 0}, site.memory, site.slots)
     host = encoder_host(site, projection.output.dense)
@@ -101,7 +105,7 @@ def projecting_attention(site: Site) -> Host:
     again and again: so is their memory, and its cache moves on with each call."""
     layer: Any = site.layer
     projection = first_of(layer, "out_lin", "dense", "o")
-    return encoder_host(site, projection, int(config_of(site).max_position_embeddings))
+    return encoder_host(site, projection, int(config_of(site).max_position_embeddings), stream=text_stream(site))
 
 
 @register_adapter(*in_transformers("deberta.DisentangledSelfAttention", "deberta_v2.DisentangledSelfAttention"))
@@ -109,16 +113,29 @@ def deberta_attention(site: Site) -> Host:
     """DeBERTa: relative positions act on the logits, content with position and position with content."""
     above: Any = site.parent()
     longest = int(config_of(site).max_position_embeddings)
-    host = encoder_host(site, above.output.dense, longest, query=_multiplied_query, bias=True)
+    layer: Any = site.layer
+    if hasattr(layer, "in_proj"):  # of the first version, which adds its biases afterwards
+        stream = text_stream(site, (layer.in_proj,), partial(_biased, layer))
+    else:
+        stream = text_stream(site)
+    host = encoder_host(site, above.output.dense, longest, query=_multiplied_query, bias=True, stream=stream)
     host.attention.refusal = f"{type(site.layer).__name__} computes its logits and their softmax itself"
     return host
+
+
+def _biased(layer: Any, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = by_heads(int(layer.num_attention_heads), qkv_BNL)
+    q_bias_HE, v_bias_HE = (bias.unflatten(0, (q.shape[1], -1)) for bias in (layer.q_bias, layer.v_bias))
+    return q + q_bias_HE[:, None], k, v + v_bias_HE[:, None]
 
 
 @register_adapter(*in_transformers("modernbert.ModernBertAttention"))
 def modernbert_attention(site: Site) -> Host:
     """ModernBERT: two layers of three see a window of their neighbours. The memory shows them all that was read."""
     layer: Any = site.layer
-    host = encoder_host(site, layer.Wo, int(config_of(site).max_position_embeddings), query=_windowed_query)
+    config = config_of(site)
+    stream = text_stream(site, (layer.Wqkv,), partial(in_blocks, int(config.num_attention_heads)))
+    host = encoder_host(site, layer.Wo, int(config.max_position_embeddings), query=_windowed_query, stream=stream)
     if "flash" in config_of(site)._attn_implementation:
         host.refusal = (
             f"attn_implementation={config_of(site)._attn_implementation!r} may pack ModernBERT's rows into one, in "

@@ -12,19 +12,21 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import insist
-from cached_transformers.integrations.hosts import Host, Site, register_adapter
+from cached_transformers.integrations.hosts import WHOLE, Host, Site, register_adapter
 from cached_transformers.integrations.masks import MASKED, map_size, no_mask
 from cached_transformers.seam.memory import Query
 
 from .described import config_of, first_of, in_transformers, softmax_of
+from .encoder_streams import image_stream
 from .encoders import encoder_host
 
 
-def patch_host(site: Site, prefix: int, *, bias: bool = False) -> Host:
+def patch_host(site: Site, prefix: int, *, bias: bool = False, surrounds: bool = False) -> Host:
     """What encoders of patches have in common: a slot for every token.
 
     Args:
         prefix: tokens in front of the map. bias: whether the layer's mask is a bias, which hides nothing.
+        surrounds: whether tokens of a memory may stand round those of an image.
     """
     config = config_of(site)
     image, patch = _pair(config.image_size), _pair(config.patch_size)
@@ -33,7 +35,12 @@ def patch_host(site: Site, prefix: int, *, bias: bool = False) -> Host:
     query = partial(_biased_query if bias else _patch_query, grid, prefix)
     projection: Any = first_of(site.layer, "o_proj", "out_proj")
     attention = softmax_of(site, bias=bias)
-    return Host(config.hidden_size, config.num_attention_heads, projection, query, facts, attention=attention)
+    return Host(
+        *(config.hidden_size, config.num_attention_heads, projection, query, facts),
+        attention=attention,
+        offers=WHOLE | {"token_map", "state"},
+        stream=image_stream(site, surrounds),
+    )
 
 
 def _patch_query(
@@ -57,19 +64,19 @@ def _biased_query(
 @register_adapter(*in_transformers("vit.ViTAttention", "vit_msn.ViTMSNAttention", "dinov2.Dinov2Attention"))
 def vit_attention(site: Site) -> Host:
     """ViT, MSN and DINOv2: one class token in front of the patches."""
-    return patch_host(site, 1)
+    return patch_host(site, 1, surrounds=True)
 
 
 @register_adapter(*in_transformers("deit.DeiTAttention"))
 def deit_attention(site: Site) -> Host:
     """DeiT: a class token and one for distillation."""
-    return patch_host(site, 2)
+    return patch_host(site, 2, surrounds=True)
 
 
 @register_adapter(*in_transformers("ijepa.IJepaAttention"))
 def ijepa_attention(site: Site) -> Host:
     """I-JEPA: patches alone."""
-    return patch_host(site, 0)
+    return patch_host(site, 0, surrounds=True)
 
 
 @register_adapter(
@@ -80,7 +87,7 @@ def ijepa_attention(site: Site) -> Host:
 )
 def registers_attention(site: Site) -> Host:
     """DINOv2 with registers and DINOv3: a class token and registers."""
-    return patch_host(site, 1 + int(config_of(site).num_register_tokens))
+    return patch_host(site, 1 + int(config_of(site).num_register_tokens), surrounds=True)
 
 
 @register_adapter(*in_transformers("beit.BeitAttention"))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.hosted import TransformersModel
 from cached_transformers.state import State, repeat
 
 from .handed import Handed
@@ -22,7 +21,7 @@ from .segment_reader import SegmentReader
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
-    "as_language_model",
+    "for_loops",
 )
 """Attributes of an instance, which hide those of its class."""
 
@@ -36,7 +35,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) 
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
     state = inspect.Parameter(OUTPUT, inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters.insert(len(parameters) - 1, state)  # the last one is **kwargs
+    parameters.insert(len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD), state)
     replaced = functools.partial(forward, first)
     vars(replaced)["__signature__"] = own.replace(parameters=parameters)
     vars(module)["forward"] = replaced
@@ -165,7 +164,7 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)
     vars(model)["init_memory_state"] = reader.init_state
-    vars(model)["as_language_model"] = functools.partial(TransformersModel, model=model)
+    vars(model)["for_loops"] = functools.partial(reader.in_loops, model=model)
     ignored = [name for name in getattr(ours.config, "keys_to_ignore_at_inference", []) if name != OUTPUT]
     ours.config.keys_to_ignore_at_inference = [*ignored, OUTPUT]  # Trainer would gather the state as a prediction
     vars(decoder)["memory_detach"] = vars(model)["memory_detach"] = detach_calls
@@ -173,6 +172,9 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
 
 def detach_calls(module: nn.Module) -> None:
     """Undo `attach_calls` on one module."""
+    reader: SegmentReader | None = vars(module).get("segment_reader")
+    if reader is not None:
+        reader.detach()
     for name in ATTACHED:
         vars(module).pop(name, None)
     vars(module.config).pop("keys_to_ignore_at_inference", None)  # type: ignore[arg-type]

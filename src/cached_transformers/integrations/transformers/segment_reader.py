@@ -29,6 +29,7 @@ from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
 from .handed import Handed
+from .hosted import TransformersModel
 from .output_state import Carried, with_state
 from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments
 from .segment_cache import DynamicCache, MemoryCache, MemoryState
@@ -80,6 +81,14 @@ class SegmentReader:
         self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
 
     @property
+    def in_loops(self) -> type[nn.Module]:
+        """As what loops over segments call the model, which they give to it as `model`."""
+        return TransformersModel
+
+    def detach(self) -> None:
+        """Take out of the host what the reader put there."""
+
+    @property
     def memory(self) -> ModelMemory | None:
         """The memory that spans the layers, as it is now; None where there is none."""
         found = memory_of(self.decoder) if self.spans else None
@@ -112,11 +121,7 @@ class SegmentReader:
         Raises:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
-        if self.memory is not None:
-            refuse_frozen(self.memory)
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        given = {name: value for name, value in given.items() if value is not None}
-        carried = memory_state if isinstance(memory_state, Carried) else self.handed or Carried(memory_state)
+        given, carried = self._given(args, kwargs, memory_state)
         names = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
         new = {name: given.pop(name) for name in names if name in given}
         self._check(new, given)
@@ -143,19 +148,28 @@ class SegmentReader:
             out = out if total == n else narrowed(out, total - n, n)
         if keeps:
             out["past_key_values"] = text
-        if text.after is not None:
-            carried.after = text.after
-            out = with_state(out, text.after)
-        return out.to_tuple() if tuples else out
+        return handed_back(out, text.after, carried, tuples)
+
+    def _given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State | None
+    ) -> tuple[dict[str, Any], Carried]:
+        """What the host's forward was called with, by name, and the state on its way."""
+        if self.memory is not None:
+            refuse_frozen(self.memory)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if value is not None}
+        return given, state if isinstance(state, Carried) else self.handed or Carried(state)
+
+    def _begun(self, state: State | None, rows: int) -> MemoryState:
+        """The given state, or that of rows that have read nothing (ValueError: it is not this model's)."""
+        if state is not None and not torch.compiler.is_compiling():
+            check_state(state, self.init_state(1), rows)
+        return self.init_state(rows) if state is None else state
 
     def _check(self, new: dict[str, Tensor], given: dict[str, Any]) -> None:
         if ("input_ids" in new) == ("inputs_embeds" in new):
             raise ValueError("give either input_ids or inputs_embeds")
-        if given.get("output_attentions", getattr(self.decoder.config, "output_attentions", False)):
-            raise ValueError(
-                "output_attentions=True: the weights of a segment would not say what its tokens read from the memory; "
-                "leave it out, or call remove_memory(model) first"
-            )
+        self._refuse_weights(given)
         refuse_packing(given)
         if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
             raise ValueError(
@@ -168,6 +182,14 @@ class SegmentReader:
             raise ValueError(
                 "token_type_ids: tokens of a memory have no type; leave them out, or take a memory that stands in the "
                 "layers"
+            )
+
+    def _refuse_weights(self, given: dict[str, Any]) -> None:
+        """Refuse to show attention weights, which would leave out what was read from the memory (ValueError)."""
+        if given.get("output_attentions", getattr(self.decoder.config, "output_attentions", False)):
+            raise ValueError(
+                "output_attentions=True: the weights of a segment would not say what its tokens read from the memory; "
+                "leave it out, or call remove_memory(model) first"
             )
 
     def _keeps(self, use_cache: bool | None) -> bool:
@@ -200,22 +222,14 @@ class SegmentReader:
                     "past_key_values were not made by this model with its memory; pass those of its last output, or "
                     "none"
                 )
-        if state is not None and not torch.compiler.is_compiling():
-            check_state(state, self.init_state(1), rows)
-        return MemoryCache(state, self.init_state(rows) if state is None else state, self.state_after)
+        return MemoryCache(state, self._begun(state, rows), self.state_after)
 
     def _padding(self, mask: Any, text: MemoryCache, rows: int, n: int) -> Tensor | None:
         """(B, columns of the open segments and the call), True = no token of these; None where all are."""
         closed_BN = text.padding_BN  # or padding, as earlier calls had it
         if mask is None:
             return None if closed_BN is None else F.pad(closed_BN, (0, n), value=False)
-        total = text.tokens + n
-        if not isinstance(mask, Tensor) or mask.shape != (rows, total):
-            found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-            raise ValueError(
-                f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
-                f"(rows, tokens) = {(rows, total)}, those of past_key_values included"
-            )
+        refuse_masks(mask, rows, text.tokens + n, ", those of past_key_values included")
         padding_BM = mask[:, text.tokens - text.length :] == 0
         return padding_BM if closed_BN is None else padding_BM | F.pad(closed_BN, (0, n), value=False)
 
@@ -332,3 +346,28 @@ class SegmentReader:
                 **extra,
                 **options,
             )
+
+
+def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
+    """Refuse what is no mask of padding.
+
+    Args:
+        counted: which tokens there are, for the message.
+
+    Raises:
+        ValueError: it is of another shape than (rows, tokens).
+    """
+    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise ValueError(
+            f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
+            f"(rows, tokens) = {(rows, tokens)}{counted}"
+        )
+
+
+def handed_back(out: Any, after: State | None, carried: Carried, tuples: bool) -> Any:
+    """The output with the state after it, where somebody knows it."""
+    if after is not None:
+        carried.after = after
+        out = with_state(out, after)
+    return out.to_tuple() if tuples else out

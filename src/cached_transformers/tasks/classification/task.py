@@ -28,6 +28,11 @@ class Classification(Task):
         super().__init__(config, model, train, validation, world)
         if self.settings.metric not in ("accuracy", "loss"):
             raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
+        if getattr(model, "remembers", False):
+            raise ValueError(
+                f"model.memory={config.model.get('memory')!r} carries a state from frame to frame, and a row here is "
+                "one image, behind which nothing is read; take a shared memory, as grc, or SegmentLoop with videos"
+            )
         self.classes, self.width = train.classes, score_width(train.classes)
         settings = self.settings
         self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)

@@ -1,0 +1,108 @@
+"""Memories with a state in timm's ViT and DeiT: one frame a call, the state is given in and comes back.
+
+    out = model(frames, memory_state=state);   state = out.state;   out.outputs is what timm's model gives
+
+Whatever the call, its answer is a `ModelOutput`: timm's models give plain tensors, beside which a state has no place.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from cached_transformers.integrations.at_hand import like_weights
+from cached_transformers.integrations.for_loops import FramesModel
+from cached_transformers.integrations.hosts import Host, Site, refuse_memory
+from cached_transformers.integrations.taps import refuse_forgetting, spans_layers
+from cached_transformers.integrations.transformers.handed import Handed
+from cached_transformers.integrations.transformers.stream_tap import Passage, StreamTap
+from cached_transformers.integrations.transformers.streams import check_sizes, layers_of, spanning_of
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.state import State, seal
+from cached_transformers.state import check as check_state
+
+
+def add_frame_memory(
+    model: nn.Module, found: list[tuple[Site, Host]], name: str, settings: dict[str, Any], **sizes: Any
+) -> None:
+    """Give a model of timm a memory with a state, in place.
+
+    Raises:
+        ValueError: the memory or the model does not suit; sizes are given that are for texts.
+    """
+    hosts = [host for _, host in found]
+    assert hosts[0].stream is not None
+    check_sizes(model, hosts[0].stream, **sizes)
+    spanning = spanning_of(model, found, name, settings) if spans_layers(name) else None
+    layers = layers_of(found, name, settings, spanning)
+    refuse_memory(name, model, hosts, layers, spanning)
+    sites = [site for site, _ in found]
+    if sites[0].holder("patch_embed") is not model:
+        raise ValueError(
+            f"{type(model).__name__} would not pass memory_state on to the model inside; give add_memory that one"
+        )
+    if any("memory_detach" in vars(module) for module in (model, *(site.layer for site in sites))):
+        raise ValueError(f"{type(model).__name__} has a memory already; call remove_memory(model) first")
+    taps: list[StreamTap] = []
+    for (site, host), memory in zip(found, layers, strict=True):
+        if memory.needs:
+            taps.append(StreamTap(site, host, len(taps)))
+            taps[-1].attach(memory, taps[-1].before_stream)
+    reader = FrameReader(model, taps)
+    vars(model).update(
+        forward=reader.read,
+        init_memory_state=reader.init_state,
+        for_loops=functools.partial(FramesModel, model),
+        memory_detach=_detach,
+    )
+
+
+def _detach(model: nn.Module) -> None:
+    for name in ("forward", "init_memory_state", "for_loops"):
+        del vars(model)[name]
+
+
+class FrameReader:
+    """Carries the state of the layers; `read` stands in the place of the model's forward."""
+
+    def __init__(self, model: nn.Module, taps: list[StreamTap]) -> None:
+        self.model: Any = model
+        self.taps = taps
+
+    def init_state(self, rows: int) -> State:
+        """State of rows that have seen nothing.
+
+        Raises:
+            ValueError: less than one row.
+        """
+        if rows < 1:
+            raise ValueError(f"rows={rows} must be at least 1")
+        return seal(tuple(tap.memory.init_state(rows, like_weights(tap.layer)) for tap in self.taps))
+
+    def read(self, x: torch.Tensor, *args: Any, memory_state: State | None = None, **kwargs: Any) -> ModelOutput:
+        """The model's forward of one frame of each row, with what it takes beside the frames.
+
+        Raises:
+            ValueError: a state of another model or number of rows, none in training; a mask; activation checkpointing.
+        """
+        if memory_state is None:
+            refuse_forgetting(self.model)
+        elif not torch.compiler.is_compiling():
+            check_state(memory_state, self.init_state(1), len(x))
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+            raise ValueError("masks: beside a memory a frame is read whole; leave attn_mask and is_causal out")
+        if getattr(self.model, "grad_checkpointing", False) and self.model.training:
+            raise ValueError(
+                "grad_checkpointing: timm runs blocks again without the state that a memory was read with; call "
+                "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
+            )
+        state = self.init_state(len(x)) if memory_state is None else memory_state
+        layers = Passage(state)
+        with Handed(layers, self.taps):
+            outputs = type(self.model).forward(self.model, x)
+        return ModelOutput(outputs, seal(tuple(layers.after)), x.new_zeros(()))

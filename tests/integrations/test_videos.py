@@ -1,0 +1,265 @@
+"""Encoders of images with a memory that has a state: videos, one frame a call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.families import Family, patches, timm_family
+from integrations.hosts import close_gates, library
+from integrations.test_refusals import refuse
+from integrations.transformers_hosts import awaken, differences
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model, load_pretrained, remove_memory
+from cached_transformers.state import map_state
+
+TIMM: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+VIT = patches("ViT", "", "ForImageClassification")
+DEIT = patches("DeiT", "", "ForImageClassificationWithTeacher")
+DINO = patches("Dinov2", "", "ForImageClassification")
+REGISTERS = patches("Dinov2WithRegisters", "", "ForImageClassification", num_register_tokens=2)
+BEIT = patches("Beit", "", "ForImageClassification", use_relative_position_bias=True)
+TIMM_VIT = timm_family("timm_vit", "", "vit_small_patch16_224", 16, **TIMM)
+TIMM_NORMS = timm_family("timm_norms", "", "vit_small_patch16_224", 16, qk_norm=True, **TIMM)
+TIMM_DEIT = timm_family("timm_deit", "", "deit_tiny_distilled_patch16_224", 16, **TIMM)
+RMT, CACHE = {"name": "rmt", "length": 3}, {"name": "grc_stream", "length": 4}
+NEAREST = {"name": "memorizing", "length": 40, "k": 4}
+PAIRS = [
+    *((family, memory) for family in (VIT, DEIT, DINO, REGISTERS) for memory in (RMT, CACHE)),
+    *((family, memory) for family in (VIT, BEIT, TIMM_VIT, TIMM_NORMS) for memory in (NEAREST, CACHE)),
+    (TIMM_DEIT, CACHE),
+]
+with_memories = pytest.mark.parametrize("family, memory", PAIRS, ids=[f"{f}-{m['name']}" for f, m in PAIRS])
+
+
+def frames(count: int = 3, rows: int = 2, seed: int = 0) -> Tensor:
+    """A video of each row, (B, T, 3, 16, 16)."""
+    return torch.randn(rows, count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def made(family: Family, memory: Any) -> Any:
+    model = family.build()
+    torch.manual_seed(1)
+    return awaken(add_memory(model, memory))
+
+
+def answer(out: Any) -> tuple[Tensor, Any]:
+    """Logits and state, of a model of transformers or of timm."""
+    return (out.outputs, out.state) if hasattr(out, "outputs") else (out.logits, out.memory_state)
+
+
+def watch(model: Any, video: Tensor) -> tuple[Tensor, Any]:
+    """Logits of all frames, (B, T, V), and the state after the last one."""
+    parts, state = [], model.init_memory_state(len(video))
+    for frame in video.unbind(1):
+        logits, state = answer(model(frame, memory_state=state))
+        parts.append(logits)
+    return torch.stack(parts, 1), state
+
+
+@with_memories
+def test_a_frame_is_seen_behind_those_before_it(family: Family, memory: Any) -> None:
+    model, video, plain = made(family, memory), frames(), family.build()
+    logits, _ = watch(model, video)
+    assert (logits[:, -1:] - watch(model, video[:, -1:])[0]).abs().max() > 1e-4
+    changed = torch.cat([video[:, :2], -video[:, 2:]], 1)
+    assert torch.equal(watch(model, changed)[0][:, :2], logits[:, :2])
+    assert (watch(model, changed.flip(1))[0][:, -1] - watch(model, video.flip(1))[0][:, -1]).abs().max() > 1e-7
+    torch.testing.assert_close(watch(model, video[:1])[0], logits[:1])  # a row is the row alone
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(watch(again, video)[0], logits)
+    last = plain(video[:, -1])
+    last = last if isinstance(last, Tensor) else last.logits
+    if memory is CACHE:
+        close_gates(model)
+        torch.testing.assert_close(watch(model, video)[0][:, -1], last)
+    removed = remove_memory(model)
+    out = removed(video[:, -1])
+    assert torch.equal(out if isinstance(out, Tensor) else out.logits, last)
+    assert not hasattr(removed, "init_memory_state") and list(removed.state_dict()) == list(plain.state_dict())
+
+
+def test_memory_tokens_in_a_vit_are_those_of_the_paper() -> None:
+    model, video = made(VIT, RMT).double(), frames().double()
+    vit, memory = model.vit, model.vit.memory
+    carried, parts = memory.initial_MD.expand(2, -1, -1), []
+    for frame in video.unbind(1):
+        x = torch.cat([carried, vit.embeddings(frame)], 1)
+        for layer in vit.layers:
+            x = layer(x)
+        x = vit.layernorm(x)
+        carried = x[:, :3]
+        parts.append(model.classifier(x[:, 3]))
+    logits, state = watch(model, video)
+    torch.testing.assert_close(logits, torch.stack(parts, 1))
+    torch.testing.assert_close(state.model.tokens_BMD, carried)
+    weights = [memory.initial_MD, *vit.parameters()]
+    pairs = [torch.autograd.grad(t.square().sum(), weights, allow_unused=True) for t in (logits, torch.stack(parts, 1))]
+    for found, expected in zip(*pairs, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+    body = remove_memory(made(VIT, RMT)).vit
+    assert "forward" not in vars(body.embeddings)
+
+
+def test_what_a_pooler_makes_has_no_memory_token_in_it() -> None:
+    vit, dino = (patches(stem, "", "Model") for stem in ("ViT", "Dinov2"))
+    for family in (vit, dino):
+        model = made(family, RMT)
+        out = model(frames()[:, 0])
+        first = out.last_hidden_state[:, 0]
+        expected = model.pooler(out.last_hidden_state) if family is vit else first
+        assert out.last_hidden_state.shape[1] == 17 and torch.equal(out.pooler_output, expected)
+
+
+@pytest.mark.parametrize("family, memory", [(VIT, RMT), (VIT, CACHE), (TIMM_VIT, CACHE)], ids=["rmt", "cache", "timm"])
+def test_loops_read_videos(family: Family, memory: Any) -> None:
+    video, classes = frames(5), torch.randint(0, 2, (2, 5))
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    losses, states = [], []
+    for kind in (SegmentLoop, ReplayLoop):
+        model = made(family, memory).train()
+        loss, state = kind(model, segment_length=2, bptt=3)(video, classes, padding=padding)
+        loss.backward()
+        assert all(p.grad is not None for name, p in model.named_parameters() if "memory." in name)
+        losses.append(loss)
+        states.append(state)
+    logits, _ = watch(model, video)
+    wanted = torch.cat([logits[0], logits[1, :3]])
+    torch.testing.assert_close(losses[0], F.cross_entropy(wanted, torch.cat([classes[0], classes[1, :3]])))
+    torch.testing.assert_close(*losses)
+    assert differences(*states) < 1e-6
+    short = watch(model, video[1:, :3])[1]  # of which the row without frames kept its state
+    found = map_state(lambda t: t[1:], states[0])
+    assert differences(found, short) < 1e-5
+    with pytest.raises(ValueError, match=r"inputs of shape \(2, 2\) are no videos"):
+        SegmentLoop(model, 2)(classes, classes)
+
+
+def test_timm_by_name() -> None:
+    model = create_model("timm", architecture="vit_small_patch16_224", classes=5, memory=CACHE, **TIMM)
+    awaken(model).eval()
+    video, state = frames(), model.init_state(2)
+    for frame in video.unbind(1):
+        out = model(frame, state)
+        state = out.state
+    loop = SegmentLoop(model, 1)
+    assert torch.equal(
+        [*loop.read(video, torch.zeros(2, 3, dtype=torch.long))][-1].state[0].cache_BMC, state[0].cache_BMC
+    )
+    assert model.init_state(3)[0].segments_B.tolist() == [0, 0, 0]
+    model.train()
+    with pytest.raises(ValueError, match=r"memory_state is missing: .*init_memory_state\(rows\)"):
+        model(video[:, 0])  # as a recipe of single images would
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    for index, memory in enumerate((RMT, CACHE)):
+        model, video = made(VIT, memory), frames()
+        model.save_pretrained(tmp_path / str(index))
+        auto = library("transformers").AutoModelForImageClassification.from_pretrained(tmp_path / str(index))
+        for again in (load_pretrained(str(tmp_path / str(index))), auto):
+            assert torch.equal(watch(again, video)[0], watch(model, video)[0])
+
+
+def test_checkpointed_and_in_half_precision() -> None:
+    for memory in (RMT, CACHE):
+        grads = []
+        for on in (False, True):
+            model = made(VIT, memory).train()
+            if on:
+                model.gradient_checkpointing_enable()
+            watch(model, frames())[0].square().sum().backward()
+            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert grads[0].keys() == grads[1].keys()
+        assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-5) for name in grads[0])
+        half = made(VIT, memory).to(torch.bfloat16)
+        assert watch(half, frames())[0].isfinite().all()  # of frames in float32, which transformers casts itself
+
+
+REFUSED: list[tuple[Family, Any, dict[str, Any], str]] = [
+    (VIT, "grc_stream", {"segment_length": 4}, r"segment_length=4 is for texts; ViTFor\w+ reads one image a call"),
+    (VIT, "grc_stream", {"input_size": (16, 16)}, r"input_size=\(16, 16\) is known to ViTFor\w+; leave it out"),
+    (TIMM_VIT, "rmt", {}, r"'rmt' spans the layers, for which VisionTransformer has no place; .* 'grc_stream'"),
+    (BEIT, "memory_transformer", {}, r"'memory_transformer' spans the layers, for which BeitFor\w+ has no place"),
+    (TIMM_VIT, "grc_stream", {"segment_length": 4}, "segment_length=4 is for texts"),
+]
+
+
+@pytest.mark.parametrize("family, memory, options, message", REFUSED, ids=[f"{r[0]}-{r[1]}" for r in REFUSED])
+def test_what_does_not_fit_is_refused(family: Family, memory: str, options: dict[str, Any], message: str) -> None:
+    refuse(family.build(), message, memory, **options)
+
+
+def test_a_model_inside_another_does_not_get_the_state() -> None:
+    refuse(nn.Sequential(TIMM_VIT.build()), r"Sequential would not pass memory_state on", "grc_stream")
+    refuse(nn.Sequential(VIT.build()), r"Sequential is no model of transformers around one encoder", "grc_stream")
+    refuse(made(TIMM_VIT, CACHE), "has a memory already", "grc_stream")
+
+
+def test_calls_that_would_forget_are_refused() -> None:
+    frame = frames()[:, 0]
+    for family in (VIT, TIMM_VIT):
+        model = made(family, CACHE).train()
+        with pytest.raises(ValueError, match=r"memory_state is missing: .*init_memory_state\(rows\)"):
+            model(frame)
+        with torch.no_grad():
+            model(frame)
+        with pytest.raises(ValueError, match=r"the state has 3 rows"):
+            model(frame, memory_state=model.init_memory_state(3))
+    with pytest.raises(
+        ValueError, match=r"pixel_values of shape \(2, 3, 3, 16, 16\): give one frame a call.*SegmentLoop"
+    ):
+        made(VIT, CACHE)(frames())
+    model = made(TIMM_VIT, CACHE).train()
+    with pytest.raises(ValueError, match="masks: beside a memory a frame is read whole"):
+        model(frame, is_causal=True, memory_state=model.init_memory_state(2))
+    model.set_grad_checkpointing()
+    with pytest.raises(ValueError, match=r"grad_checkpointing: .*set_grad_checkpointing\(False\)"):
+        model(frame, memory_state=model.init_memory_state(2))
+    learned = add_memory(VIT.build(), "memory_transformer").train()
+    assert learned(frame).logits.requires_grad  # which carries nothing that could be forgotten
+
+
+def videos(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Two pictures in one of two orders, then a blank one, (B, 3, 1, 8, 8); and the order."""
+    generator = torch.Generator().manual_seed(seed)
+    pictures = torch.zeros(2, 1, 8, 8)
+    pictures[0, :, :4], pictures[1, :, :, :4] = 1, 1
+    order = torch.randint(2, (rows,), generator=generator)
+    video = torch.stack([pictures[order], pictures[1 - order], torch.zeros(rows, 1, 8, 8)], 1)
+    return video + 0.1 * torch.randn(rows, 3, 1, 8, 8, generator=generator), order
+
+
+def test_the_order_of_frames_is_told_behind_the_last_one() -> None:
+    """A ViT alone, which is asked at the same blank frame, stays at chance."""
+    transformers = library("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=2, initializer_range=0.2, **sizes
+    )
+    scores = []
+    for memory in (True, False):
+        torch.manual_seed(0)
+        model: Any = transformers.ViTForImageClassification(config)
+        if memory:
+            add_memory(model, "grc_stream", length=5)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for step in range(90):
+            video, order = videos(32, step)
+            logits = watch(model, video)[0][:, -1] if memory else model(video[:, -1]).logits
+            optimizer.zero_grad()
+            F.cross_entropy(logits, order).backward()
+            optimizer.step()
+        video, order = videos(256, 1000)
+        with torch.no_grad():
+            logits = watch(model.eval(), video)[0][:, -1] if memory else model.eval()(video[:, -1]).logits
+        scores.append(float((logits.argmax(-1) == order).float().mean()))
+    assert scores[0] > 0.95 and scores[1] < 0.65, scores
