@@ -15,10 +15,11 @@ from integrations.hosts import library
 from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
-from cached_transformers import add_memory, remove_memory
+from cached_transformers import add_memory, remove_memory, replace_attention
+from cached_transformers.memories.crtn import CRTN
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import ProjectKV, Query, Reading
+from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading
 from cached_transformers.state import map_state
 
 WINDOWED = {**EIGHT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
@@ -285,12 +286,6 @@ def test_exported_it_computes_the_same() -> None:
         state = expected.memory_state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer_xl", "crtn"])
-def test_compiled_there_is_one_graph(name: str) -> None:
-    checks.compiles(LLAMA, KINDS[name])
-
-
 class Poisoned(TransformerXL):
     """Empty slots hold what is no number."""
 
@@ -311,6 +306,32 @@ def test_what_stands_in_empty_slots_does_not_matter(monkeypatch: pytest.MonkeyPa
     checks.equal(logits, LLAMA.build()(words(tokens=TEXT)).logits, 1e-5)
     logits.square().sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+class Silent(TransformerXL):
+    """Does not say that it has a context."""
+
+    needs = frozenset({"state"})
+
+    def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        k_BGME = query.x_BND.new_zeros(len(query.x_BND), 2, self.length, 8)
+        return Reading(Context(k_BGME, k_BGME, state.positions_BMP, state.valid_BM))
+
+
+class SilentRecall(CRTN):
+    """Likewise, for all layers."""
+
+    needs = frozenset({"state"})
+
+
+@pytest.mark.parametrize("kind, options", [(Silent, {}), (SilentRecall, {"segment": SEGMENT})])
+def test_slots_that_nobody_would_attend_are_not_lost(
+    kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
+    MEMORIES.register("silent")(kind)
+    with pytest.raises(ValueError, match=rf"memory {kind.__name__} offers a context .*add 'context' to its needs"):
+        LLAMA.with_memory({"name": "silent", **options})(words())
 
 
 # ---- refusals
@@ -355,6 +376,19 @@ def test_attention_without_masks_is_refused_when_it_is_added_and_when_it_comes_l
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match=r"slots need a mask: .*'flex_attention' takes no masks; call .*'sdpa'"):
         model(words())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_attention_is_softmax_or_refused(first: bool) -> None:
+    def both(**attention: Any) -> Any:
+        model = LLAMA.build()
+        for step in (add_memory, replace_attention) if first else (replace_attention, add_memory):
+            step(model, **attention) if step is replace_attention else step(model, ALL, segment_length=SEGMENT)
+        return model
+
+    checks.equal(both(attention="softmax")(words()).logits, LLAMA.build()(words()).logits, 1e-5)
+    with pytest.raises(ValueError, match=r"TransformerXL has slots .*Longformer.* does not do; call restore_attention"):
+        both(attention="longformer", window=4)(words())
 
 
 def test_a_block_that_does_not_end_is_not_lost() -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.spots import Place, Spot, root_of
 from cached_transformers.seam.contexts import join, widened
@@ -118,10 +120,10 @@ class ContextTap(StreamTap):
             made = passage.host_cache.made[self.number]
             project_kv = Once(self.project_kv, made, query.x_BND.shape[0])
         reading: Reading | None = None
-        if "context" in memory.needs:
+        if memory.needs & {"context", "kv_projection"}:
             if "head" in memory.needs:  # it asks with queries, which the layer has not made yet
                 query = self._with_heads(query, *self._projected(query.x_BND, _called, queries=True))
-            reading = memory.read(passage.states[self.number], query, project_kv)
+            reading = with_weights(memory, memory.read, passage.states[self.number], query, project_kv)
         offer = None if passage.offers is None else passage.offers[self.number]
         offered = offer(project_kv) if callable(offer) else offer
         context = join(None if reading is None else reading.context, offered)
@@ -133,6 +135,12 @@ class ContextTap(StreamTap):
         self, context: Context | None, passage: Passage, made: Made, x_BND: Tensor, call: dict[str, Any]
     ) -> None:
         """Change the layer's call: slots in front of its own keys, and a mask of what it may see of both."""
+        if self.exchange is not None and not isinstance(self.layer.core, SoftmaxAttention):
+            raise ValueError(
+                f"memory {type(self.memory).__name__} has slots attended in front of the segment, which attention "
+                f"{type(self.layer.core).__name__} in the place of the model's own does not do; call "
+                "restore_attention(model), or replace_attention(model, 'softmax')"
+            )
         own, n, window = call.get(self.cache), x_BND.shape[1], self.memory.window()
         tokens_BL = passage.positions_BLP[..., 0].to(x_BND.device)
         slots = None

@@ -35,7 +35,7 @@ from .handed import Handed
 from .output_state import Carried, with_state
 from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
-from .stream_tap import Passage, StreamTap
+from .stream_tap import Passage, StreamTap, undeclared
 from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -342,6 +342,9 @@ class SegmentReader:
         options: dict[str, Any],
     ) -> Any:
         """The decoder's own forward."""
+        if layers.offers is not None and not any(isinstance(tap, ContextTap) for tap in self.taps):
+            assert self.memory is not None
+            raise ValueError(undeclared(self.memory))
         extra = {"memory_passage": layers} if self.taps else {}
         for tap in self.taps:
             tap.block.follow()

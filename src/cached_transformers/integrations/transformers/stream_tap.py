@@ -61,6 +61,11 @@ class Passage:
         self.grad = torch.is_grad_enabled()
 
 
+def undeclared(memory: nn.Module) -> str:
+    """Message for slots that nobody would attend."""
+    return f"memory {type(memory).__name__} offers a context and does not say so; add 'context' to its needs"
+
+
 class Attended(NamedTuple):
     """What a layer leaves for the end of its block."""
 
@@ -109,7 +114,7 @@ class StreamTap(Tap):
         x_BND = args[0] if args else kwargs["hidden_states"]
         positions_BNP = passage.positions_BLP[:, -x_BND.shape[1] :].to(x_BND.device)
         self.begin(Query(x_BND, positions_BNP=positions_BNP, padding_BN=passage.padding_BN))
-        self.reading, self.attended = with_weights(self.memory, self.look, kwargs), None
+        self.reading, self.attended = self.look(kwargs), None
         self.kept = {}
         return args, kwargs
 
@@ -133,7 +138,10 @@ class StreamTap(Tap):
             if place not in kept:
                 raise ValueError(self.passed_by(source))
         query = self._with_heads(query, *self.split(*(kept[place] for place in range(len(self.sources)))))
+        early = reading is not None
         y_BND, reading = self._through(passage.states[self.number], y_BND, query, linear, reading)
+        if reading.context is not None and not early:
+            raise ValueError(undeclared(self.memory))
         self.attended = Attended(passage, query, reading)
         return y_BND
 

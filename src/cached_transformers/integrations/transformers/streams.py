@@ -80,7 +80,7 @@ def add_stream_memory(
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context", "layer_traces"} else StreamTap
+    tap = ContextTap if windows or needs & {"context", "kv_projection", "layer_traces"} else StreamTap
     for (site, host), memory in zip(found, layers, strict=True):
         if memory.needs or (spanning is not None and tap is ContextTap):
             taps.append(tap(site, host, len(taps)))
