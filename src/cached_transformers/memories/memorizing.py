@@ -15,6 +15,7 @@ Legend: B rows, N tokens, M slots, K neighbours, H heads, E head width, D = H * 
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -152,6 +153,7 @@ class Memorizing(LayerMemory):
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no store
+    instead = MappingProxyType({"lse": "take joint=False"})
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ Legend: B rows, N tokens, M memory tokens, C cached tokens, D model width, F wid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,13 @@ class MemoryTransformer(ModelMemory):
     """
 
     needs = frozenset({"tokens_round"})
+    instead = MappingProxyType(
+        {
+            "bias": "take mask='causal' without a cache",
+            "kv_projection": "take cache=0",
+            "own_weights": "take control=False",
+        }
+    )
 
     def __init__(
         self,

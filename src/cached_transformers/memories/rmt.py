@@ -19,6 +19,7 @@ Legend: B rows, N tokens, M memory tokens, C cached tokens, D model width, F wid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,9 @@ class RMT(ModelMemory):
     """
 
     needs = frozenset({"state", "tokens_round"})
+    instead = MappingProxyType(
+        {"bias": "take mask='causal', and of a cache read_cache=True", "kv_projection": "take cache=0"}
+    )
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ Legend: B rows, N tokens, M slots, H heads, D model width.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,8 @@ class TransformerXL(LayerMemory):
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
         same_length: a token sees exactly the last `length` tokens (itself included) as soon as there are so many,
             and results do not depend on how a text is cut; without it, it sees the whole memory.
-        relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme.
+        relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme, the only one in
+            models of others.
         clamp: distances beyond it count as it.
 
     Raises:
@@ -54,6 +57,7 @@ class TransformerXL(LayerMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection"})
+    instead = MappingProxyType({"bias": "take same_length=False"})
 
     def __init__(
         self,

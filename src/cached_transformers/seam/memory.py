@@ -15,7 +15,8 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class ProjectKV(Protocol):
     """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
 
     With `frozen` these receive no gradient; the hidden states do. With `normed` the states went through the layer's
-    norm already.
+    norm already. Layers of others, in which several heads of queries share keys, give those once: fewer heads.
     """
 
     def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]: ...
@@ -80,7 +81,7 @@ class Query(NamedTuple):
 
     `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True. `size` is the
     (height, width) of the token map, when there is one. Queries, keys and values are those of the segment, without
-    positions; some models that others wrote do not offer them.
+    positions; layers that others wrote give them to memories that need "head" alone, or none at all.
     """
 
     x_BND: Tensor
@@ -143,10 +144,12 @@ class LayerMemory(nn.Module):
 
     Attributes:
         needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
+        instead: by word of `needs`, the options with which it does without.
         shared: what it remembers is one for all rows and steps, kept in buffers of the module.
     """
 
     needs: frozenset[str] = frozenset()
+    instead: Mapping[str, str] = MappingProxyType({})
     shared: bool = False
 
     def position_scheme(self) -> Positions | None:
@@ -162,7 +165,7 @@ class LayerMemory(nn.Module):
         return ()
 
     def read(self, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """Look into the memory before the layer attends. Models of others offer no `project_kv`."""
+        """Look into the memory before the layer attends. `project_kv` is there where the memory needs it."""
         return Reading()
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -251,7 +254,7 @@ class ModelMemory(nn.Module):
     """A memory that spans the layers of a model. The defaults remember nothing.
 
     Attributes:
-        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
+        needs, instead: as of `LayerMemory`.
         extra_tokens: tokens that it puts round a segment, by which attention sees longer ones.
         rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
             behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
@@ -259,6 +262,7 @@ class ModelMemory(nn.Module):
     """
 
     needs: frozenset[str] = frozenset()
+    instead: Mapping[str, str] = MappingProxyType({})
     extra_tokens: int = 0
     rereads: bool = False
 

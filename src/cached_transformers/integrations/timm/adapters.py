@@ -49,8 +49,8 @@ def vit_attention(site: Site) -> Host:
     read = partial(_vit_query, grid, tuple(inspect.signature(type(layer).forward).parameters)[1:])
     host = Host(width, layer.num_heads, layer.proj, read, facts, attention=_attention(layer, *asks))
     if type(body).__module__ in ("timm.models.vision_transformer", "timm.models.deit") and hasattr(layer, "q_norm"):
-        sources = (layer.q_norm, layer.k_norm, layer.qkv)
-        host.stream = Stream(add=add_frame_memory, sources=sources, split=_parts, causal=False, cuts=False)
+        sources = ((layer.q_norm,), (layer.k_norm,), (layer.qkv,))
+        host.stream = Stream(add_frame_memory, site.block(), sources, _parts, causal=False, cuts=False)
         host.offers |= {"state"}
     host.refusal = _other_width(layer, width, merged)
     if grid is not None and getattr(body, "dynamic_img_size", False):

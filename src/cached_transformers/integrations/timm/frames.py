@@ -19,8 +19,7 @@ from cached_transformers.integrations.at_hand import like_weights
 from cached_transformers.integrations.for_loops import FramesModel
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
 from cached_transformers.integrations.taps import refuse_forgetting, spans_layers
-from cached_transformers.integrations.transformers.handed import Handed
-from cached_transformers.integrations.transformers.stream_tap import Passage, StreamTap
+from cached_transformers.integrations.transformers.stream_tap import Passage, Running, StreamTap
 from cached_transformers.integrations.transformers.streams import check_sizes, layers_of, spanning_of
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
@@ -102,7 +101,7 @@ class FrameReader:
                 "model.set_grad_checkpointing(False), and let ReplayLoop spare the activations"
             )
         state = self.init_state(len(x)) if memory_state is None else memory_state
-        layers = Passage(state)
-        with Handed(layers, self.taps):
+        layers = Passage(state, None, None)
+        with Running(layers, self.taps):
             outputs = type(self.model).forward(self.model, x)
         return ModelOutput(outputs, seal(tuple(layers.after)), x.new_zeros(()))

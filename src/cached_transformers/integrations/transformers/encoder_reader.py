@@ -31,7 +31,7 @@ from cached_transformers.state import State
 from .handed import Handed
 from .row_segments import refuse_packing
 from .segment_reader import Call, SegmentReader, handed_back, is_exporting, refuse_masks
-from .stream_tap import Passage, StreamTap
+from .stream_tap import Passage, Running, StreamTap
 
 TEXT = ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids")
 """What a text is given as, in columns."""
@@ -170,17 +170,26 @@ class EncoderReader(SegmentReader):
                 padding_BN = torch.cat([padding_BN[:, :1], padding_BN], 1)  # its tokens come first
         return Call(tokens, padding_BN, options=options)
 
-    def _tokens(self, call: dict[str, Tensor], padding_BN: Tensor | None) -> Tokens:
-        """A segment, embedded."""
+    def _where(self, call: Call, clock_B: Tensor) -> tuple[Tensor | None, Tensor]:
+        return super()._where(call, clock_B) if self.cuts else (None, -clock_B[:, None])
+
+    def _counted(self, call: Call) -> Tensor | int:
+        return super()._counted(call) if self.cuts else 1
+
+    def _tokens(self, call: Call, positions_BNP: Tensor | None) -> Tokens:
         embeddings, *others = (place.module for place in self.entrance)
-        given: dict[str, Any] = {name: call.get(name) for name in self.embeds if name in call or name == "input_ids"}
-        if "mask" in self.embeds and padding_BN is not None:
-            given["mask"] = ~padding_BN
+        tokens = call.tokens
+        given: dict[str, Any] = {
+            name: tokens.get(name) for name in self.embeds if name in tokens or name == "input_ids"
+        }
+        if "mask" in self.embeds and call.padding_BN is not None:
+            given["mask"] = ~call.padding_BN
         x_BND = embeddings(**given)
         for module in others:
             x_BND = module(x_BND)
-        places_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])
-        return Tokens(x_BND, places_BN[..., None], padding_BN)
+        if positions_BNP is None:
+            positions_BNP = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])[..., None]
+        return Tokens(x_BND, positions_BNP, call.padding_BN)
 
     def host(
         self, new: dict[str, Tensor], mask: Tensor | None, host_cache: Any, layers: Passage, options: dict[str, Any]
@@ -193,7 +202,7 @@ class EncoderReader(SegmentReader):
                 call["inputs_embeds"] = inside  # from which the host learns how many tokens there are
         if layers.padding_BN is not None:
             call["attention_mask"] = mask
-        with Handed(layers, self.taps, self.decoder), Handed(inside, self.entrance):
+        with Running(layers, self.taps, self.decoder), Handed(inside, self.entrance):
             return type(self.decoder).forward(self.decoder, **call, return_dict=True)
 
 

@@ -23,7 +23,8 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
     """Of an encoder of texts.
 
     Args:
-        sources, split: see `Stream`; none of them where the layer has a projection each.
+        sources: modules whose outputs, in this order, `split` turns into queries, keys and values; none of them where
+            the layer has a projection each.
     """
     body: Any = site.holder("embeddings")
     embeddings = getattr(body, "embeddings", None)
@@ -36,7 +37,8 @@ def text_stream(site: Site, sources: tuple[nn.Module, ...] = (), split: Split | 
         entrance = (embeddings, *(module for module in widened if module is not None))
     return Stream(
         add=add_stream_memory,
-        sources=sources,
+        block=site.block(),
+        sources=tuple((module,) for module in sources),
         split=split,
         longest=_places(embeddings),
         offers=frozenset({"state", "tokens_round"} if entrance else ()),
@@ -56,7 +58,8 @@ def image_stream(site: Site, surrounds: bool) -> Stream:
     sources, split = _separate(site)
     return Stream(
         add=add_stream_memory,
-        sources=sources,
+        block=site.block(),
+        sources=tuple((module,) for module in sources),
         split=split,
         offers=frozenset({"state", "tokens_round"} if surrounds else ()),
         causal=False,

@@ -6,8 +6,9 @@ It is to segments what `past_key_values` is to tokens. `segment_reader.py` reads
 encoders of texts and images; `stream_tap.py` lets a memory into a layer, `memory_calls.py` takes the state through the
 model's forward and `generate`.
 
-A layer memory that mixes a result of its own into the heads finds its queries, keys and values here, and a memory that
-spans the layers goes through them as a stack would let it: any that needs no more works, whoever registered it.
+A layer memory that mixes a result of its own into the heads finds its queries, keys and values here, one that keeps
+hidden states has them attended beside the segment (`context_tap.py`), and a memory that spans the layers goes through
+them as a stack would let it: any that needs no more works, whoever registered it.
 
 Recurrent Memory Transformer on a pretrained decoder: arXiv:2207.06881; original: github.com/booydar/LM-RMT, whose
 tokens round the segment enter as `inputs_embeds` too, and whose memory is the output behind the host's final norm.
@@ -27,13 +28,12 @@ from cached_transformers.integrations.taps import layer_memory, settled, spans_l
 from cached_transformers.memories import create_memory
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 
+from .context_tap import ContextTap
 from .stream_tap import StreamTap
 from .through_host import place_of_segment
 
 USUAL_LENGTH = 256
 """Tokens in a segment that are suggested where the model has positions for them."""
-TAKE_MASKS = ("eager", "sdpa")
-"""transformers' implementations of attention that a mask of who sees whom can be given to."""
 
 
 def add_stream_memory(
@@ -64,7 +64,7 @@ def add_stream_memory(
     decoder = (_decoder if stream.causal else _encoder)(model, [site for site, _ in found])
     spanning = spanning_of(decoder, found, name, settings) if spans_layers(name) else None
     layers = layers_of(found, name, settings, spanning)
-    refuse_memory(name, model, [host for _, host in found], layers, spanning, _hint(decoder.config, spanning))
+    refuse_memory(name, model, [host for _, host in found], layers, spanning)
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
     extra = _extra_tokens(spanning, decoder, stream)
     if longest is not None and (segment_length or 1) + extra > longest:
@@ -82,9 +82,11 @@ def add_stream_memory(
         )
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
+    windows = any(memory.window() is not None for memory in layers)
+    tap = ContextTap if windows or needs & {"context", "kv_projection", "layer_traces"} else StreamTap
     for (site, host), memory in zip(found, layers, strict=True):
-        if memory.needs:
-            taps.append(StreamTap(site, host, len(taps)))
+        if memory.needs or (spanning is not None and tap is ContextTap):
+            taps.append(tap(site, host, len(taps)))
             taps[-1].attach(memory, taps[-1].before_stream)
     if spanning is not None:
         decoder.memory = spanning
@@ -154,13 +156,6 @@ def _encoder(model: nn.Module, places: list[Site]) -> Any:
     return encoder
 
 
-def _hint(config: Any, spanning: ModelMemory | None) -> str:
-    """The way out where the implementation of the attention takes no mask that the memory needs."""
-    if spanning is None or "bias" not in spanning.needs or config._attn_implementation in TAKE_MASKS:
-        return ""
-    return f"attn_implementation={config._attn_implementation!r} takes none; call model.set_attn_implementation('sdpa')"
-
-
 def _refuse_window(
     name: str,
     model: nn.Module,
@@ -191,6 +186,7 @@ def spanning_of(model: Any, found: list[tuple[Site, Host]], name: str, settings:
     assert host.stream is not None
     # What comes out of the host went through its final norm.
     facts = {"causal": host.stream.causal, "norm": "post", "depth": host.facts.get("depth", len(found))}
+    facts["relative"] = host.facts.get("relative")
     memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
     return memory.to(like.device, like.dtype).train(model.training)

@@ -26,12 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.checks import at_least_one
+from cached_transformers.checks import at_least_one, insist
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
@@ -99,7 +100,8 @@ class CRTN(ModelMemory):
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
             draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
             that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
-        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme.
+        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
+            models of others.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
@@ -112,6 +114,7 @@ class CRTN(ModelMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
+    instead = MappingProxyType(dict.fromkeys(("bias", "whole_segment"), "take scope='previous'"))
 
     def __init__(
         self,
@@ -199,10 +202,13 @@ class CRTN(ModelMemory):
     def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
         x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
-            raise ValueError(
+            why = (
                 f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
                 f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
             )
+            if tokens.padding_BN is None:
+                raise ValueError(why)
+            insist(((~tokens.padding_BN).sum(1) <= self.segment).all(), why)  # padding is kept nowhere
         source_BND = x_BND
         if self.query == "compute_first" and self.first == "none":
             recent = None
