@@ -274,6 +274,9 @@ def test_what_cannot_be_packed_is_refused(value: float, dtype: Any, message: str
 def test_a_state_is_that_of_its_weights(tmp_path: Path) -> None:
     model, state = torch.nn.BatchNorm1d(3), torch.randn(2, 3)
     states.save(state, tmp_path / "a", model=model)
+    for _ in range(8):  # equal states are equal files
+        states.save(state, tmp_path / "again", model=model)
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "a").read_bytes()
     states.save(state, tmp_path / "b")
     assert torch.equal(states.load(tmp_path / "a", state, model=model), state)
     assert torch.equal(states.load(tmp_path / "a", state), state)

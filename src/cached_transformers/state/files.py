@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -21,7 +21,9 @@ from .tree import State, from_tensors, named_tensors
 
 FORMAT = 3
 """Of a state file: 1 had neither format nor checksum, 2 neither fingerprint nor dtypes."""
-_MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})"')
+KEY = "cached_transformers_state"
+"""Of the metadata, one for all: the library writes several in any order, and equal states are to be equal files."""
+_MARK = re.compile(rb'"cached_transformers_state":"(\d{1,6}) ([0-9a-f]{64})[ "]')
 
 
 class Stored(NamedTuple):
@@ -48,14 +50,14 @@ def save(
         NotWritten: e.g. the disk is full; a file that was there before is untouched.
     """
     tensors = {name: t.detach().contiguous().cpu().clone() for name, t in named_tensors(state)}
-    notes, error = {}, 0.0
+    notes: dict[str, Any] = {}
+    error = 0.0
     if dtype is not None:
-        tensors, dtypes, error = pack(tensors, dtype)
-        notes["dtypes"] = json.dumps(dtypes)
+        tensors, notes["dtypes"], error = pack(tensors, dtype)
     if model is not None:
         notes["fingerprint"] = fingerprint(model)
     blank = "0" * 64
-    content = safetensors.torch.save(tensors, {"cached_transformers_state": f"{FORMAT} {blank}", **notes})
+    content = safetensors.torch.save(tensors, {KEY: f"{FORMAT} {blank} {json.dumps(notes, sort_keys=True)}"})
     digest = hashlib.sha256(content).hexdigest()
     content = content.replace(f"{FORMAT} {blank}".encode(), f"{FORMAT} {digest}".encode(), 1)
     write_whole(Path(path), content)
@@ -77,7 +79,7 @@ def load(path: str | os.PathLike[str], like: State, *, model: nn.Module | None =
     try:
         _check_whole(content)
         notes = _notes(content)
-        stored = unpack(safetensors.torch.load(content), json.loads(notes.get("dtypes", "{}")))
+        stored = unpack(safetensors.torch.load(content), notes.get("dtypes", {}))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"{path} is no whole state file: {error}; {way}") from error
     if model is not None:
@@ -98,11 +100,12 @@ def _check_model(path: str, found: str | None, model: nn.Module) -> None:
         )
 
 
-def _notes(content: bytes) -> dict[str, str]:
-    """The metadata of the file."""
+def _notes(content: bytes) -> dict[str, Any]:
+    """What the metadata say beside format and checksum."""
     tree = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    found: dict[str, str] = tree.get("__metadata__") or {}
-    return found
+    parts = (tree.get("__metadata__") or {}).get(KEY, "").split(" ", 2)
+    notes: dict[str, Any] = json.loads(parts[2]) if len(parts) == 3 else {}
+    return notes
 
 
 def _check_whole(content: bytes) -> None:
