@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from docs.made_folders import make_folders
-from docs.pages import PROJECT, TEXTS
+from docs.pages import PROJECT, TEXTS, Block, blocks, commands, mentioned, typed
 
 from cached_transformers.cli.main import build_parser, main, parse
 from cached_transformers.experiments import compare
 from cached_transformers.tasks.recipes import load_config
-from docs import pages
 
-COMMANDS = [words for _, words in pages.commands("cached")]
+COMMANDS = [words for _, words in commands("cached")]
 NOT_RUN = {
     "cached benchmark": "measures for minutes; tests/benchmarks/test_vision_benchmark.py",
     "cached detect": "needs a trained detector; tests/detection/test_training.py",
@@ -60,7 +59,7 @@ def chosen(*begins: str, plotting: bool = False) -> list[list[str]]:
 @pytest.mark.parametrize("page", TEXTS)
 def test_the_parser_takes_every_command(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser()
-    for at, words in [*pages.commands("cached"), *pages.mentioned("cached")]:
+    for at, words in [*commands("cached"), *mentioned("cached")]:
         if at == page and len(words) > 2:
             try:
                 parse(parser, words[1:])
@@ -127,7 +126,7 @@ def test_the_runs_that_it_would_compare_can_be_built(words: list[str], monkeypat
 def test_a_text_is_trained_on_read_and_gone_on_with(
     page: str, reader: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [words for at, words in pages.commands("cached") if at == page and words in OF_TEXT]
+    lines = [words for at, words in commands("cached") if at == page and words in OF_TEXT]
     assert [words[1] for words in lines][:3] == ["train", "stream", "generate"]
     for words in lines:
         short = ["training.steps=2", "training.batch_size=2", "model.width=16"] if words[1] == "train" else []
@@ -157,15 +156,15 @@ def test_memories_are_probed(words: list[str], capsys: pytest.CaptureFixture[str
 def test_targets_of_make_exist() -> None:
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    called = [words for program in (pages.commands("make"), pages.mentioned("make")) for _, words in program]
+    called = [words for program in (commands("make"), mentioned("make")) for _, words in program]
     named = {word for words in called for word in words[1:] if "=" not in word}
     assert named and named - targets == set()
     variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
     assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("block", list(pages.blocks("yaml")), ids=lambda block: block.name)
-def test_recipes_are_taken(block: pages.Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", list(blocks("yaml")), ids=lambda block: block.name)
+def test_recipes_are_taken(block: Block, tmp_path: Path) -> None:
     """Whole ones, and those of pairs of texts whose page shows the data alone."""
     recipe = tmp_path / "recipe.yaml"
     model = "" if "model:" in block.text else "model: {name: encoder_decoder}\n"
@@ -174,7 +173,7 @@ def test_recipes_are_taken(block: pages.Block, tmp_path: Path) -> None:
 
 
 def test_programs_of_pages_are_ours_or_come_with_the_extras() -> None:
-    programs = {words[0] for block in pages.blocks("bash", "console") for words in pages.typed(block.text)}
+    programs = {words[0] for block in blocks("bash", "console") for words in typed(block.text)}
     assert programs <= {"cached", "cd", "echo", "git", "make", "pip", "python", "sacrebleu", "torchrun"}
-    modules = [w[w.index("-m") + 1] for name in ("python", "torchrun") for _, w in pages.commands(name) if "-m" in w]
+    modules = [w[w.index("-m") + 1] for name in ("python", "torchrun") for _, w in commands(name) if "-m" in w]
     assert [module for module in modules if importlib.util.find_spec(module) is None] == []

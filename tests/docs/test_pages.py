@@ -10,11 +10,9 @@ from typing import Any
 import launch
 import pytest
 import torch
-from docs.pages import PROJECT, TEXTS, Block
+from docs.pages import BLOCK, PROJECT, TEXTS, Block, blocks
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
-
-from docs import pages
 
 CONTINUED = "examples of this page go on from one another"
 """What a page says whose blocks share their names; any other block runs alone."""
@@ -28,7 +26,7 @@ NOT_RUN = {
 OURS = re.compile(r"^\s*(?:from|import) cached_transformers", re.MULTILINE)
 OTHERS = re.compile(r"^\s*(?:from|import) (?:timm|torchvision|transformers|peft|accelerate|lightning)\b", re.MULTILINE)
 
-BLOCKS = list(pages.blocks("python"))
+BLOCKS = list(blocks("python"))
 RUN = [b for b in BLOCKS if not any(page == b.page and words in b.text for page, words in NOT_RUN)]
 TOGETHER = [page for page, text in TEXTS.items() if CONTINUED in " ".join(text.split())]
 ALONE = [block for block in RUN if block.page not in TOGETHER]
@@ -41,13 +39,14 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
         "facebook/bart-base": lambda: transformers.BartConfig(
-            **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300},
-            **{
-                "encoder_attention_heads": 2,
-                "decoder_attention_heads": 2,
-                "encoder_ffn_dim": 16,
-                "decoder_ffn_dim": 16,
-            },
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            vocab_size=300,
         ),
     }
     load = transformers.PreTrainedModel.from_pretrained.__func__
@@ -136,17 +135,20 @@ def test_ours_is_imported_before_what_needs_torchvision() -> None:
 
 
 FIRSTS = [block for block in RUN if block.number == 1 and "from_pretrained(" not in block.text]
-"""What can run as the first thing of a process without files or weights; the README's does so in the fast tests."""
+"""What can run as the first thing of a process without weights of others; the README's does so in the fast tests."""
 
 
 @pytest.mark.parametrize(
     "block",
     [pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.page != "README.md" else []) for b in FIRSTS],
 )
-def test_the_first_block_runs_in_a_fresh_interpreter(block: Block, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(block.text, encoding="utf-8")
-    launch.python("-W", "ignore", script)
+def test_the_first_block_runs_in_a_fresh_interpreter(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PREPARED.get(block.page, lambda: None)()
+    Path("block.py").write_text(block.text, encoding="utf-8")
+    launch.python("-W", "ignore", "block.py")
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -163,6 +165,6 @@ def test_pages_name_files_and_modules_that_exist(page: str) -> None:
 def test_links_lead_to_files() -> None:
     wrong = []
     for page, text in TEXTS.items():
-        links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", pages.BLOCK.sub("", text))
+        links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", BLOCK.sub("", text))
         wrong += [f"{page}: {link}" for link in links if not ((PROJECT / page).parent / link).exists()]
     assert wrong == [] and "](docs/images/grc.svg)" in TEXTS["README.md"]

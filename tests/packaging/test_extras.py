@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs.pages import commands, mentioned
 
 from cached_transformers import extras
 from cached_transformers.extras import require
-from docs import pages
 
 PROJECT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu", "huggingface_hub": "huggingface-hub"}
@@ -93,7 +93,7 @@ def test_extras_of_the_code_install_what_it_imports() -> None:
 
 
 def test_pip_lines_of_the_pages_name_the_package_and_extras_that_exist() -> None:
-    lines = [" ".join(words) for found in (pages.commands("pip"), pages.mentioned("pip")) for _, words in found]
+    lines = [" ".join(words) for found in (commands("pip"), mentioned("pip")) for _, words in found]
     named = [re.search(r"cached-transformers(?:\[(.*)\])?$", line) for line in lines]
     extras = {extra for found in named if found and found.group(1) for extra in found.group(1).split(",")}
     assert len(lines) > 3 and None not in named and extras and extras - set(project_table()) == set()

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs.pages import PROJECT, Block, blocks
 
 from cached_transformers import __version__
-from docs import pages
 
 pytestmark = pytest.mark.slow
 
 CORE = {"cached-transformers", "torch", "numpy", "safetensors", "pyyaml", "rich", "jinja2", "scipy"}
 UNREACHABLE = re.compile(r"No matching distribution|Temporary failure in name resolution|NewConnectionError")
-README = [block for block in pages.blocks("python") if block.page == "README.md"]
+README = [block for block in blocks("python") if block.page == "README.md"]
 TEXT = "It was the best of times, it was the worst of times.\n" * 200
 
 
@@ -32,12 +32,12 @@ def call(*words: object, folder: Path | None = None) -> subprocess.CompletedProc
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of its programs. Versions and sources are those of the Makefile."""
     folder = tmp_path_factory.mktemp("fresh")
-    built = call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", pages.PROJECT, "-w", folder)
+    built = call(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", PROJECT, "-w", folder)
     programs = folder / "env" / "bin"
     made = call(sys.executable, "-m", "venv", programs.parent)
     assert made.returncode == 0, made.stderr
     if built.returncode == 0:
-        constraints, (wheel,) = pages.PROJECT / "constraints.txt", folder.glob("*.whl")
+        constraints, (wheel,) = PROJECT / "constraints.txt", folder.glob("*.whl")
         built = call(programs / "python", "-m", "pip", "install", "-q", "-c", constraints, "torch", wheel)
     if built.returncode != 0 and UNREACHABLE.search(built.stderr):
         pytest.skip(f"packages cannot be fetched here: {built.stderr[-300:]}")
@@ -53,7 +53,7 @@ def test_what_is_installed(environment: Path) -> None:
 
 
 @pytest.mark.parametrize("block", README, ids=lambda block: block.name)
-def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Path, block: pages.Block) -> None:
+def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Path, block: Block) -> None:
     imports = {
         name.partition(".")[0]
         for node in ast.walk(ast.parse(block.text))
