@@ -6,6 +6,7 @@ Importing this package imports the adapters, which register the attention layers
 from __future__ import annotations
 
 from . import torch_nn as torch_nn
+from . import torchvision_swin as torchvision_swin
 from .timm import adapters as timm_adapters
 from .timm import without_memory as timm_without_memory
 from .transformers import decoders as decoders
@@ -22,5 +23,6 @@ __all__ = [
     "timm_adapters",
     "timm_without_memory",
     "torch_nn",
+    "torchvision_swin",
     "without_memory",
 ]

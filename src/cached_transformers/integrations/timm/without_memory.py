@@ -1,6 +1,5 @@
-"""Layers of timm and torchvision that take no memory: some are refused, with the reason, some are left as they are.
-Imports neither.
-"""
+"""Layers of timm that take no memory: some are refused, with the reason, some are left as they are. Imports nothing of
+timm."""
 
 from __future__ import annotations
 
@@ -20,9 +19,6 @@ register_refusals(
         "timm.models.volo.Attention": MAPS,
         "timm.models.volo.OutlookAttention": "makes its weights of one token alone, without keys",
         "timm.models.xcit.XCA": CHANNELS,
-        "torchvision.models.swin_transformer.ShiftedWindowAttention": (
-            "multiplies by its weights in a function, without a module for a memory to stand in; timm's Swin takes one"
-        ),
     }
 )
 
