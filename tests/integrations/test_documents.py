@@ -308,7 +308,7 @@ def test_states_of_others_are_refused() -> None:
     model, ids = bert(RMT), words(2, 12)
     with pytest.raises(ValueError, match="the state is that of another model"):
         model(ids, memory_state=bert(CACHE).init_memory_state(2))
-    with pytest.raises(ValueError, match="the state has 3 rows .*, the segment 2"):
+    with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
         model(ids, memory_state=model.init_memory_state(3))
 
 
