@@ -178,8 +178,8 @@ def test_types_embeddings_and_places() -> None:
     assert torch.equal(as_tuple[0], model(ids).logits)
 
 
-def test_answers_for_each_token_stand_in_their_places() -> None:
-    transformers, ids = library("transformers"), words(2, 12)
+def test_models_that_answer_for_each_token_and_for_each_choice() -> None:
+    ids = words(2, 12)
     for cls in ("BertForMaskedLM", "BertForTokenClassification", "BertForQuestionAnswering"):
         model = bert(RMT, cls)
         out = model(ids)
@@ -188,7 +188,6 @@ def test_answers_for_each_token_stand_in_their_places() -> None:
     choices = bert(RMT, "BertForMultipleChoice")
     out = choices(words(6, 12).view(2, 3, 12))
     assert out.logits.shape == (2, 3) and out.memory_state.model.segments_B.shape == (6,)
-    assert transformers.BertForMaskedLM is type(bert(RMT, "BertForMaskedLM"))
 
 
 def test_a_cache_of_rows_has_its_own_number_of_slots() -> None:
@@ -295,8 +294,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"output_attentions": True}, "output_attentions=True: the weights of a segment"),
     ({"attention_mask": torch.ones(2, 12, 12)}, r"an attention mask of shape \(2, 12, 12\): .* \(2, 12\)$"),
     ({"past_key_values": object()}, "past_key_values: an encoder with a memory"),
-    ({"memory_state": bert(CACHE).init_memory_state(2)}, "the state is that of another model"),
-    ({"memory_state": bert(RMT).init_memory_state(3)}, "the state has 3 rows .*, the segment 2"),
 ]
 
 
@@ -304,6 +301,14 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 def test_calls_that_a_memory_cannot_follow_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bert(RMT)(words(2, 12), **given)
+
+
+def test_states_of_others_are_refused() -> None:
+    model, ids = bert(RMT), words(2, 12)
+    with pytest.raises(ValueError, match="the state is that of another model"):
+        model(ids, memory_state=bert(CACHE).init_memory_state(2))
+    with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
+        model(ids, memory_state=model.init_memory_state(3))
 
 
 def test_models_that_are_no_encoders_are_refused() -> None:
