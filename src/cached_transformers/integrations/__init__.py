@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import torch_nn as torch_nn
 from . import torchvision_swin as torchvision_swin
+from .hosts import Host, HostAttention, Query, Site, Stream, register_adapter
 from .timm import adapters as timm_adapters
 from .timm import without_memory as timm_without_memory
 from .transformers import decoders as decoders
@@ -14,12 +15,20 @@ from .transformers import encoders as encoders
 from .transformers import fused_decoders as fused_decoders
 from .transformers import image_encoders as image_encoders
 from .transformers import without_memory as without_memory
+from .transformers.streams import add_stream_memory
 
 __all__ = [
+    "Host",
+    "HostAttention",
+    "Query",
+    "Site",
+    "Stream",
+    "add_stream_memory",
     "decoders",
     "encoders",
     "fused_decoders",
     "image_encoders",
+    "register_adapter",
     "timm_adapters",
     "timm_without_memory",
     "torch_nn",

@@ -48,7 +48,8 @@ def prepare_outputs(*modules: nn.Module) -> None:
 
     A graph that is being traced cannot make one, nor does transformers then tell torch of a class that is new.
     """
-    for part in {sys.modules[kind.__module__] for module in modules for kind in type(module).__mro__}:
+    names = {kind.__module__ for module in modules for kind in type(module).__mro__}
+    for part in [sys.modules[name] for name in names if name in sys.modules]:
         for kind in list(vars(part).values()):
             if isinstance(kind, type) and issubclass(kind, ModelOutput) and dataclasses.is_dataclass(kind):
                 output_with_state(kind)
