@@ -152,6 +152,22 @@ def test_values_and_gradients_are_those_written_out(length: int) -> None:
         checks.equal(ours, expected, 1e-5)  # angles and norms are float32 even so
 
 
+def test_frozen_projections_pass_the_gradient_on() -> None:
+    model = LLAMA.with_memory(KINDS["transformer_xl"])
+    model(words())
+    project_kv, hidden = model.model.segment_reader.taps[1].project_kv, torch.randn(2, 3, 32, requires_grad=True)
+    for frozen in (False, True):
+        k, v = project_kv(hidden, frozen=frozen)
+        asked = [
+            hidden,
+            *(p for n, p in model.named_parameters() if "layers.1" in n and ("k_proj" in n or "input" in n)),
+        ]
+        given = torch.autograd.grad((k + v).square().sum(), asked, allow_unused=True)
+        assert given[0] is not None and [g is None for g in given[1:]] == [frozen, frozen]
+    normed = model.model.layers[1].input_layernorm(hidden)
+    checks.equal(project_kv(normed, normed=True)[0], project_kv(hidden)[0], 0.0)
+
+
 @torch.no_grad()
 def test_a_memory_keeps_what_went_into_the_block_or_came_out_of_it() -> None:
     ids = words(tokens=2 * SEGMENT)
@@ -206,18 +222,40 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
     checks.checkpoints(LLAMA, KINDS[name])
 
 
-@pytest.mark.parametrize("name", ["transformer_xl", "infinity_former", "crtn, each token"])
+@pytest.mark.parametrize("name", ["compressive", "infinity_former", "crtn, each token"])
 @torch.no_grad()
 def test_a_row_is_the_row_alone(name: str) -> None:
-    """Padded in front, of an earlier state, and behind."""
-    model, (ids, mask) = awaken(LLAMA.with_memory(KINDS[name])), left_padded()
-    mask[1, -2:] = 0
+    """Padded in front, of an earlier state, and behind; with places as transformers' generate counts them."""
+    model, (long, hidden) = awaken(LLAMA.with_memory(KINDS[name])), left_padded()
+    hidden[1, -2:] = 0
     state = model(words(tokens=7, seed=3)).memory_state
-    found = model(ids, attention_mask=mask, memory_state=state)
-    for row, hidden in enumerate(mask.bool()):
-        own = map_state(lambda t, row=row: t[row : row + 1], state)
-        alone = model(ids[row : row + 1, hidden], memory_state=own)
-        checks.equal(found.logits[row : row + 1, hidden], alone.logits, 1e-5)
+    for ids, mask in ((long, hidden), (words(tokens=4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))):
+        places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+        found = model(ids, attention_mask=mask, position_ids=places, memory_state=state)
+        for row, real in enumerate(mask.bool()):
+            own = map_state(lambda t, row=row: t[row : row + 1], state)
+            alone = model(ids[row : row + 1, real], memory_state=own)
+            checks.equal(found.logits[row : row + 1, real], alone.logits, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["compressive", "infinity_former", "rmt with a cache", "rmt that reads its cache"])
+@torch.no_grad()
+def test_a_text_in_pieces_is_the_text(name: str) -> None:
+    """With keys and values kept: slots stand where they stood for the first token of the segment."""
+    model, ids, cache, parts = awaken(LLAMA.with_memory(KINDS[name])), words(tokens=TEXT), None, []
+    for piece in ids.split((4, 3, 1, 1, 3, 1, 1, 3), 1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    checks.equal(torch.cat(parts, 1), model(ids).logits, 1e-5)
+
+
+@torch.no_grad()
+def test_places_that_begin_elsewhere_are_as_far_apart() -> None:
+    model, ids = LLAMA.with_memory(KINDS["transformer_xl"]), words(tokens=TEXT)
+    state, places = model(words(tokens=9, seed=3)).memory_state, torch.arange(9, 9 + TEXT).expand(2, -1)
+    found = model(ids, position_ids=places, memory_state=state).logits
+    checks.equal(found, model(ids, memory_state=state).logits, 1e-5)
 
 
 # ---- what others do to a host

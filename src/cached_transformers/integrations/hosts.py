@@ -306,7 +306,8 @@ def refuse_memory(
     def refuse(memory: LayerMemory | ModelMemory, offers: frozenset[str], lacks: Mapping[str, str]) -> None:
         needs = _needs(memory, who)
         missing = next((word for word in needs if word not in offers), "")
-        way_out = filter(None, (lacks.get(missing), memory.instead.get(missing), fitting))
+        options = MEMORIES.entry(name).info.get("without", {}).get(missing)
+        way_out = filter(None, (lacks.get(missing), f"take {options}" if options else None, fitting))
         refuse_misfit(needs, offers, title, "; ".join(way_out))
         if memory.position_scheme() is not None:
             option = ", which it leaves out with relative=False" if "relative" in MEMORIES.entry(name).options else ""

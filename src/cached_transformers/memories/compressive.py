@@ -17,7 +17,6 @@ channels, S queries; K keys.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -55,6 +54,7 @@ class CompressiveState(NamedTuple):
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
+    without={"own_loss": "function='mean' or 'max', or loss='task'", "weights": "function='mean' or 'max'"},
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
         lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
@@ -87,9 +87,6 @@ class Compressive(LayerMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection", "own_loss"})
-    instead = MappingProxyType(
-        {"own_loss": "take function='mean' or 'max', or loss='task'", "weights": "take function='mean' or 'max'"}
-    )
 
     def __init__(
         self,

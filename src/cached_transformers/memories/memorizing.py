@@ -15,7 +15,6 @@ Legend: B rows, N tokens, M slots, K neighbours, H heads, E head width, D = H * 
 from __future__ import annotations
 
 import math
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -124,6 +123,7 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
+    without={"lse": "joint=False"},
     probe=Probing(_whole_store, _short_store),
 )
 class Memorizing(LayerMemory):
@@ -153,7 +153,6 @@ class Memorizing(LayerMemory):
     """
 
     needs = frozenset({"state", "head"})  # nothing in the layers that have no store
-    instead = MappingProxyType({"lse": "take joint=False"})
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ Legend: B rows, N tokens, M memory tokens, C cached tokens, D model width, F wid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +40,7 @@ from .transformer_xl import CacheBeforeTokens
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
+    without={"bias": "mask='causal' without a cache", "kv_projection": "cache=0", "own_weights": "control=False"},
     probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):
@@ -66,13 +66,6 @@ class MemoryTransformer(ModelMemory):
     """
 
     needs = frozenset({"tokens_round"})
-    instead = MappingProxyType(
-        {
-            "bias": "take mask='causal' without a cache",
-            "kv_projection": "take cache=0",
-            "own_weights": "take control=False",
-        }
-    )
 
     def __init__(
         self,

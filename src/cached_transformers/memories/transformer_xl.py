@@ -11,8 +11,6 @@ Legend: B rows, N tokens, M slots, H heads, D model width.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
@@ -38,6 +36,7 @@ from .parts.rows import Rows, empty_rows, push
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    without={"bias": "same_length=False"},
     probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
@@ -57,7 +56,6 @@ class TransformerXL(LayerMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection"})
-    instead = MappingProxyType({"bias": "take same_length=False"})
 
     def __init__(
         self,

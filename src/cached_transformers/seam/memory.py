@@ -15,8 +15,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -144,12 +143,10 @@ class LayerMemory(nn.Module):
 
     Attributes:
         needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
-        instead: by word of `needs`, the options with which it does without.
         shared: what it remembers is one for all rows and steps, kept in buffers of the module.
     """
 
     needs: frozenset[str] = frozenset()
-    instead: Mapping[str, str] = MappingProxyType({})
     shared: bool = False
 
     def position_scheme(self) -> Positions | None:
@@ -254,7 +251,7 @@ class ModelMemory(nn.Module):
     """A memory that spans the layers of a model. The defaults remember nothing.
 
     Attributes:
-        needs, instead: as of `LayerMemory`.
+        needs: words of `fit.py`; of the class, those of its default options, of an instance, its own.
         extra_tokens: tokens that it puts round a segment, by which attention sees longer ones.
         rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
             behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
@@ -262,7 +259,6 @@ class ModelMemory(nn.Module):
     """
 
     needs: frozenset[str] = frozenset()
-    instead: Mapping[str, str] = MappingProxyType({})
     extra_tokens: int = 0
     rereads: bool = False
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -69,6 +68,7 @@ def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    without={"bias": "scope='previous'", "whole_segment": "scope='previous'"},
     probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
@@ -114,7 +114,6 @@ class CRTN(ModelMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
-    instead = MappingProxyType(dict.fromkeys(("bias", "whole_segment"), "take scope='previous'"))
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,6 +60,7 @@ class Attention(NamedTuple):
     "segment 2 C D^2; per chunk 2 (T + chunk) C D, T = samples",
     reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / chunk",
     gradient="none into inputs of earlier segments; the projections, mean and variance learn from the signal",
+    without={"own_loss": "kl_weight=0"},
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
     ),
@@ -102,7 +102,6 @@ class InfinityFormer(LayerMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection", "head", "own_loss"})
-    instead = MappingProxyType({"own_loss": "take kl_weight=0"})
     centre_C: Tensor
     width_C: Tensor
     first_LC: Tensor
