@@ -13,15 +13,24 @@ from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
-from cached_transformers.seam.memory import LayerMemory, Query
+from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query
 
 STREAMS: dict[str, dict[str, Any]] = {
     "grc_stream": {"name": "grc_stream", "length": 4},
     "memorizing": {"name": "memorizing", "length": 16, "k": 4},
     "rmt": {"name": "rmt", "length": 3},
     "memory_transformer": {"name": "memory_transformer", "length": 3},
+    "transformer_xl": {"name": "transformer_xl", "length": 7},
+    "compressive": {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "mean"},
+    "ernie_doc": {"name": "ernie_doc", "length": 7},
+    "infinity_former": {
+        **{"name": "infinity_former", "length": 4, "chunk": 2, "basis": 4},
+        **{"widths": (0.2,), "kl_weight": 0},
+    },
+    "crtn": {"name": "crtn", "segment": SEGMENT, "regions": 2, "topk": 1, "scale": True, "temperature": 4.0},
 }
-"""The memories that decoders take."""
+"""The memories that decoders take; the last five attend stored states, for which not all have a place."""
+BESIDE = ("transformer_xl", "compressive", "ernie_doc", "infinity_former", "crtn")
 CAUSAL = {name: {**STREAMS[name], "mask": "causal"} for name in ("rmt", "memory_transformer")}
 """Those of them that are given to a model that takes no masks."""
 SHARED: dict[str, dict[str, Any]] = {
@@ -71,6 +80,14 @@ def carries(family: Family, memory: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
+def remembers_all(family: Family) -> None:
+    """A memory that keeps all that was read makes segments of the host's own text, and forgets nothing of it."""
+    plain, model, ids = family.build(), family.with_memory({"name": "transformer_xl", "length": 12}), words()
+    equal(model(ids).logits, plain(ids).logits, 1e-5)
+    assert (plain(ids).logits - segments(plain, ids)).abs().max() > 1e-4
+
+
+@torch.no_grad()
 def generates(family: Family, memory: dict[str, Any], beams: int = 1) -> None:
     """The same text with and without keys and values, over more than two segments; and what the model would say."""
     model, prompt = awaken(family.with_memory(memory)), words(tokens=4)
@@ -102,7 +119,8 @@ def trains(family: Family, memory: dict[str, Any]) -> None:
 
 def _all_train(gradients: dict[str, Tensor], model: nn.Module) -> None:
     ours = [name for name, p in model.named_parameters() if "memory." in name and p.requires_grad]
-    assert ours
+    memories = [m for m in model.modules() if isinstance(m, LayerMemory | ModelMemory)]
+    assert memories and (ours or not any(True for memory in memories for _ in memory.parameters()))
     idle = [name for name in ours if name not in gradients or not gradients[name].abs().max() > 0]
     assert not idle, f"no gradient: {idle}"
 

@@ -44,6 +44,31 @@ def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
         check(family, spec)
 
 
+WITHOUT_STORED = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt"), r"positions are a table added .*rotary positions"),
+    "hunyuan_v1_dense": r"normalises keys that are turned already.*take another decoder",
+}
+"""Families whose layers cannot attend hidden states of earlier segments, and why."""
+
+
+@families(DECODERS)
+def test_what_was_stored_is_attended_as_if_it_stood_there(family: Family) -> None:
+    """Keys and values are those that the layer makes itself, whatever its norms, its layout and its positions."""
+    if family.name not in WITHOUT_STORED:
+        return checks.remembers_all(family)
+    with pytest.raises(ValueError, match=rf"needs kv_projection .*{WITHOUT_STORED[family.name]}"):
+        family.with_memory(checks.STREAMS["transformer_xl"])
+
+
+@pytest.mark.parametrize(
+    "name, memory",
+    [("falcon_groups", "crtn"), ("gemma3_text", "infinity_former"), ("gptj", "compressive"), ("bloom", "ernie_doc")],
+)
+def test_a_decoder_that_attends_stored_states(name: str, memory: str) -> None:
+    for check in (checks.carries, checks.generates, checks.trains, checks.checkpoints, checks.saves):
+        check(NAMED[name], checks.STREAMS[memory])
+
+
 @pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
 def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
     family = NAMED[name]

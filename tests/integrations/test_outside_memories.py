@@ -60,7 +60,7 @@ class OutsideTokens(ModelMemory):
         n = x_BND.shape[1]
         vector_B1D = self.vector_D.expand(len(x_BND), 1, -1)
         x_BLD = torch.cat([state[0][:, None] + vector_B1D, vector_B1D, x_BND, -vector_B1D], 1)
-        ahead_BF1 = torch.arange(-FRONT, 0)[:, None].expand(len(x_BND), -1, -1)
+        ahead_BF1 = places_BN1[:, :1] + torch.arange(-FRONT, 0)[:, None]
         last_B11 = places_BN1 if padding_BN is None else places_BN1.masked_fill(padding_BN[..., None], 0)
         places_BL1 = torch.cat([ahead_BF1, places_BN1, last_B11.amax(1, keepdim=True) + 1], 1)
         if padding_BN is not None:
@@ -143,7 +143,8 @@ def test_tokens_round_a_segment_and_layers_with_a_memory_are_the_host_by_hand(ho
 
 def surrounded(reader: Any, x: Tensor, mask: Tensor, layers: Any) -> tuple[Tensor, Any]:
     """The decoder's own forward on these tokens; the layer memories write what is between those of the memory."""
-    passage = Passage(layers, segment=(FRONT, SEGMENT))
+    places = torch.arange(x.shape[1])[None, :, None]
+    passage = Passage(layers, places, torch.zeros(1, 1, dtype=torch.long), segment=(FRONT, SEGMENT))
     decoder = reader.decoder
     out = type(decoder).forward(decoder, inputs_embeds=x, attention_mask=mask, use_cache=False, memory_passage=passage)
     return out.last_hidden_state, tuple(passage.after)

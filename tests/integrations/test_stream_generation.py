@@ -202,7 +202,7 @@ def test_caches_of_others_are_refused() -> None:
     with pytest.raises(ValueError, match=r"called without its state"):
         model.transformer.h[0].attn(torch.zeros(1, 3, 16))
     with pytest.raises(
-        ValueError, match=r"'rmt' needs bias .*implementation='flex_attention' takes none; call .*'sdpa'"
+        ValueError, match=r"'rmt' needs bias .*implementation='flex_attention' takes no masks; call .*'sdpa'"
     ):
         other = LLAMA.build()
         other.config._attn_implementation = "flex_attention"

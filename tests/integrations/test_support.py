@@ -52,19 +52,23 @@ def uses(family: Family) -> dict[str, Callable[..., None]]:
     return {"decoders": DECODER, "encoder-decoders": PAIR}.get(family.kind, SHARED)
 
 
-def memories(family: Family) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Those that the family takes, and why it does not take the others."""
+def memories(family: Family) -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[str, str]]:
+    """Those that the family takes, with what options some need, and why it does not take the others."""
     if family.kind != "decoders":
-        return checks.SHARED, {}
-    taken, refused = {}, {}
+        return checks.SHARED, {}, {}
+    taken, masks, refused = {}, {}, {}
     for name, spec in checks.STREAMS.items():
         try:
             family.with_memory(spec)
             taken[name] = spec
         except ValueError as error:
-            assert "needs bias" in str(error) and name in checks.CAUSAL
-            taken[name], refused[name] = checks.CAUSAL[name], f"{name} with mask='causal'"
-    return taken, refused
+            if name in checks.BESIDE:
+                assert "needs kv_projection" in str(error)
+                refused[name] = str(error).split("; ")[1]
+            else:
+                assert "needs bias" in str(error) and name in checks.CAUSAL
+                taken[name], masks[name] = checks.CAUSAL[name], f"{name} with mask='causal'"
+    return taken, masks, refused
 
 
 def _try(family: Family, check: Callable[..., None], spec: dict[str, Any]) -> str:
@@ -87,11 +91,12 @@ def test_a_family(family: Family) -> None:
         said = re.sub(r"^\w+ takes no memory: ", "", str(refusal.value)).split(";")[0]
         found(family, {"memories": f"none: {said}"})
         return
-    taken, masks = memories(family)
+    taken, masks, refused = memories(family)
     tried = {use: {_try(family, check, spec) for spec in taken.values()} for use, check in uses(family).items()}
     cells = {use: " / ".join(sorted(answers)) for use, answers in tried.items()}
     names = [masks.get(name, name) for name in taken]
-    found(family, {"memories": ", ".join(names)} | cells)
+    why = [f"not {', '.join(n for n in refused if refused[n] == w)}: {w}" for w in dict.fromkeys(refused.values())]
+    found(family, {"memories": "; ".join([", ".join(names), *why])} | cells)
 
 
 def test_the_table_is_what_was_found() -> None:

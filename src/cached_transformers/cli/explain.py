@@ -96,5 +96,7 @@ def explain(kind: str, part: Mapping[str, Any]) -> str:
 
 
 def _indented(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [f"  {key}: {item}" for key, item in value.items()]
     items = value if isinstance(value, (list, tuple)) else str(value).splitlines()
     return [f"  {item}" for item in items]

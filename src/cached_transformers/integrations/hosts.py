@@ -3,7 +3,7 @@
 What a host offers a memory, and what it asks of another attention, is said in the words of `seam/fit.py` and compared
 with what the memory needs (`refuse_memory`) and what the attention can (`exchange.py`).
 
-Legend: B rows, N tokens, H heads, E head width, D = H * E model width.
+Legend: B rows, N tokens, M slots, H heads, G heads of keys, E head width, D = H * E model width.
 """
 
 from __future__ import annotations
@@ -46,24 +46,53 @@ class HostAttention:
 
 
 @dataclass
+class Stored:
+    """How a layer attends hidden states that a memory stored, beside those of its segment.
+
+    Attributes:
+        norm: what the block applies in front of the attention; None where it applies nothing.
+        turn: gives keys their positions as the layer does: of (layer, rotary, keys (B, G, M, E), places (B, M + N) of
+            slots and tokens, tokens (B, N, D)) it makes keys.
+        rotary: the model's module of rotary positions, where `turn` needs it.
+        slope: for logits that fall with the distance: of (layer, keywords of its call, places (B, M) of slots) it
+            changes the keywords, and makes what is to be added to the mask, (B, H, 1, M), or None.
+        cache: the keyword by which the layer is handed its cache of keys and values.
+    """
+
+    norm: nn.Module | None
+    turn: Callable[..., Tensor]
+    rotary: nn.Module | None
+    slope: Callable[..., Tensor | None] | None
+    cache: str
+
+
+@dataclass
 class Stream:
     """How a causal layer carries a state. The model must pass keywords on to its layers.
 
     Attributes:
         add: gives the model its memory; see `transformers.streams.add_stream_memory`.
-        sources: modules whose outputs, in this order, `split` turns into queries, keys and values (B, H, N, E) without
-            positions.
+        block: the module round the layer, which adds its result to the tokens.
+        sources: chains of modules, each of which gets what the one before it gives, from the layer's input on. What
+            comes out of the chains, in this order, `split` turns into queries (B, H, N, E), keys and values
+            (B, G, N, E) without positions. There are three chains, or one for all.
+        split: likewise with None for what the first of three chains gives, where no queries are asked for.
+        between: what the layer does to the output of one module before the next of its chain gets it.
         longest: tokens that the model has positions for; None where there is no such number.
-        offers: words of `PLACE_WORDS` and "bias": what the model offers a memory that spans its layers.
+        offers: words of `PLACE_WORDS`, "bias" and "context": what the model offers a memory that spans its layers.
         window: tokens that a token of the layer sees, itself included; None where it sees all before it.
+        stored: of a layer that can attend hidden states of earlier segments.
     """
 
     add: Callable[..., None]
-    sources: tuple[nn.Module, ...]
-    split: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    block: nn.Module
+    sources: tuple[tuple[nn.Module, ...], ...]
+    split: Callable[..., tuple[Tensor | None, Tensor, Tensor]]
+    between: Callable[[Tensor], Tensor] | None = None
     longest: int | None = None
     offers: frozenset[str] = frozenset()
     window: int | None = None
+    stored: Stored | None = None
 
 
 @dataclass
@@ -75,11 +104,12 @@ class Host:
         projection: the output projection, whose input are the merged heads (B, N, D); None when `install` handles all.
             It is known by its place in the model from then on, as are the `sources` of a stream.
         query: gives the memory's `Query` from the layer's arguments.
-        facts: what a memory may ask the model for: length, size, prefix, window, reduction.
+        facts: what a memory may ask the model for: length, size, prefix, window, reduction, relative.
         install: for layers that never call their projection as a module; attaches the memory by other means.
         uninstall: undoes `install`.
         attention: the layer's own attention.
         offers: words of `fit.py`: what the layer offers a memory of its own. A map whose size is not known is square.
+        lacks: by word of `fit.py`, why the layer or its model does not offer it, and the way out.
         refusal: why the layer takes no memory at all.
         watch: a module of the model, and a forward pre-hook of it that tells `query` what it needs.
         channels: of the layer's input, where they are not D.
@@ -95,6 +125,7 @@ class Host:
     uninstall: Callable[[nn.Module], None] | None = None
     attention: HostAttention = field(default_factory=HostAttention)
     offers: frozenset[str] = WHOLE | {"token_map"}
+    lacks: Mapping[str, str] = field(default_factory=dict)
     refusal: str | None = None
     watch: tuple[nn.Module, Callable[..., None]] | None = None
     channels: int | None = None
@@ -245,13 +276,11 @@ def refuse_memory(
     hosts: Sequence[Host],
     layers: Sequence[LayerMemory],
     spanning: ModelMemory | None = None,
-    hint: str = "",
 ) -> None:
     """Compare what a memory needs with what a model offers: of each layer, and of the whole model where it spans them.
 
     Args:
         hosts: of the layers. layers: the memory of each. spanning: the memory to which these belong.
-        hint: what else the message says.
 
     Raises:
         ValueError: the memory needs what is not offered; the message ends with the memories that fit.
@@ -259,24 +288,34 @@ def refuse_memory(
     who, title = f"memory {name!r}", type(model).__name__
     by_layer = frozenset.intersection(*(host.offers for host in hosts))
     by_model = frozenset.intersection(*(host.stream.offers if host.stream else frozenset() for host in hosts))
-    fitting = ", ".join(map(repr, _fitting(by_layer, by_model)))
-    way_out = "; ".join(filter(None, (hint, f"memories that work here: {fitting}")))
+    fitting = f"memories that work here: {', '.join(map(repr, _fitting(by_layer, by_model)))}"
+
+    def refuse(memory: LayerMemory | ModelMemory, offers: frozenset[str], lacks: Mapping[str, str]) -> None:
+        needs = _needs(memory, who)
+        missing = next((word for word in needs if word not in offers), "")
+        options = MEMORIES.entry(name).info.get("without", {}).get(missing)
+        way_out = filter(None, (lacks.get(missing), f"take {options}" if options else None, fitting))
+        refuse_misfit(needs, offers, title, "; ".join(way_out))
+        if memory.position_scheme() is not None:
+            option = ", which it leaves out with relative=False" if "relative" in MEMORIES.entry(name).options else ""
+            raise ValueError(
+                f"{who} brings a position scheme of its own{option}; {title} has one, beside which there is no place "
+                f"for it; {fitting}"
+            )
+
     if spanning is not None:
-        refuse_misfit(dict.fromkeys(_ordered(spanning.needs), who), by_model, title, way_out)
+        refuse(spanning, by_model, hosts[0].lacks)
         if not by_model:
-            raise ValueError(f"{who} spans the layers, for which {title} has no place; {way_out}")
-    scheme = {} if spanning is None or spanning.position_scheme() is None else {"bias": f"the position scheme of {who}"}
+            raise ValueError(f"{who} spans the layers, for which {title} has no place; {fitting}")
     for host, layer in zip(hosts, layers, strict=True):
-        refuse_misfit(_needs(layer, who) | scheme, host.offers, title, way_out)
+        refuse(layer, host.offers, host.lacks)
 
 
-def _needs(memory: LayerMemory, who: str) -> dict[str, str]:
-    """Who needs what of a layer, by word."""
+def _needs(memory: LayerMemory | ModelMemory, who: str) -> dict[str, str]:
+    """Who needs what, by word."""
     needs = dict.fromkeys(_ordered(memory.needs), who)
-    if memory.window() is not None:
-        needs["bias"] = f"the window of {who}"
-    if memory.position_scheme() is not None:
-        needs["bias"] = f"the position scheme of {who}"
+    if isinstance(memory, LayerMemory) and memory.window() is not None:
+        needs.setdefault("bias", f"the window of {who}")
     return needs
 
 

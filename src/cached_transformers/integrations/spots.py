@@ -83,26 +83,54 @@ class StandIn(Spot):
             self.module.forward = self.own
 
 
-class Listener(Spot):
-    """A function that hears each output of a module."""
+class Place(Spot):
+    """A module that is called where it stands, and nothing more."""
 
-    def __init__(self, root: nn.Module, path: str, function: Callable[..., None]) -> None:
+    def enter(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Listener(Spot):
+    """A function that hears each output of a module, and perhaps one that hears what it is called with."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        path: str,
+        function: Callable[..., None],
+        before: Callable[..., None] | None = None,
+    ) -> None:
         super().__init__(root, path)
-        self.function = function
+        self.function, self.before = function, before
 
     def hear(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the module."""
         self.function(output)
 
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module."""
+        assert self.before is not None
+        self.before(*args, **kwargs)
+
     def enter(self) -> None:
         self.leave()  # quantisation takes the hooks along
         self.module.register_forward_hook(self.hear)
+        if self.before is not None:
+            self.module.register_forward_pre_hook(self.hear_call, with_kwargs=True)
 
     def leave(self) -> None:
-        if self.module is not None:
-            hooks = self.module._forward_hooks
-            for key in [key for key, hook in hooks.items() if hook == self.hear]:
+        if self.module is None:
+            return
+        for hooks, ours in (
+            (self.module._forward_hooks, self.hear),
+            (self.module._forward_pre_hooks, self.hear_call),
+        ):
+            for key in [key for key, hook in hooks.items() if hook == ours]:
                 del hooks[key]
+                self.module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _owner(module: nn.Module) -> Any:

@@ -79,9 +79,11 @@ class Tap:
     def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
         return self._through((), y_BND, query, linear)[0]
 
-    def _through(self, state: State, y_BND: Tensor, query: Query, linear: Linear) -> tuple[Tensor, Reading]:
-        """The attention's result, and what was read for it."""
-        reading = self.memory.read(state, query, None)
+    def _through(
+        self, state: State, y_BND: Tensor, query: Query, linear: Linear, reading: Reading | None = None
+    ) -> tuple[Tensor, Reading]:
+        """The attention's result, and what was read for it, here or before."""
+        reading = self.memory.read(state, query, None) if reading is None else reading
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.memory.project(y_BHNE, query, reading, linear, self.projection.weights()), reading
 
@@ -134,12 +136,16 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
         ValueError: the memory's own constraints, or more channels than the layer's input has.
     """
     facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
-    memory = create_memory({"name": name, **settings}, host.width, host.heads, **facts)
+    stores = "kv_projection" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
+    width = host.channels if stores and host.channels is not None else host.width
+    memory = create_memory({"name": name, **settings}, width, host.heads, **facts)
     if not isinstance(memory, LayerMemory):
         raise ValueError(f"memory {name!r} spans the layers, which only its class can tell; register the class itself")
     if host.channels is not None and host.channels != host.width:
         slots = [module for module in memory.modules() if isinstance(module, CacheSlots)]
         layer = f"{type(site.layer).__name__} has inputs of {host.channels} channels and heads of {host.width} together"
+        if {"kv_projection", "head"} <= memory.needs:
+            raise ValueError(f"{layer}; memory {name!r} needs as many of both, take one of a layer's inputs alone")
         if any(module.width > host.channels for module in slots):
             raise ValueError(
                 f"{layer}, of which a cache of {slots[0].width} takes more than there are; take ratio="

@@ -54,6 +54,7 @@ class CompressiveState(NamedTuple):
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
+    without={"own_loss": "function='mean' or 'max', or loss='task'", "weights": "function='mean' or 'max'"},
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
         lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
@@ -76,7 +77,8 @@ class Compressive(LayerMemory):
         error: "norm" of the difference for each row (the paper), or its "mean_square", of the losses with a target.
         positions: "slots": a slot is one step long, whatever it holds. "age": it stands where the middle of its group
             stood.
-        relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme.
+        relative: own scheme of relative positions per layer, as Transformer-XL's; False takes the model's scheme, the
+            only one in models of others.
         clamp: distances beyond it count as it.
         eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
 
@@ -84,7 +86,7 @@ class Compressive(LayerMemory):
         ValueError: sizes too small, unknown names, or options that exclude each other.
     """
 
-    needs = frozenset({"state", "context", "kv_projection"})
+    needs = frozenset({"state", "context", "kv_projection", "own_loss"})
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class Compressive(LayerMemory):
             self.needs = self.needs | {"weights"}
         self.function = make(rate, width) if make is not None and compressed else None
         self.loss = loss or ("attention" if function in LEARNED and compressed else None)
+        if self.loss in (None, "task"):
+            self.needs = self.needs - {"own_loss"}
         self.decoder = nn.Linear(width, rate * width) if self.loss == "autoencoding" else None
 
     def _check(self, function: str, loss: str | None) -> None:

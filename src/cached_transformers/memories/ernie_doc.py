@@ -117,7 +117,8 @@ class ErnieDoc(LayerMemory):
         length: M, slots.
         start: "empty": nothing is attended before something was stored; "zeros": M rows of zeros are, as in the
             release, and dilute the first segments.
-        relative: own position scheme, the sines of Transformer-XL; False takes the model's scheme.
+        relative: own position scheme, the sines of Transformer-XL; False takes the model's scheme, the only one in
+            models of others.
         longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens. The
             release shares these vectors between layers, here each layer has its own: D (2 T + M) parameters.
 

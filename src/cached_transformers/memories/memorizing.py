@@ -123,6 +123,7 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
+    without={"lse": "joint=False"},
     probe=Probing(_whole_store, _short_store),
 )
 class Memorizing(LayerMemory):

@@ -40,6 +40,7 @@ from .transformer_xl import CacheBeforeTokens
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
     gradient="within the segment",
+    without={"bias": "mask='causal' without a cache", "kv_projection": "cache=0", "own_weights": "control=False"},
     probe=Probing(why="carries nothing from segment to segment, so it has to fail"),
 )
 class MemoryTransformer(ModelMemory):

@@ -93,6 +93,7 @@ class ReadTwiceState(NamedTuple):
     cost="two reads of every token; per token and reading layer 2 D^2 (1 + M / N) + 2 M D multiply-adds",
     reach="all blocks of a document that the table holds, in both directions with scope='document'",
     gradient="through the summaries into the first read of every block that bptt covers",
+    without={"slots": "attention='joint'"},
     probe=Probing(fixed(scope="earlier", first_read="plain", summary="mean"), passes=2),
 )
 class ReadTwice(ModelMemory):

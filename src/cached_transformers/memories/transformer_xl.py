@@ -36,6 +36,7 @@ from .parts.rows import Rows, empty_rows, push
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
+    without={"bias": "same_length=False"},
     probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
@@ -46,7 +47,8 @@ class TransformerXL(LayerMemory):
         length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
         same_length: a token sees exactly the last `length` tokens (itself included) as soon as there are so many,
             and results do not depend on how a text is cut; without it, it sees the whole memory.
-        relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme.
+        relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme, the only one in
+            models of others.
         clamp: distances beyond it count as it.
 
     Raises:

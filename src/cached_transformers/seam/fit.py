@@ -38,6 +38,7 @@ PLACE_WORDS: dict[str, str] = {
     "pieces": "a segment that is read piece by piece, of which no token sees a later piece",
     "whole_segment": "tokens that see the rest of their segment",
     "layer_traces": "what every layer makes of the segment",
+    "own_loss": "a loss of its own beside the model's",
 }
 """What a memory may need of the place where it stands, beside what it needs of the core."""
 

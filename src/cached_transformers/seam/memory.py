@@ -31,7 +31,7 @@ class ProjectKV(Protocol):
     """Maps hidden states (B, M, D) to unrotated keys and values (B, H, M, E) with the layer's own norm and projections.
 
     With `frozen` these receive no gradient; the hidden states do. With `normed` the states went through the layer's
-    norm already.
+    norm already. Layers of others, in which several heads of queries share keys, give those once: fewer heads.
     """
 
     def __call__(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]: ...
@@ -80,7 +80,7 @@ class Query(NamedTuple):
 
     `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True. `size` is the
     (height, width) of the token map, when there is one. Queries, keys and values are those of the segment, without
-    positions; some models that others wrote do not offer them.
+    positions; layers that others wrote give them to memories that need "head" alone, or none at all.
     """
 
     x_BND: Tensor
@@ -162,7 +162,7 @@ class LayerMemory(nn.Module):
         return ()
 
     def read(self, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """Look into the memory before the layer attends. Models of others offer no `project_kv`."""
+        """Look into the memory before the layer attends. `project_kv` is there where the memory needs it."""
         return Reading()
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:

@@ -6,6 +6,9 @@ from typing import Any
 
 from cached_transformers.integrations.hosts import HostAttention, Site
 
+TAKE_MASKS = ("eager", "sdpa")
+"""transformers' implementations of attention that a mask of who sees whom can be given to."""
+
 
 def in_transformers(*classes: str) -> tuple[str, ...]:
     """The full names of classes of transformers' models, each given as "family.Class"."""
@@ -47,3 +50,8 @@ def softmax_of(site: Site, *, causal: bool = False, bias: bool = False) -> HostA
         )
     asks = frozenset({"causal" if causal else "bidirectional", *(("bias",) if bias else ())})
     return HostAttention(asks, dropout_of(site.layer), padding=not bias, refusal=refusal)
+
+
+def no_masks(kind: str) -> str:
+    """Why a model cannot be given a mask, and the way out."""
+    return f"attn_implementation={kind!r} takes no masks; call model.set_attn_implementation('sdpa')"

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from cached_transformers.integrations.hosts import Host, Site, register_adapter
 
-from .decoders import causal_host, for_every_head
+from .decoders import causal_host
 from .described import config_of, in_transformers
+from .places import lowered, lowered_by_mask, stored
 
 
 @register_adapter(*in_transformers("gpt2.GPT2Attention"))
@@ -25,7 +26,7 @@ def gpt2_attention(site: Site) -> Host | None:
     if layer.is_cross_attention:
         return None
     host = causal_host(
-        site, layer.c_proj, (layer.c_attn,), partial(_blocks, layer.num_heads, layer.num_heads), ends=True
+        site, layer.c_proj, ((layer.c_attn,),), partial(_blocks, layer.num_heads, layer.num_heads), ends=True
     )
     if config.add_cross_attention:
         host.refusal = (
@@ -42,7 +43,7 @@ def gpt_bigcode_attention(site: Site) -> Host | None:
         return None
     heads = int(config.num_attention_heads)
     split = partial(_blocks, heads, 1) if layer.multi_query else partial(_by_head, heads)
-    host = causal_host(site, layer.c_proj, (layer.c_attn,), split, ends=True)
+    host = causal_host(site, layer.c_proj, ((layer.c_attn,),), split, ends=True)
     if config.add_cross_attention:
         host.refusal = "add_cross_attention=True: a decoder that attends an encoder, too, takes no memory"
     return host
@@ -53,7 +54,9 @@ def phi3_attention(site: Site) -> Host:
     """Phi-3: all queries, all keys, all values; perhaps fewer heads of keys."""
     layer, config = site.layer, site.layer.config
     split = partial(_blocks, int(config.num_attention_heads), int(config.num_key_value_heads))
-    return causal_host(site, layer.o_proj, (layer.qkv_proj,), split, head_width=int(layer.head_dim))
+    return causal_host(
+        site, layer.o_proj, ((layer.qkv_proj,),), split, head_width=int(layer.head_dim), beside=stored(site)
+    )
 
 
 @register_adapter(*in_transformers("gpt_neox.GPTNeoXAttention"))
@@ -61,14 +64,16 @@ def gpt_neox_attention(site: Site) -> Host:
     """GPT-NeoX and Pythia: the queries, keys and values of one head after those of another."""
     layer = site.layer
     split = partial(_by_head, int(layer.config.num_attention_heads))
-    return causal_host(site, layer.dense, (layer.query_key_value,), split)
+    return causal_host(site, layer.dense, ((layer.query_key_value,),), split, beside=stored(site))
 
 
 @register_adapter(*in_transformers("bloom.BloomAttention"))
 def bloom_attention(site: Site) -> Host:
     """BLOOM: as GPT-NeoX. Its alibi is made of the padding mask, so that no other mask can be given to it."""
     layer, split = site.layer, partial(_by_head, int(site.layer.num_heads))
-    host = causal_host(site, layer.dense, (layer.query_key_value,), split, masks=False)
+    host = causal_host(
+        site, layer.dense, ((layer.query_key_value,),), split, masks=False, beside=stored(site, slope=lowered)
+    )
     if layer.pretraining_tp > 1 and layer.slow_but_exact:
         host.refusal = (
             f"slow_but_exact=True with pretraining_tp={layer.pretraining_tp} multiplies by slices of the output "
@@ -88,7 +93,9 @@ def falcon_attention(site: Site) -> Host:
         split = partial(_blocks, heads, 1)
     else:
         split = partial(_by_head, heads)
-    return causal_host(site, layer.dense, (layer.query_key_value,), split, masks=not config_of(site).alibi)
+    alibi = bool(config_of(site).alibi)
+    beside = stored(site, slope=lowered_by_mask) if alibi else stored(site)
+    return causal_host(site, layer.dense, ((layer.query_key_value,),), split, masks=not alibi, beside=beside)
 
 
 def _heads(t_BNL: Tensor, heads: int) -> Tensor:
@@ -100,7 +107,7 @@ def _blocks(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, T
     head_width = qkv_BNL.shape[-1] // (heads + 2 * groups)
     sizes = [count * head_width for count in (heads, groups, groups)]
     q, k, v = (_heads(t, n) for t, n in zip(qkv_BNL.split(sizes, -1), (heads, groups, groups), strict=True))
-    return for_every_head(heads, q, k, v)
+    return q, k, v
 
 
 def _by_head(heads: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,4 +121,4 @@ def _by_group(heads: int, groups: int, qkv_BNL: Tensor) -> tuple[Tensor, Tensor,
     qkv_BNGSE = qkv_BNL.unflatten(-1, (groups, share + 2, -1))
     q_BNGSE, k_BNGSE, v_BNGSE = qkv_BNGSE.split([share, 1, 1], -2)
     q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q_BNGSE, k_BNGSE, v_BNGSE))
-    return for_every_head(heads, q, k, v)
+    return q, k, v

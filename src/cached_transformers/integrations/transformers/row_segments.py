@@ -114,6 +114,30 @@ def places(padding_BM: Tensor, before: int | Tensor) -> Tensor:
     return before + torch.arange(padding_BM.shape[1], device=padding_BM.device) - passed_BM
 
 
+def stream_positions(call: dict[str, Tensor], padding_BN: Tensor | None, clock_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of a segment's tokens in the stream, (B, N, 1), and what makes places of them when added, (B, 1).
+
+    The first token stands where the row's clock does; so does padding, as memories look at the first position.
+    """
+    places_BN = call.get("position_ids")
+    if places_BN is None:
+        rows, n = next(iter(call.values())).shape[:2]
+        places_BN = torch.arange(n, device=clock_B.device).expand(rows, n)
+    shift_B1 = _first_place(places_BN, padding_BN) - clock_B[:, None]
+    positions_BN = places_BN - shift_B1
+    if padding_BN is not None:
+        positions_BN = torch.where(padding_BN, clock_B[:, None], positions_BN)
+    return positions_BN[..., None], shift_B1
+
+
+def _first_place(places_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """(B, 1): that of each row's first token; 0 where it has none yet."""
+    if padding_BN is None:
+        return places_BN[:, :1]
+    first_B1 = places_BN.masked_fill(padding_BN, places_BN.max()).amin(1, keepdim=True)
+    return torch.where(padding_BN.all(1, keepdim=True), 0, first_B1)
+
+
 def refuse_packed(places_BM: Tensor, padding_BM: Tensor | None) -> None:
     """Refuse (`insist`) rows in which texts stand one after the other: their places begin again."""
     begins_BM = places_BM[:, 1:] <= places_BM[:, :-1]

@@ -1,13 +1,13 @@
 """`past_key_values` of a decoder with a memory: the keys and values of the open segment, and the memory behind it.
 
-Legend: B rows, N tokens.
+Legend: B rows, N tokens, M slots, G heads of keys, E head width.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,37 @@ except ImportError:  # this module is of use to those alone who hold a model of 
     Cache = DynamicCache = object
 
 
-class MemoryState(NamedTuple):
-    """State of a host: of the memory that spans its layers, and of each layer that has one."""
+class Made:
+    """Keys and values that a layer made of stored hidden states, (B, G, M, E) without positions, in the order in which
+    they were asked for; and the slots' positions in the stream, (B, M). They are the same for all tokens of a segment.
+    """
 
-    model: State
-    layers: State
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.positions_BM: Tensor | None = None
+
+
+class SegmentCache(DynamicCache):  # type: ignore[misc]
+    """Keys and values of an open segment, and those that its layers attend beside it.
+
+    Args:
+        layers: how many have a memory. config: the host's, where its layers' windows are to drop keys.
+
+    Attributes:
+        made: of each layer.
+        again: a layer's slots are not the same for all tokens, so that a longer segment has to be read from its start.
+    """
+
+    def __init__(self, layers: int, config: Any = None) -> None:
+        super().__init__(config=config)
+        self.made = [Made() for _ in range(layers)]
+        self.again = False
+
+    def pick(self, pick: Callable[[Tensor], Tensor]) -> None:
+        """Choose rows of what is attended beside the segment."""
+        for made in self.made:
+            made.pairs = [(pick(k), pick(v)) for k, v in made.pairs]
+            made.positions_BM = None if made.positions_BM is None else pick(made.positions_BM)
 
 
 class MemoryCache(Cache):  # type: ignore[misc]
@@ -54,7 +80,7 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.work_out = work_out
         self.tokens = self.length = 0
         self.before: int | Tensor = 0
-        self.host_cache: DynamicCache | None = None
+        self.host_cache: SegmentCache | None = None
         self.open: dict[str, Tensor] = {}
         self.padding_BN: Tensor | None = None
 
@@ -152,3 +178,4 @@ class MemoryCache(Cache):  # type: ignore[misc]
         self.before = pick(self.before) if isinstance(self.before, Tensor) else self.before
         if self.host_cache is not None:
             pick_in(self.host_cache)
+            self.host_cache.pick(pick)

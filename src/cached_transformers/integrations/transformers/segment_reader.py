@@ -23,17 +23,20 @@ from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.layers.initial_state import initial_state_of
+from cached_transformers.layers.stack import StackState
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
+from .context_tap import ContextTap
+from .described import TAKE_MASKS, no_masks
 from .handed import Handed
 from .output_state import Carried, with_state
-from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments
-from .segment_cache import DynamicCache, MemoryCache, MemoryState
-from .stream_tap import Passage, StreamTap
-from .through_host import HostThrough, call_for, joined, narrowed, place_of_segment
+from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments, stream_positions
+from .segment_cache import DynamicCache, MemoryCache, SegmentCache
+from .stream_tap import Passage, StreamTap, undeclared
+from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 """torch 2.6 does not tell export from torch.compile."""
@@ -57,8 +60,8 @@ class Answer(NamedTuple):
     """The host's output for a segment, the state after it, and keys and values where they are kept."""
 
     out: Any
-    state: MemoryState
-    host_cache: DynamicCache | None = None
+    state: StackState
+    host_cache: SegmentCache | None = None
 
 
 class SegmentReader:
@@ -86,7 +89,7 @@ class SegmentReader:
         assert not isinstance(found, LayerMemory)
         return found
 
-    def init_state(self, rows: int) -> MemoryState:
+    def init_state(self, rows: int) -> StackState:
         """State of rows that have read nothing.
 
         Raises:
@@ -98,13 +101,11 @@ class SegmentReader:
         if tuned is not None:
             return tuned(rows)
         memory = self.memory
-        model: State = ()
-        if memory is not None:
-            like = like_weights(self.decoder, self.decoder.get_input_embeddings())
-            model = memory.init_state(rows, like)
-        places = (like_weights(self.decoder, tap.layer) for tap in self.taps)
-        layers = tuple(tap.memory.init_state(rows, like) for tap, like in zip(self.taps, places, strict=True))
-        return seal(MemoryState(model, layers))  # type: ignore[no-any-return]
+        like = like_weights(self.decoder, self.decoder.get_input_embeddings())
+        model: State = () if memory is None else memory.init_state(rows, like)
+        layers = tuple(tap.memory.init_state(rows, like_weights(self.decoder, tap.layer)) for tap in self.taps)
+        clock_B = torch.zeros(rows, dtype=torch.long, device=like.device)
+        return seal(StackState(clock_B, model, layers))  # type: ignore[no-any-return]
 
     def read(self, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
         """The decoder's forward over all segments; its output holds `memory_state` as well.
@@ -156,6 +157,9 @@ class SegmentReader:
                 "output_attentions=True: the weights of a segment would not say what its tokens read from the memory; "
                 "leave it out, or call remove_memory(model) first"
             )
+        kind = self.decoder.config._attn_implementation
+        if kind not in TAKE_MASKS and any(isinstance(tap, ContextTap) for tap in self.taps):
+            raise ValueError(f"the memory's slots need a mask: {no_masks(kind)}")
         refuse_packing(given)
         if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
             raise ValueError(
@@ -250,11 +254,11 @@ class SegmentReader:
             return joined(outs)
         return put_together(outs, segments, total)
 
-    def _read(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+    def _read(self, calls: list[Call], state: StackState) -> list[Answer]:
         """One segment after the other."""
         return list(read_segments(self._segment, calls, state))
 
-    def _read_apart(self, calls: list[Call], state: MemoryState) -> list[Answer]:
+    def _read_apart(self, calls: list[Call], state: StackState) -> list[Answer]:
         """The same while torch.compile traces: what reads a segment is a graph of its own, and serves all segments."""
         answers: list[Answer] = []
         for call in calls:
@@ -263,66 +267,89 @@ class SegmentReader:
 
     def _go_on(self, text: MemoryCache, n: int, options: dict[str, Any]) -> Any:
         """The last tokens, behind those whose keys and values are kept; nothing is written."""
-        layers, call = Passage(text.state.layers, writes=False), text.call()
+        call, state = text.call(), text.state
+        positions_BNP, shift_B1 = stream_positions(call, text.padding_BN, state.clock_B)
         if self.memory is None:
             mask = None if text.padding_BN is None else (~text.padding_BN).long()
+            padding_BN = None if text.padding_BN is None else text.padding_BN[:, -n:]
+            layers = Passage(
+                state.layers, positions_BNP, shift_B1, padding_BN, writes=False, host_cache=text.host_cache
+            )
             new = {name: t[:, -n:] for name, t in call.items()}
             return self.host(new, mask, text.host_cache, layers, options)
-        tokens = self._tokens(call, text.padding_BN)
-        entry = with_weights(self.memory, self.memory.enter, text.state.model, tokens)
-        behind = place_of_segment(entry, text.length, self.memory)[1] + text.length
-        return self.host(*call_for(entry, behind - n, behind), text.host_cache, layers, options)
+        tokens = Tokens(self._embedded(call), positions_BNP, text.padding_BN)
+        entry = with_weights(self.memory, self.memory.enter, state.model, tokens)
+        end = place_of_segment(entry, text.length, self.memory)[1] + text.length
+        layers = passage_for(entry, end - n, end, state.layers, shift_B1, text.host_cache, writes=False)
+        return self.host(*call_for(entry, end - n, end, shift_B1), text.host_cache, layers, options)
 
     def state_after(self, text: MemoryCache) -> State:
         """State after the open segment, which is read once more."""
         return self._segment(Call(text.call(), text.padding_BN), text.state).state
 
-    def _segment(self, call: Call, state: MemoryState, reset_B: Tensor | None = None) -> Answer:
+    def _segment(self, call: Call, state: StackState, reset_B: Tensor | None = None) -> Answer:
         """A segment from its first token on."""
-        if self.memory is not None:
-            return self._led(call, state, self.memory)
-        host_cache = DynamicCache(config=self.decoder.config) if call.keeps else None
-        layers = Passage(state.layers, call.padding_BN)
+        n = next(iter(call.tokens.values())).shape[1]
+        counted_B = n if call.padding_BN is None else (~call.padding_BN).sum(1)
+        where = stream_positions(call.tokens, call.padding_BN, state.clock_B)
+        read = self._through_layers if self.memory is None else self._led
+        out, model, layers, host_cache = read(call, state, *where)
+        if host_cache is not None and host_cache.again:
+            host_cache = None
+        return Answer(out, seal(StackState(state.clock_B + counted_B, model, layers)), host_cache)
+
+    def _through_layers(
+        self, call: Call, state: StackState, positions_BNP: Tensor, shift_B1: Tensor
+    ) -> tuple[Any, State, tuple[State, ...], SegmentCache | None]:
+        """The host's output, the states of the memories, and keys and values where they are kept."""
+        host_cache = SegmentCache(len(self.taps), self.decoder.config) if call.keeps else None
+        layers = Passage(state.layers, positions_BNP, shift_B1, call.padding_BN, host_cache=host_cache)
         mask = None if call.padding_BN is None else (~call.padding_BN).long()
         out = self.host(call.tokens, mask, host_cache, layers, call.options)
-        return Answer(out, seal(MemoryState((), tuple(layers.after))), host_cache)
+        return out, (), tuple(layers.after), host_cache
 
-    def _led(self, call: Call, state: MemoryState, memory: ModelMemory) -> Answer:
-        """As `_segment`, where a memory leads the segment through the layers."""
+    def _led(
+        self, call: Call, state: StackState, positions_BNP: Tensor, shift_B1: Tensor
+    ) -> tuple[Any, State, tuple[State, ...], SegmentCache | None]:
+        """As `_through_layers`, where a memory leads the segment through the layers."""
+        memory = self.memory
+        assert memory is not None
         # Who goes through the layers in another way leaves keys and values of which nobody knows what they are.
         keeps = call.keeps and type(memory).run is ModelMemory.run
         # Of the config's kind, layers with a sliding window would drop keys, and could not give back those of the
         # memory's tokens behind the segment; the window is in the mask, too.
-        host_cache = DynamicCache() if keeps else None
-        through = HostThrough(self.host, state.layers, host_cache, call.options)
-        tokens = self._tokens(call.tokens, call.padding_BN)
+        host_cache = SegmentCache(len(self.taps)) if keeps else None
+        depth = self.decoder.config.num_hidden_layers
+        through = HostThrough(self.host, state.layers, host_cache, call.options, shift_B1, depth)
+        tokens = Tokens(self._embedded(call.tokens), positions_BNP, call.padding_BN)
         steps, model_state, loss = with_weights(memory, memory.run, state.model, tokens, through)
         no_loss(loss, memory)
         out = joined(through.outs)
         out["last_hidden_state"] = torch.cat(steps, 1)
-        return Answer(out, seal(MemoryState(model_state, through.states)), host_cache)
+        return out, model_state, through.states, host_cache
 
-    def _tokens(self, call: dict[str, Tensor], padding_BN: Tensor | None) -> Tokens:
-        """A segment, embedded; its first token stands at place 0."""
-        x_BND, places_BN = call.get("inputs_embeds"), call.get("position_ids")
-        if x_BND is None:
-            x_BND = self.decoder.get_input_embeddings()(call["input_ids"])
-        if places_BN is None:
-            places_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[:2])
-        return Tokens(x_BND, places_BN[..., None], padding_BN)
+    def _embedded(self, call: dict[str, Tensor]) -> Tensor:
+        """(B, N, D): the tokens of a call."""
+        x_BND = call.get("inputs_embeds")
+        return self.decoder.get_input_embeddings()(call["input_ids"]) if x_BND is None else x_BND  # type: ignore[no-any-return]
 
     def host(
         self,
         new: dict[str, Tensor],
         mask: Tensor | None,
-        host_cache: DynamicCache | None,
+        host_cache: SegmentCache | None,
         layers: Passage,
         options: dict[str, Any],
     ) -> Any:
         """The decoder's own forward."""
+        if layers.offers is not None and not any(isinstance(tap, ContextTap) for tap in self.taps):
+            assert self.memory is not None
+            raise ValueError(undeclared(self.memory))
         extra = {"memory_passage": layers} if self.taps else {}
+        for tap in self.taps:
+            tap.block.follow()
         with Handed(layers, self.taps, self.decoder):
-            return type(self.decoder).forward(
+            out = type(self.decoder).forward(
                 self.decoder,
                 **new,
                 attention_mask=mask,
@@ -332,3 +359,6 @@ class SegmentReader:
                 **extra,
                 **options,
             )
+        for tap in self.taps:
+            tap.finish()
+        return out

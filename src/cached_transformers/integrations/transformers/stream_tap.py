@@ -1,24 +1,29 @@
 """A memory with a state in one attention layer of a decoder that somebody else wrote.
 
 The state reaches the layer as a keyword of the call, so that it sees the right one when activation checkpointing runs
-it again. That must not be reentrant, which would cut the graph.
+it again. That must not be reentrant, which would cut the graph. What a memory keeps is written where the block ends
+that the layer is part of, from what went into the block and came out, as in a stack.
 
-Legend: B rows, N tokens, D width.
+Legend: B rows, N tokens, L tokens of the open segment up to here, H heads, D width, P position channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.spots import Listener, root_of
 from cached_transformers.integrations.taps import Tap, no_loss
-from cached_transformers.seam.memory import Linear, Query, Trace
+from cached_transformers.seam.memory import Linear, Offer, Query, Reading, Trace
 from cached_transformers.state import State
+
+from .segment_cache import SegmentCache
 
 
 class Passage:
@@ -26,22 +31,47 @@ class Passage:
 
     Attributes:
         states: of each layer that has a memory. after: theirs behind the segment.
+        positions_BLP: in the stream, of all tokens of the segment up to here; the last ones are those of this pass.
+        shift_B1: makes the host's place of a position in the stream when it is added.
         padding_BN: True = padding. writes: whether the piece is a whole segment, which the memory is to keep.
         segment: (start, length) of the tokens that are written; None for all.
+        offers: what each layer attends beside the segment and its own memory; None for nothing.
+        host_cache: where keys and values are kept; None where they are not.
+        traces: of each layer; None where nobody looks at them.
         grad: whether the pass is part of a graph.
     """
 
     def __init__(
         self,
         states: tuple[State, ...],
+        positions_BLP: Tensor,
+        shift_B1: Tensor,
         padding_BN: Tensor | None = None,
         *,
         writes: bool = True,
         segment: tuple[int, int] | None = None,
+        offers: Sequence[Offer | None] | None = None,
+        host_cache: SegmentCache | None = None,
+        traced: bool = False,
     ) -> None:
-        self.states, self.padding_BN, self.writes, self.segment = states, padding_BN, writes, segment
+        self.states, self.positions_BLP, self.shift_B1, self.padding_BN = states, positions_BLP, shift_B1, padding_BN
+        self.writes, self.segment, self.offers, self.host_cache = writes, segment, offers, host_cache
         self.after = list(states)
+        self.traces: list[Trace | None] | None = [None] * len(states) if traced else None
         self.grad = torch.is_grad_enabled()
+
+
+def undeclared(memory: nn.Module) -> str:
+    """Message for slots that nobody would attend."""
+    return f"memory {type(memory).__name__} offers a context and does not say so; add 'context' to its needs"
+
+
+class Attended(NamedTuple):
+    """What a layer leaves for the end of its block."""
+
+    passage: Passage
+    query: Query
+    reading: Reading
 
 
 class StreamTap(Tap):
@@ -49,55 +79,105 @@ class StreamTap(Tap):
 
     def __init__(self, site: Site, host: Host, number: int) -> None:
         super().__init__(site, host)
-        assert host.stream is not None
-        self.number, self.split = number, host.stream.split
+        stream = host.stream
+        assert stream is not None
+        self.number, self.split = number, stream.split
         self.sources = [
-            Listener(*root_of(site, module), partial(self.keep, place))
-            for place, module in enumerate(host.stream.sources)
+            Listener(*root_of(site, chain[-1]), partial(self.keep, place)) for place, chain in enumerate(stream.sources)
         ]
-        self.spots += self.sources
+        self.block = Listener(*root_of(site, stream.block), self.leave_block, self.enter_block)
+        self.spots += [*self.sources, self.block]
         self.kept: dict[int, Tensor] = {}
         self.passage: Passage | None = None
         self.handed: Passage | None = None
         self.x_BND: Tensor | None = None
+        self.reading: Reading | None = None
+        self.attended: Attended | None = None
+
+    def enter_block(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Hear what the block is called with."""
+        self.x_BND = hidden_states
 
     def before_stream(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the passage out of the call: the layer's own attention function need not know of it."""
-        self.passage = kwargs.pop("memory_passage", self.handed)
-        if self.passage is None:
+        self.passage = passage = kwargs.pop("memory_passage", self.handed)
+        if passage is None:
             raise ValueError(
                 f"{type(layer).__name__} has a memory and was called without its state; call the model that "
                 "add_memory was given, and checkpoint activations by its own gradient_checkpointing_enable()"
             )
-        if self.passage.grad and not torch.is_grad_enabled():
+        if passage.grad and not torch.is_grad_enabled():
             raise ValueError(
                 "reentrant activation checkpointing would cut the graph that leads through the memory; leave "
                 "use_reentrant=False, transformers' default"
             )
+        x_BND = args[0] if args else kwargs["hidden_states"]
+        positions_BNP = passage.positions_BLP[:, -x_BND.shape[1] :].to(x_BND.device)
+        self.begin(Query(x_BND, positions_BNP=positions_BNP, padding_BN=passage.padding_BN))
+        self.reading, self.attended = self.look(kwargs), None
         self.kept = {}
-        self.x_BND = args[0] if args else kwargs["hidden_states"]
-        self.begin(Query(self.x_BND))
         return args, kwargs
+
+    def look(self, call: dict[str, Any]) -> Reading | None:
+        """What the memory answers before the layer attends; None where it is read behind.
+
+        Args:
+            call: the keywords that the layer is called with, which may be changed.
+        """
+        return None
 
     def keep(self, place: int, output: Tensor) -> None:
         """Hear a module that gives queries, keys or values; they are called in whatever order."""
         self.kept[place] = output
 
     def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
-        passage, kept = self.passage, self.kept
+        passage, kept, reading = self.passage, self.kept, self.reading
         assert passage is not None
-        self.passage, self.x_BND, self.kept = None, None, {}
+        self.passage, self.reading, self.kept = None, None, {}
         for place, source in enumerate(self.sources):
             if place not in kept:
                 raise ValueError(self.passed_by(source))
-        q, k, v = self.split(*(kept[place] for place in range(len(self.sources))))
-        query = query._replace(q_BHNE=q, k_BHNE=k, v_BHNE=v, padding_BN=passage.padding_BN)
-        state = passage.states[self.number]
-        y_BND, reading = self._through(state, y_BND, query, linear)
-        if passage.writes:
-            trace = Trace(query.x_BND, y_BND, query, reading)
-            if passage.segment is not None:
-                trace = trace.narrow(*passage.segment)
-            passage.after[self.number], loss = self.memory.write(state, trace)
-            no_loss(loss, self.memory)
+        query = self._with_heads(query, *self.split(*(kept[place] for place in range(len(self.sources)))))
+        early = reading is not None
+        y_BND, reading = self._through(passage.states[self.number], y_BND, query, linear, reading)
+        if reading.context is not None and not early:
+            raise ValueError(undeclared(self.memory))
+        self.attended = Attended(passage, query, reading)
         return y_BND
+
+    def _with_heads(self, query: Query, q_BHNE: Tensor | None, k_BGNE: Tensor, v_BGNE: Tensor) -> Query:
+        """The query with keys and values that several heads share for each of them."""
+        shared = self.heads // k_BGNE.shape[1]
+        k_BHNE, v_BHNE = (t if shared == 1 else t.repeat_interleave(shared, 1) for t in (k_BGNE, v_BGNE))
+        return query._replace(q_BHNE=q_BHNE, k_BHNE=k_BHNE, v_BHNE=v_BHNE)
+
+    def leave_block(self, output: Any) -> None:
+        """Hear what the block gives, and let the memory keep what it wants of the segment."""
+        attended, x_BND = self.attended, self.x_BND
+        self.attended, self.x_BND = None, None  # keep no activation alive
+        if attended is None:
+            return
+        if x_BND is None:
+            raise ValueError(self.passed_by(self.block))
+        passage, query, reading = attended
+        if not passage.writes and passage.traces is None:
+            return
+        trace = Trace(x_BND, output[0] if isinstance(output, tuple) else output, query, reading)
+        if passage.segment is not None:
+            trace = trace.narrow(*passage.segment)
+        if passage.traces is not None:
+            passage.traces[self.number] = trace
+        if passage.writes:
+            memory, state = self.memory, passage.states[self.number]
+            passage.after[self.number], loss = with_weights(memory, memory.write, state, trace)
+            no_loss(loss, memory)
+
+    def finish(self) -> None:
+        """The model's forward is over.
+
+        Raises:
+            ValueError: the layer attended, and its block did not end.
+        """
+        if self.attended is not None:
+            self.attended = None
+            raise ValueError(self.passed_by(self.block))

@@ -5,8 +5,9 @@
 It is to segments what `past_key_values` is to tokens. `segment_reader.py` reads, `stream_tap.py` lets a memory into a
 layer, `memory_calls.py` takes the state through the model's forward and `generate`.
 
-A layer memory that mixes a result of its own into the heads finds its queries, keys and values here, and a memory that
-spans the layers goes through them as a stack would let it: any that needs no more works, whoever registered it.
+A layer memory that mixes a result of its own into the heads finds its queries, keys and values here, one that keeps
+hidden states has them attended beside the segment (`context_tap.py`), and a memory that spans the layers goes through
+them as a stack would let it: any that needs no more works, whoever registered it.
 
 Recurrent Memory Transformer on a pretrained decoder: arXiv:2207.06881; original: github.com/booydar/LM-RMT, whose
 tokens round the segment enter as `inputs_embeds` too, and whose memory is the output behind the host's final norm.
@@ -25,13 +26,12 @@ from cached_transformers.integrations.taps import layer_memory, settled, spans_l
 from cached_transformers.memories import create_memory
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
 
+from .context_tap import ContextTap
 from .stream_tap import StreamTap
 from .through_host import place_of_segment
 
 USUAL_LENGTH = 256
 """Tokens in a segment that are suggested where the model has positions for them."""
-TAKE_MASKS = ("eager", "sdpa")
-"""transformers' implementations of attention that a mask of who sees whom can be given to."""
 
 
 def add_stream_memory(
@@ -61,7 +61,7 @@ def add_stream_memory(
         raise ValueError(f"segment_length={segment_length} must be at least 1 token, or None for one segment a call")
     spanning = _spanning(decoder, found[0][1], name, settings) if spans_layers(name) else None
     layers = _layers(found, name, settings, spanning)
-    refuse_memory(name, model, [host for _, host in found], layers, spanning, _hint(decoder.config, spanning))
+    refuse_memory(name, model, [host for _, host in found], layers, spanning)
     longest = min((h.stream.longest for _, h in found if h.stream and h.stream.longest), default=None)
     extra = 0 if spanning is None else max(spanning.extra_tokens, _added_tokens(spanning, decoder))
     if longest is not None and (segment_length or 1) + extra > longest:
@@ -79,9 +79,11 @@ def add_stream_memory(
         )
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
+    windows = any(memory.window() is not None for memory in layers)
+    tap = ContextTap if windows or needs & {"context", "kv_projection", "layer_traces"} else StreamTap
     for (site, host), memory in zip(found, layers, strict=True):
-        if memory.needs:
-            taps.append(StreamTap(site, host, len(taps)))
+        if memory.needs or (spanning is not None and tap is ContextTap):
+            taps.append(tap(site, host, len(taps)))
             taps[-1].attach(memory, taps[-1].before_stream)
     if spanning is not None:
         decoder.memory = spanning
@@ -104,13 +106,6 @@ def _decoder(model: nn.Module, places: list[Site]) -> Any:
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
             raise ValueError(f"{type(module).__name__}.forward passes no keywords on, by which the state would travel")
     return decoder
-
-
-def _hint(config: Any, spanning: ModelMemory | None) -> str:
-    """The way out where the implementation of the attention takes no mask that the memory needs."""
-    if spanning is None or "bias" not in spanning.needs or config._attn_implementation in TAKE_MASKS:
-        return ""
-    return f"attn_implementation={config._attn_implementation!r} takes none; call model.set_attn_implementation('sdpa')"
 
 
 def _refuse_window(
@@ -140,7 +135,7 @@ def _refuse_window(
 def _spanning(decoder: Any, host: Host, name: str, settings: dict[str, Any]) -> ModelMemory:
     like = next(decoder.parameters())
     # What comes out of the decoder went through its final norm.
-    facts = {"causal": True, "norm": "post", "depth": host.facts.get("depth")}
+    facts = {"causal": True, "norm": "post", "depth": host.facts.get("depth"), "relative": host.facts.get("relative")}
     memory = create_memory({"name": name, **settings}, decoder.config.hidden_size, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
     return memory.to(like.device, like.dtype).train(decoder.training)

@@ -16,6 +16,7 @@ from torch import Tensor
 from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Query, Reading, Trace
 from cached_transformers.state import State
 
+from .segment_cache import SegmentCache
 from .stream_tap import Passage
 
 
@@ -24,6 +25,8 @@ class HostThrough:
 
     Args:
         host: the decoder's own forward, `SegmentReader.host`. options: what else it is called with.
+        shift_B1: makes a place in the segment of a position in the stream when it is added.
+        depth: how many layers there are.
 
     Attributes:
         layers: none, since a host's projections are its own affair.
@@ -35,33 +38,72 @@ class HostThrough:
     layers: Sequence[Projections] = ()
 
     def __init__(
-        self, host: Callable[..., Any], states: tuple[State, ...], host_cache: Any, options: dict[str, Any]
+        self,
+        host: Callable[..., Any],
+        states: tuple[State, ...],
+        host_cache: Any,
+        options: dict[str, Any],
+        shift_B1: Tensor,
+        depth: int,
     ) -> None:
         self.host, self.states, self.host_cache, self.options = host, states, host_cache, options
+        self.shift_B1, self.depth = shift_B1, depth
         self.outs: list[Any] = []
 
     def __call__(self, entry: Entry, *, write: bool = True) -> tuple[Tensor, list[Trace]]:
-        """The decoder's output; one trace, of all layers together."""
-        x_BND, places_BNP, padding_BN = entry.tokens[:3]
+        """The decoder's output; the traces of all layers, or one of them together where not all have a memory."""
+        x_BND, positions_BNP, padding_BN = entry.tokens[:3]
         total = x_BND.shape[1]
         start, length = entry.segment or (0, total)
-        layers = Passage(self.states, padding_BN, writes=write, segment=entry.segment)
-        out = self.host(*call_for(entry, 0, total), self.host_cache, layers, self.options)
+        layers = passage_for(entry, 0, total, self.states, self.shift_B1, self.host_cache, writes=write)
+        out = self.host(*call_for(entry, 0, total, self.shift_B1), self.host_cache, layers, self.options)
         y_BND = out.last_hidden_state
         if write:
             self.states = tuple(layers.after)
             self.outs.append(narrowed(out, start, length))
         if self.host_cache is not None and total > start + length:
             self.host_cache.crop(start + length - total)
-        query = Query(x_BND, positions_BNP=places_BNP, padding_BN=padding_BN)
+        traces = [trace for trace in layers.traces or () if trace is not None]
+        if len(traces) == self.depth:
+            return y_BND, traces
+        query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN)
         return y_BND, [Trace(x_BND, y_BND, query, Reading()).narrow(start, length)]
 
 
-def call_for(entry: Entry, first: int, end: int) -> tuple[dict[str, Tensor], Tensor | None]:
+def front_of(entry: Entry) -> int:
+    """Tokens of the memory in front of the segment's, which take the host's first places."""
+    return 0 if entry.segment is None else entry.segment[0]
+
+
+def passage_for(
+    entry: Entry,
+    first: int,
+    end: int,
+    states: tuple[State, ...],
+    shift_B1: Tensor,
+    host_cache: SegmentCache | None,
+    *,
+    writes: bool,
+) -> Passage:
+    """What the layers are handed for the tokens first..end of an entry."""
+    tokens = entry.tokens
+    return Passage(
+        states,
+        tokens.positions_BNP[:, :end],
+        shift_B1 + front_of(entry),
+        None if tokens.padding_BN is None else tokens.padding_BN[:, first:end],
+        writes=writes,
+        segment=entry.segment,
+        offers=entry.contexts,
+        host_cache=host_cache,
+        traced=first == 0,  # what goes on in a segment that was begun leaves none
+    )
+
+
+def call_for(entry: Entry, first: int, end: int, shift_B1: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     """What the host is called with for the tokens first..end of an entry, and its mask over all up to there."""
-    x_BND, places_BNP, padding_BN = entry.tokens[:3]
-    front = 0 if entry.segment is None else entry.segment[0]  # tokens in front take the host's first places
-    places_BN = (places_BNP[:, first:end, 0] + front).clamp(min=0)
+    x_BND, positions_BNP, padding_BN = entry.tokens[:3]
+    places_BN = (positions_BNP[:, first:end, 0] + shift_B1 + front_of(entry)).clamp(min=0)
     call = {"inputs_embeds": x_BND[:, first:end], "position_ids": places_BN}
     rows, total = x_BND.shape[:2]
     if entry.visible_NN is None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.checks import at_least_one
+from cached_transformers.checks import at_least_one, insist
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
@@ -68,6 +68,7 @@ def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
     "other, and the product with the values regions + 1 times",
     reach="regions x segment tokens, any of them at once",
     gradient="none into values; through alpha into keys, queries and the summary, as far as bptt reaches",
+    without={"bias": "scope='previous'", "whole_segment": "scope='previous'"},
     probe=Probing(_all_regions, _one_region),
 )
 class CRTN(ModelMemory):
@@ -99,7 +100,8 @@ class CRTN(ModelMemory):
         short_memory: newest segments that are always recalled, unweighted, and no regions to choose yet (the authors'
             draft paper, there in tokens). The first run of "compute_first" sees them. With scope="previous" the segment
             that asks is the newest region, which tends to answer best to itself; a short memory keeps it out.
-        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme.
+        relative: position scheme of Transformer-XL for all layers; False takes the model's scheme, the only one in
+            models of others.
 
     Raises:
         ValueError: sizes below 1, topk above regions, unknown names, options that exclude each other; in use, a segment
@@ -199,10 +201,13 @@ class CRTN(ModelMemory):
     def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
         x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
-            raise ValueError(
+            why = (
                 f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
                 f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
             )
+            if tokens.padding_BN is None:
+                raise ValueError(why)
+            insist(((~tokens.padding_BN).sum(1) <= self.segment).all(), why)  # padding is kept nowhere
         source_BND = x_BND
         if self.query == "compute_first" and self.first == "none":
             recent = None

@@ -60,6 +60,7 @@ class Attention(NamedTuple):
     "segment 2 C D^2; per chunk 2 (T + chunk) C D, T = samples",
     reach="unbounded, ever coarser: after n more refits an input fills a share of about tau^n (1 - tau) / chunk",
     gradient="none into inputs of earlier segments; the projections, mean and variance learn from the signal",
+    without={"own_loss": "kl_weight=0"},
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "chunk": segment, "basis": 16, "widths": (0.05, 0.1)}
     ),
@@ -93,13 +94,14 @@ class InfinityFormer(LayerMemory):
             (of its part in the variance unless `prior_mean` is given); 0 for none. prior_deviation, prior_mean: of that
             density.
         normalise: whether inputs enter the signal with mean 0 and variance 1.
-        relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's.
+        relative: own position scheme for short memory and segment, as in Transformer-XL; False takes the model's, the
+            only one in models of others.
 
     Raises:
         ValueError: a size below 1, a number out of its range, or a basis that the widths do not divide.
     """
 
-    needs = frozenset({"state", "context", "kv_projection", "head"})
+    needs = frozenset({"state", "context", "kv_projection", "head", "own_loss"})
     centre_C: Tensor
     width_C: Tensor
     first_LC: Tensor
@@ -149,6 +151,8 @@ class InfinityFormer(LayerMemory):
         self.length, self.chunk, self.samples, self.bins = length, chunk, samples, bins
         self.min_variance, self.kl_weight = min_variance, kl_weight
         self.prior_deviation, self.prior_mean = prior_deviation, prior_mean
+        if not kl_weight:
+            self.needs = self.needs - {"own_loss"}
         self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.mean, self.variance = (nn.Linear(basis, 1, bias=False) for _ in range(2))
         functions = signal.bumps(basis, widths)
