@@ -94,6 +94,13 @@ def test_a_window_of_the_memory_does_not_care_where_a_text_is_cut() -> None:
     assert (found[0] - LLAMA.build()(words(tokens=TEXT)).logits)[:, 6:].abs().max() > 1e-4
 
 
+def test_a_choice_of_slots_takes_no_window_s_place() -> None:
+    family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
+    checks.carries(family, KINDS["crtn, each token"])
+    with pytest.raises(ValueError, match="sliding window of 4 tokens"):
+        family.with_memory(KINDS["rmt with a cache"])
+
+
 @torch.no_grad()
 def test_in_half_the_digits() -> None:
     plain, model = LLAMA.build().bfloat16(), LLAMA.with_memory(ALL).bfloat16()
@@ -288,6 +295,15 @@ def test_slots_go_through_whatever_stands_in_the_projections_places() -> None:
         layer.k_proj, layer.v_proj = Scaled(layer.k_proj), Scaled(layer.v_proj)
     checks.equal(model(ids).logits, plain(ids).logits, 1e-5)
     assert (model(ids).logits - before).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_a_class_made_of_the_host_s_is_one_of_its_kind() -> None:
+    plain, model = LLAMA.build(), LLAMA.build()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Mine", (type(layer.self_attn),), {"__module__": __name__})
+    add_memory(model, ALL, segment_length=SEGMENT)
+    checks.equal(model(words()).logits, plain(words()).logits, 1e-5)
 
 
 def test_adapters_of_peft_project_the_slots_too() -> None:

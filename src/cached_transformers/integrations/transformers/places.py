@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Site, Stored
 from cached_transformers.seam.positions import ALiBiPositions, RotaryPositions
@@ -35,23 +36,37 @@ def stored(
         turn, slope: as of `Stored`; `turned` when there is neither.
     """
     parameters = inspect.signature(type(site.layer).forward).parameters
-    turn = turn or (turned if slope is None else unturned)
+    rotary: Any = None
+    if turn is None and slope is None:
+        turn, rotary = partial(turned, _turning(site.layer)), site.holder("rotary_emb").rotary_emb
     return Stored(
         first_of(site.parent(), "input_layernorm", "ln_attn", "ln_1"),
-        turn,
-        site.holder("rotary_emb").rotary_emb if turn is turned else None,  # type: ignore[arg-type]
+        turn or unturned,
+        rotary,
         slope,
         next(name for name in CACHES if name in parameters),
     )
 
 
-def turned(layer: Any, rotary: Any, k_BGME: Tensor, places_BL: Tensor, x_BND: Tensor) -> Tensor:
-    """Keys turned by the function that the layer's own file has for it, perhaps in their first channels alone."""
+def _turning(layer: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function by which the layer turns queries and keys: that of the file of its class, or of a class above."""
+    files = (sys.modules[kind.__module__] for kind in type(layer).__mro__)
+    return next(file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb"))  # type: ignore[no-any-return]
+
+
+def turned(
+    turn: Callable[..., tuple[Tensor, Tensor]],
+    layer: Any,
+    rotary: Any,
+    k_BGME: Tensor,
+    places_BL: Tensor,
+    x_BND: Tensor,
+) -> Tensor:
+    """Keys turned by the layer's own function for it, perhaps in their first channels alone."""
     slots = k_BGME.shape[2]
     kinds = (_kind(layer),) if hasattr(rotary, "layer_types") else ()
     cos_BME, sin_BME = (t[:, :slots] for t in rotary(x_BND, places_BL, *kinds))
     width = getattr(layer, "rotary_ndims", k_BGME.shape[-1])
-    turn = sys.modules[type(layer).__module__].apply_rotary_pos_emb
     first = k_BGME[..., :width]
     first = turn(first[:, :1], first, cos_BME, sin_BME)[1]
     return first if width == k_BGME.shape[-1] else torch.cat([first, k_BGME[..., width:]], -1)

@@ -124,6 +124,8 @@ def _refuse_window(
     window = min((h.stream.window for _, h in found if h.stream and h.stream.window), default=None)
     if spanning is None or "bias" not in spanning.needs or window is None:
         return
+    if "context" in spanning.needs and "tokens_round" not in spanning.needs:
+        return  # its mask is one of slots, which stands beside the window
     if segment_length is None or segment_length + extra > window:
         shorter = f"take segment_length={window - extra} or less, from which it hides nothing, or " * (window > extra)
         raise ValueError(
