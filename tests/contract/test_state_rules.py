@@ -150,7 +150,8 @@ def test_reordered_rows_are_rows_reordered_before(case: Case) -> None:
 @cases(TEXT)
 @pytest.mark.parametrize("training", [False, True])
 def test_padding_behind_the_tokens_changes_nothing(case: Case, training: bool) -> None:
-    trimmed, padded = case.build().train(training), case.build().train(training)
+    # In float32 a processor may round products of another size so that an attention chooses another key.
+    trimmed, padded = (case.build().double().train(training) for _ in range(2))
     state, other = trimmed.init_state(ROWS), padded.init_state(ROWS)
     for index, segment in enumerate(case.segments(3)):
         filler = torch.full((ROWS, 3), index)

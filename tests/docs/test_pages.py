@@ -38,6 +38,9 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = library("transformers")
     sizes: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
+        "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=300
+        ),
         "facebook/bart-base": lambda: transformers.BartConfig(
             d_model=16,
             encoder_layers=1,
