@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.hosts import library
 from integrations.transformers_hosts import GPT2, SEGMENT, awaken, stream, words
 from models.test_session import ours, theirs
 
 from cached_transformers import (
     SegmentLoop,
+    Session,
     generate,
     load_initial_state,
+    load_pretrained,
     remove_initial_state,
+    remove_memory,
     save_initial_state,
     tune_initial_state,
 )
@@ -137,3 +141,38 @@ def test_refusals(tmp_path: Path) -> None:
     stranger = awaken(stream(GPT2, "grc_stream"))
     with pytest.raises(ValueError, match=r"other weights"):
         load_initial_state(stranger, tmp_path / "a")
+
+
+def test_it_travels_with_a_host_and_goes_with_its_memory(tmp_path: Path) -> None:
+    model, ids = theirs(), words(2, 3 * SEGMENT)
+    plain, keys = model(ids).logits, set(model.state_dict())
+    tuned = tune(model)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(-3)
+    expected = model(ids).logits
+    assert (expected - plain).abs().max() > 1e-3
+    model.save_pretrained(tmp_path)
+    again = load_pretrained(str(tmp_path))
+    assert torch.equal(again(ids).logits, expected)
+    assert set(again.state_dict()) == set(model.state_dict())
+    remove_memory(model)
+    assert {name for name in keys if "memory." not in name} == set(model.state_dict())
+
+
+def test_a_model_of_peft_is_read_with_its_adapters() -> None:
+    peft = library("peft")
+    model, ids = theirs("grc_stream"), words(1, 3 * SEGMENT)
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["memory"])
+    adapted = peft.get_peft_model(model, lora).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    session = Session(adapted)
+    session.read(ids)
+    expected = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(session.generate(tokens=6, temperature=0).tokens, expected[:, ids.shape[1] :])
+    prompted = peft.get_peft_model(theirs(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="PeftModelForCausalLM puts a prompt in front of each text"):
+        Session(prompted)

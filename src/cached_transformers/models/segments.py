@@ -102,9 +102,17 @@ def for_loops(model: Any) -> Any:
     """What loops call, with a state in and a `ModelOutput` out: the model, or what a host with a memory brings for it.
 
     Raises:
-        ValueError: a model of transformers that has none.
+        ValueError: a model of transformers that has none, or a prompt of PEFT.
     """
     make = getattr(model, "__dict__", {}).get("for_loops")
+    inside = getattr(model, "get_base_model", None)
+    if inside is not None:  # of PEFT: adapters act in the model inside, prompts in front of it
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(model).__name__} puts a prompt in front of each text, which a loop over segments would leave "
+                "out; call the model itself with memory_state, or tune_initial_state in the place of a prompt"
+            )
+        make = vars(inside()).get("for_loops")
     if make is not None:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):

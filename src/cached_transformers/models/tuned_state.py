@@ -42,6 +42,17 @@ def tune_initial_state(model: nn.Module, text_1N: Tensor, *, segment_length: int
     return _put(model, place, state)
 
 
+def begin_with(model: nn.Module, state: State) -> InitialState:
+    """Let rows begin with the state of one row, all numbers of which are parameters from then on; freezes nothing.
+
+    Raises:
+        ValueError: the model has an initial state already, or carries no state.
+    """
+    initial = InitialState(state, {name for name, t in named_tensors(state) if t.is_floating_point()})
+    _place(model).add_module(PLACE, initial)
+    return initial
+
+
 def save_initial_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the state that was tuned, with the fingerprint of the weights that it was tuned for.
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
+from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import Published, is_ours
+from cached_transformers.models.tuned_state import begin_with
 
 from .config import CachedConfig
 
@@ -68,6 +70,8 @@ def load_pretrained(name: str, cls: Any = None, **options: Any) -> Any:
         model, found = cls.from_pretrained(name, output_loading_info=True, **options)
     plain = set(model.state_dict())
     add_memory(model, **{"segment_length": None, **record})  # which earlier versions did not note
+    if any(f"{INITIAL_STATE}." in key for key in found["unexpected_keys"]):
+        begin_with(model, model.init_memory_state(1))  # of the same shapes, for what is loaded
     wanted = set(model.state_dict()) - plain
     stored = _read(transformers, name, model, wanted, hub)
     missing = sorted(wanted - stored.keys())

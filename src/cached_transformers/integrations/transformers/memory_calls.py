@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
 from .handed import Handed
@@ -177,4 +178,5 @@ def detach_calls(module: nn.Module) -> None:
         reader.detach()
     for name in ATTACHED:
         vars(module).pop(name, None)
+    module._modules.pop(INITIAL_STATE, None)  # a state of the memory that goes
     vars(module.config).pop("keys_to_ignore_at_inference", None)  # type: ignore[arg-type]
