@@ -297,6 +297,18 @@ def test_slots_go_through_whatever_stands_in_the_projections_places() -> None:
     assert (model(ids).logits - before).abs().max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@torch.no_grad()
+def test_quantised_layers_without_a_parameter_keep_it() -> None:
+    model, ids = LLAMA.with_memory(ALL), words(tokens=TEXT)
+    expected, plain = model(ids).logits, LLAMA.build()
+    packing = pytest.importorskip("torch.ao.quantization", reason="this torch has no torch.ao.quantization any more")
+    ours, packed = (packing.quantize_dynamic(m, {nn.Linear}, dtype=torch.qint8) for m in (model, plain))
+    effect = (expected - checks.segments(plain, ids)).abs().max()
+    assert (ours(ids).logits - expected).abs().max() < 0.2 * effect
+    assert torch.equal(remove_memory(ours)(ids).logits, packed(ids).logits)
+
+
 @torch.no_grad()
 def test_a_class_made_of_the_host_s_is_one_of_its_kind() -> None:
     plain, model = LLAMA.build(), LLAMA.build()

@@ -21,9 +21,11 @@ def like_weights(module: nn.Module, place: nn.Module | None = None) -> Tensor:
     The weights themselves may be cut up (a DTensor, of which a state would be one) or not be there (on "meta").
 
     Args:
-        place: a module whose device it is; None for the same one.
+        place: a module whose device it is, if it has parameters (packed weights are none); None for the same one.
     """
-    weight = next((place or module).parameters())
+    weight = next((place or module).parameters(), None)
+    if weight is None:
+        place, weight = None, next(module.parameters())
     device: Any = weight.device
     if device.type == "meta":
         hook = next((m._hf_hook for m in (place or module).modules() if hasattr(m, "_hf_hook")), None)
