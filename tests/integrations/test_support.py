@@ -14,22 +14,27 @@ from typing import Any
 
 import pytest
 from integrations import family_checks as checks
+from integrations import wrapped_checks as wrapped
 from integrations.families import ALL, Family, families
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-USES = ("train", "generate", "beams", "save", "compile", "checkpointing")
+USES = ("train", "generate", "beams", "save", "compile", "checkpointing", "LoRA", "DDP", "FSDP2")
+WRAPPED: dict[str, Callable[..., None]] = {
+    **{"LoRA": wrapped.adapts, "DDP": wrapped.replicated, "FSDP2": wrapped.cut_up},
+}
 DECODER: dict[str, Callable[..., None]] = {
     **{"train": checks.trains, "generate": checks.generates, "beams": checks.searches},
     **{"save": checks.saves, "compile": checks.compiles, "checkpointing": checks.checkpoints},
 }
 SHARED: dict[str, Callable[..., None]] = {
     **{"train": checks.shared_trains, "save": checks.shared_saves},
-    **{"compile": checks.shared_compiles, "checkpointing": checks.shared_checkpoints},
+    **{"compile": checks.shared_compiles, "checkpointing": checks.shared_checkpoints, **WRAPPED},
 }
 PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_searches}
 SAID = {
+    wrapped.FRAMES: "shared memories alone",
     "does not support activation checkpointing": "not in transformers",
     "timm runs blocks again without the state": "not with a state",
 }
