@@ -34,7 +34,7 @@ SHARED: dict[str, Callable[..., None]] = {
 }
 PAIR = SHARED | {"generate": checks.shared_generates, "beams": checks.shared_searches}
 SAID = {
-    wrapped.FRAMES: "shared memories alone",
+    wrapped.FRAMES: "by SegmentLoop",
     "does not support activation checkpointing": "not in transformers",
     "timm runs blocks again without the state": "not with a state",
 }

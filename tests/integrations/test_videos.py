@@ -13,6 +13,7 @@ from integrations.families import Family, patches, timm_family
 from integrations.hosts import close_gates, library
 from integrations.test_refusals import refuse
 from integrations.transformers_hosts import awaken, differences
+from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,6 +142,34 @@ def test_loops_read_videos(family: Family, memory: Any) -> None:
     assert differences(found, short) < 1e-5
     with pytest.raises(ValueError, match=r"inputs of shape \(2, 2\) are no videos"):
         SegmentLoop(model, 2)(classes, classes)
+
+
+@pytest.mark.parametrize("family, memory", [(VIT, RMT), (TIMM_VIT, CACHE)], ids=["vit-rmt", "timm_vit-grc_stream"])
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "FSDP2 by block"])
+def test_others_wrap_the_loop(family: Family, memory: Any, way: str) -> None:
+    """One forward for each backward, also where the last frame alone is in the loss."""
+    from torch.distributed.fsdp import fully_shard
+
+    targets = torch.tensor([[-100, -100, 1], [-100, -100, 0]])
+
+    def gradients(wrapped: bool) -> dict[str, Tensor]:
+        model = made(family, memory).train()
+        loop: Any = SegmentLoop(model, segment_length=3)
+        if wrapped and way == "FSDP2 by block":
+            for block in next(m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)):
+                fully_shard(block)
+        if wrapped:
+            loop = nn.parallel.DistributedDataParallel(loop) if way == "DDP" else fully_shard(loop)
+        loop(frames(), targets)[0].backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in grads.items()}
+
+    expected = gradients(False)
+    with one_process():
+        found = gradients(True)
+    assert found.keys() == expected.keys() and any("memory" in name for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
 
 
 def test_timm_by_name() -> None:
