@@ -8,7 +8,6 @@ has one. Streaming is the same without gradient.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class Row:
     """Measurements of one memory; speeds in tokens a second of processor time.
 
     `plain` is the time of a training step over that of the model without a memory, `peer` the time of the peer's step
-    over ours: above 1 ours is faster.
+    over ours: above 1 ours is faster. `peer_name` of a peer that could not be measured says why.
     """
 
     memory: str
@@ -138,7 +137,7 @@ def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
     model, tokens = build(spec, sizes), random_tokens(sizes)
     bptt = sizes.segments if memory in ACROSS else 1
     cases = {"ours": our_step(model, sizes, tokens, bptt), "plain": our_step(build(None, sizes), sizes, tokens, 1)}
-    peer = _peer(memory, sizes)
+    peer, peer_name = _peer(memory, sizes)
     if peer is not None:
         cases["peer"] = peer_step(peer, sizes, tokens, bptt)
     train = compare(cases, "ours", rounds)
@@ -156,7 +155,7 @@ def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
         kept / 2**20,
         states.nbytes(model.init_state(1)) / 2**10,  # type: ignore[operator]
         train.get("peer"),
-        PEERS[memory].distribution if memory in PEERS else "",
+        peer_name,
         count_parameters(peer.module) if peer is not None else None,
     )
 
@@ -165,13 +164,16 @@ def _inverse(ratio: Ratio) -> Ratio:
     return dataclasses.replace(ratio, median=1 / ratio.median, low=1 / ratio.high, high=1 / ratio.low)
 
 
-def _peer(memory: str, sizes: Sizes) -> Peer | None:
+def _peer(memory: str, sizes: Sizes) -> tuple[Peer | None, str]:
+    """The peer and its name, or None and what it lacks; both empty where there is none."""
     if memory not in PEERS:
-        return None
-    module = PEERS[memory].distribution.replace("-", "_")
-    if importlib.util.find_spec(module) is None:
-        return None
-    return PEERS[memory].build(sizes)
+        return None, ""
+    name = PEERS[memory].distribution
+    try:
+        return PEERS[memory].build(sizes), name
+    except ModuleNotFoundError as error:
+        missing = name if error.name == name.replace("-", "_") else f"{error.name}, which {name} needs,"
+        return None, f"{missing} is not installed"
 
 
 def run(rounds: int, only: str = "all") -> list[Row]:
@@ -190,11 +192,9 @@ def as_markdown(rows: list[Row]) -> str:
     )
     lines = []
     for r in rows:
-        peer, name = "", ""
+        peer, name = "", r.peer_name
         if r.peer is not None:
             peer, name = str(r.peer), f"{r.peer_name} ({(r.peer_parameters or 0) / 1e6:.2f} M)"
-        elif r.peer_name:
-            name = f"{r.peer_name} is not installed"
         lines.append(
             [
                 r.memory,
