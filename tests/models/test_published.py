@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from models.test_session import words
 
@@ -39,7 +40,12 @@ def test_saved_it_is_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "model" / "config.json").read_text()
 
 
-def test_caches_and_dtypes_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["cache_MC", "weight"])
+def test_caches_and_dtypes_travel(tmp_path: Path, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = safetensors.torch.load  # gives the tensors in no order
+    monkeypatch.setattr(
+        safetensors.torch, "load", lambda file: dict(sorted(load(file).items(), key=lambda t: first not in t[0]))
+    )
     model = create_model("vision_transformer", image_size=8, patch_size=4, classes=3, memory="grc", width=16, heads=2)
     x = torch.randn(4, 3, 8, 8)
     model.train()(x)

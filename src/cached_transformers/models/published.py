@@ -96,10 +96,10 @@ class Published(nn.Module):
             raise ValueError(
                 f"{folder / WEIGHTS} does not match its checksum in {CONFIG}, so it is damaged; fetch it again"
             )
-        stored = safetensors.torch.load(content)
-        dtype = next((t.dtype for t in stored.values() if t.is_floating_point()), torch.get_default_dtype())
-        model = model.to(dtype)
-        model.load_state_dict(_with_twins(stored, model.state_dict()))
+        stored = _with_twins(safetensors.torch.load(content), model.state_dict())
+        # A parameter tells the type: a cache keeps its own, and the file gives its tensors in any order.
+        model = model.to(next((stored[name].dtype for name, _ in model.named_parameters() if name in stored), None))
+        model.load_state_dict(stored)
         return model.eval()  # type: ignore[return-value]
 
     def push_to_hub(
