@@ -379,9 +379,12 @@ class Silent(TransformerXL):
 
     needs = frozenset({"state"})
 
-    def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
+        return state
+
+    def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
         k_BGME = query.x_BND.new_zeros(len(query.x_BND), 2, self.length, 8)
-        return Reading(Context(k_BGME, k_BGME, state.positions_BMP, state.valid_BM))
+        return Reading(Context(k_BGME, k_BGME, opened.positions_BMP, opened.valid_BM))
 
 
 class SilentRecall(CRTN):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone, lined_up
-from cached_transformers.seam.memory import Trace
+from cached_transformers.seam.memory import Trace, look
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
@@ -320,7 +320,7 @@ def test_where_a_slot_stands(positions: str) -> None:
     x_BND = torch.randn(1, 12, D, dtype=torch.float64)
     _, state, _ = run(layer, x_BND, layer.memory.init_state(1, x_BND), torch.zeros(1).long())
     query = layer(x_BND, torch.arange(12, 24)[None, :, None], state=state).query
-    context = layer.memory.read(state, query, layer.project_kv).context
+    context = look(layer.memory, state, query, layer.project_kv).context
     places = context.positions_BMP[0, context.valid_BM[0], 0].tolist()
     # Twelve tokens: two groups of three, and six that stay.
     assert places == (list(range(4, 12)) if positions == "slots" else [1, 4, *range(6, 12)])

@@ -215,7 +215,7 @@ def test_recorded_values(golden: Any, tag: str, basis: int, widths: tuple[float,
         fits_B = fits_B + 1
         close(coefficients_BCD, load(f"seg{segment}/B"))
         q_BHNE = q.unflatten(-1, (2, 3)).transpose(1, 2)
-        z, mean, variance = memory.attend(coefficients_BCD, q_BHNE)
+        z, mean, variance = memory.attend(*memory.keys_values(coefficients_BCD), q_BHNE)
         read = (Query(q, q_BHNE), Reading(output_BHNE=z))
         y = memory.project(torch.zeros_like(q_BHNE), *read, lambda y: y, None)
         close(y.transpose(0, 1), load(f"seg{segment}/context"))

@@ -111,8 +111,7 @@ def test_golden_writes(shared: Path) -> None:
     weights = {f"{mine}.weight": given[theirs].T for mine, theirs in names.items()}
     module.load_state_dict({**weights, "bias_MD": given["v_bias"]})
     start = torch.zeros(1, N, WIDTH, dtype=torch.float64)
-    slots = module.enter(module.init_state(1, start), Tokens(start, torch.zeros(1, N, 1))).slots[0]  # type: ignore[index]
-    assert slots is not None
+    (slots,) = module.open(module.init_state(1, start), Tokens(start, torch.zeros(1, N, 1)), [])
     torch.testing.assert_close(slots[0], given["M0"], rtol=0, atol=1e-12)
     for step in range(3):
         x = given[f"t{step}/x_enc"][None]

@@ -16,7 +16,7 @@ from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.memory import Query, Reading, Tokens, Trace
+from cached_transformers.seam.memory import Query, Reading, Tokens, Trace, begin
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
@@ -190,14 +190,15 @@ def test_two_blocks_computed_by_hand() -> None:
     for start, block in enumerate(blocks):
         x_BND = torch.tensor([block], dtype=torch.float64)
         positions = torch.tensor([[[2 * start], [2 * start + 1]]])
-        entry = memory.enter(state, Tokens(x_BND, positions))
+        tokens = Tokens(x_BND, positions)
+        entry = begin(memory, state, tokens, [])
         assert entry.slots is not None and not entry.slots[1].any()  # the first read of every block sees nothing
         trace = trace_of(x_BND, positions)
         _, state, _ = memory.exit(state, x_BND, [trace])
     assert state.table.hidden_BMD[0].tolist() == [[0, 0], [0, 0], [1, 2], [2, -1]]
     assert state.table.positions_BMP[0, 2:].tolist() == [[0, 0], [2, 1]] and state.blocks_B.item() == 2
     x_BND = torch.tensor([[[1.0, 0.0]]]).double()
-    slots = memory.enter(state, Tokens(x_BND, torch.tensor([[[0]]]))).slots
+    slots = memory.open(state, Tokens(x_BND, torch.tensor([[[0]]])), []).slots
     assert slots is not None
     _, valid_BM, places_BM = slots
     assert valid_BM.tolist() == [[False, False, True, True]]
@@ -323,7 +324,7 @@ def test_the_oldest_summaries_leave_a_full_table() -> None:
     memory = small.stack.model_memory
     for number, place in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [0, 1, 2]), (4, [-2, -1, 0]), (5, [-3, -2, -1])):
         positions = torch.full((ROWS, BLOCK, 1), number * BLOCK)
-        slots = memory.enter(state.model, Tokens(torch.zeros(ROWS, BLOCK, WIDTH), positions)).slots
+        slots = memory.open(state.model, Tokens(torch.zeros(ROWS, BLOCK, WIDTH), positions), []).slots
         assert slots is not None and slots[2][0].tolist() == place
 
 

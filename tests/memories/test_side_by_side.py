@@ -25,7 +25,7 @@ from cached_transformers.memories.parts.shared_cache import commit_caches
 from cached_transformers.memories.parts.side_by_side import SideBySide
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.registry import MEMORIES, Entry
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace, look
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.tasks.recipes import config_from_dict
 from cached_transformers.training.segments import SegmentLoop
@@ -356,7 +356,7 @@ class Outer(LayerMemory):
         return (self.inner.init_state(batch_size, like), torch.zeros(batch_size, dtype=torch.long))
 
     def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return self.inner.read(state[0], query, project_kv)
+        return look(self.inner, state[0], query, project_kv)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         return self.inner.combine(y_BHNE, query, reading)

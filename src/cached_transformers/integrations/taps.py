@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.parts.shared_cache import CacheSlots
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, Linear, ModelMemory, Query, Reading
+from cached_transformers.seam.memory import LayerMemory, Linear, ModelMemory, Query, Reading, look
 from cached_transformers.state import State
 
 from .at_hand import with_weights
@@ -83,7 +83,7 @@ class Tap:
         self, state: State, y_BND: Tensor, query: Query, linear: Linear, reading: Reading | None = None
     ) -> tuple[Tensor, Reading]:
         """The attention's result, and what was read for it, here or before."""
-        reading = self.memory.read(state, query, None) if reading is None else reading
+        reading = look(self.memory, state, query, None) if reading is None else reading
         y_BHNE = y_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.memory.project(y_BHNE, query, reading, linear, self.projection.weights()), reading
 

@@ -24,7 +24,7 @@ from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.contexts import join, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
 from cached_transformers.seam.linear_maps import matrix_of, plain_weights
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
 from cached_transformers.seam.positions import Positions
 from cached_transformers.state import State
 
@@ -260,9 +260,9 @@ class SelfAttention(nn.Module):
             output = functools.partial(by_place, segment=segment, inside=self.output, outside=others.output)
         if self.query_factor != 1:
             q = q * self.query_factor
-        query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v)
+        query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v, segment)
         memory_state, core_state = state if self.core.carry and len(state) else (state, ())
-        reading = self.memory.read(memory_state, query, self.project_kv)
+        reading = look(self.memory, memory_state, query, self.project_kv)
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)

@@ -85,9 +85,9 @@ class Block(nn.Module):
             segment: (start, length) of the segment's tokens, which alone a memory may store; None for all.
             attention: what `SelfAttention.forward` takes beside tokens, positions and state.
         """
-        if self.memory_weights is not None and segment is not None:
-            attention.update(segment=segment, others=self.memory_weights.attention)
-        attended = self.attention(x_BND, positions_BNP, state=state, **attention)
+        if self.memory_weights is not None:
+            attention["others"] = self.memory_weights.attention
+        attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
         y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
         if self.slot_attention is not None and slots is not None:
             y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, *slots))

@@ -156,15 +156,17 @@ class Compressive(LayerMemory):
             empty_rows(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
         )
 
-    def read(self, state: CompressiveState, query: Query, project_kv: ProjectKV | None) -> Reading:
-        assert project_kv is not None and query.positions_BNP is not None
+    def open(self, state: CompressiveState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        assert project_kv is not None and first_B1P is not None
         hidden_BMD, positions_BMP, valid_BM = lined_up(state)
         if self.positions == "slots":
             steps_M = torch.arange(-hidden_BMD.shape[1], 0, device=hidden_BMD.device)
-            positions_BMP = query.positions_BNP[:, :1] + steps_M[None, :, None]
+            positions_BMP = first_B1P + steps_M[None, :, None]
         k_BHME, v_BHME = project_kv(hidden_BMD)
-        context = Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=self.positions == "slots")
-        return Reading(context, carry=project_kv)
+        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=self.positions == "slots")
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(opened, carry=project_kv)
 
     def write(self, state: CompressiveState, trace: Trace) -> tuple[CompressiveState, Tensor | None]:
         compressed, recent = state

@@ -166,17 +166,19 @@ class ErnieDoc(LayerMemory):
             positions_BMP=before_M1.repeat(batch_size, 1, 1), count_B=torch.full_like(rows.count_B, self.length)
         )
 
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
         positions_BMP = state.positions_BMP
-        if query.positions_BNP is not None:
+        if first_B1P is not None:
             # The newest slot stands right before the first token, also where a model counts anew in each segment. Of
             # further channels (the task) the slots have the first token's.
-            first_B1P = query.positions_BNP[:, :1]
             placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
             others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
             positions_BMP = torch.cat([placed_BM1, others_BMP], -1)
-        return Reading(Context(*project_kv(state.clean_BMD), positions_BMP, state.valid_BM, consecutive=True))
+        return Context(*project_kv(state.clean_BMD), positions_BMP, state.valid_BM, consecutive=True)
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(opened)
 
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None

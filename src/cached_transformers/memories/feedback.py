@@ -169,14 +169,14 @@ class Feedback(ModelMemory):
         return empty_rows(batch_size, self.length, channels, like)
 
     def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[list[Tensor], Rows, None]:
-        opened, outputs = self._open(state, through.layers), []
+        opened, outputs = self.open(state, tokens, through.layers), []
         for token in tokens.split(1):
-            output, opened, _ = super().run(opened, token, through)
-            outputs += output
+            x_BND, traces = through(self.enter(opened, token))
+            opened = self.go_on(opened, x_BND, traces)
+            outputs.append(x_BND)
         return outputs, self._close(opened), None
 
-    def _open(self, state: Rows, layers: Sequence[Projections]) -> Opened:
-        """Keys and values of all slots, made once a segment."""
+    def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
         zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
         written_B = torch.zeros_like(state.count_B)
         if self.keep == "kv":
@@ -198,9 +198,9 @@ class Feedback(ModelMemory):
         made = [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
         return torch.cat([t.transpose(1, 2).flatten(2) for t in made], -1)
 
-    def enter(self, state: Opened, tokens: Tokens) -> Entry:
-        pairs, valid_BM = state.pairs, state.pairs.valid_BM
-        pairs_BMW = torch.where(valid_BM[..., None], pairs.hidden_BMD, state.zero_11W.to(pairs.hidden_BMD.dtype))
+    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+        pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
+        pairs_BMW = torch.where(valid_BM[..., None], pairs.hidden_BMD, opened.zero_11W.to(pairs.hidden_BMD.dtype))
         # An empty slot that is attended stands where a token would have stood.
         steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
         before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
@@ -212,16 +212,16 @@ class Feedback(ModelMemory):
             Context(k, v, positions_BMP, valid_BM, consecutive=True)
             for k, v in zip(heads[::2], heads[1::2], strict=True)
         ]
-        return Entry(tokens, contexts * len(state.layers) if self.shared_kv else contexts)
+        return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
 
-    def exit(self, state: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Opened, None]:
+    def go_on(self, opened: Opened, x_BND: Tensor, traces: Sequence[Trace]) -> Opened:
         positions_BNP, padding_BN = traces[0].query.positions_BNP, traces[0].query.padding_BN
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])
         mixture_BND = (self.weight.softmax(0)[:, None, None, None] * layers_LBND).sum(0)
-        mixtures = state.mixtures
+        mixtures = opened.mixtures
         if mixtures is not None:
             mixtures = push(mixtures, mixture_BND, positions_BNP, padding_BN)[0]
-        pairs = push(state.pairs, self._pairs(mixture_BND, state.layers), positions_BNP, padding_BN)[0]
+        pairs = push(opened.pairs, self._pairs(mixture_BND, opened.layers), positions_BNP, padding_BN)[0]
         written = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
-        return x_BND, state._replace(mixtures=mixtures, pairs=pairs, written_B=state.written_B + written), None
+        return opened._replace(mixtures=mixtures, pairs=pairs, written_B=opened.written_B + written)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import carried_norm
@@ -143,8 +143,11 @@ class Memformer(ModelMemory):
     def slot_attention(self, index: int) -> SlotAttention:
         return SlotAttention(self.width, self.heads)
 
-    def enter(self, state: Slots, tokens: Tokens) -> Entry:
-        return Entry(tokens, slots=(self._slots(state),))
+    def open(self, state: Slots, tokens: Tokens, layers: Sequence[Projections]) -> tuple[Tensor]:
+        return (self._slots(state),)
+
+    def enter(self, opened: tuple[Tensor], tokens: Tokens) -> Entry:
+        return Entry(tokens, slots=opened)
 
     def exit(self, state: Slots, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Slots, None]:
         padding_BN = traces[0].query.padding_BN

@@ -208,9 +208,13 @@ class Memorizing(LayerMemory):
         written_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return NeighbourStore(k_BHME, torch.zeros_like(k_BHME), written_B)
 
-    def read(self, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> State:
+        return state
+
+    def read(self, opened: State, query: Query, project_kv: ProjectKV | None) -> Reading:
         if not self.here:
             return Reading()
+        state: NeighbourStore = opened
         assert query.q_BHNE is not None
         q_BHNE = unit(query.q_BHNE)
         search = nearest if self.index is None else self.index.search

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State
 
@@ -98,7 +98,10 @@ class MemoryTransformer(ModelMemory):
         )
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
-    def enter(self, state: State, tokens: Tokens) -> Entry:
+    def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> State:
+        return state
+
+    def enter(self, opened: State, tokens: Tokens) -> Entry:
         n, device = tokens.x_BND.shape[1], tokens.x_BND.device
         memory_BMD = self.initial_MD.expand(tokens.x_BND.shape[0], -1, -1)
         front_BMD, back_BMD = (memory_BMD, None) if self.place == "front" else (None, memory_BMD)
@@ -117,8 +120,7 @@ class MemoryTransformer(ModelMemory):
     def layer_memory(self, index: int) -> LayerMemory:
         if not self.cache:
             return LayerMemory()
-        sides = {"front": self._start, "back": self.length - self._start}
-        return CacheBeforeTokens(self.width, self.heads, self.cache, read_by_all=False, **sides)
+        return CacheBeforeTokens(self.width, self.heads, self.cache, front=self._start, read_by_all=False)
 
     @property
     def _start(self) -> int:

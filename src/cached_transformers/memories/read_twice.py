@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Through, Tokens, Trace
+from cached_transformers.seam.memory import (
+    Entry,
+    ModelMemory,
+    Offer,
+    Projections,
+    Through,
+    Tokens,
+    Trace,
+    begin,
+)
 from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.options import one_of
@@ -80,6 +89,13 @@ class ReadTwiceState(NamedTuple):
 
     table: Rows
     blocks_B: Tensor
+
+
+class Opened(NamedTuple):
+    """What the blocks read of the table during a segment, in one of two ways."""
+
+    contexts: list[Offer | None] | None
+    slots: tuple[Tensor, Tensor, Tensor] | None
 
 
 @MEMORIES.register(
@@ -177,6 +193,7 @@ class ReadTwice(ModelMemory):
             self.needs = frozenset({"state", "context", "kv_projection"})
         if block_length is not None:
             self.needs = self.needs | {"pieces"}
+            self.in_one_piece = f"block_length={block_length} cuts a segment into blocks"
         self.width, self.heads, self.slots, self.every, self.block_length = width, heads, slots, every, block_length
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
@@ -200,18 +217,22 @@ class ReadTwice(ModelMemory):
     def run(self, state: ReadTwiceState, tokens: Tokens, through: Through) -> tuple[list[Tensor], ReadTwiceState, None]:
         outputs = []
         for block in tokens.split(self.block_length or tokens.x_BND.shape[1]):
-            output, state, _ = super().run(state, block, through)
-            outputs += output
+            x_BND, traces = through(begin(self, state, block, through.layers))
+            x_BND, state, _ = self.exit(state, x_BND, traces)
+            outputs.append(x_BND)
         return outputs, state, None
 
-    def enter(self, state: ReadTwiceState, tokens: Tokens) -> Entry:
+    def open(self, state: ReadTwiceState, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
         begin_BM, number_BM = state.table.positions_BMP.unbind(-1)
         visible_BM, _, number_B = self._look(state, tokens.positions_BNP)
         if self.attention == "joint":
             table_BMD, begin_BM1 = state.table.hidden_BMD, begin_BM[..., None]
             summaries = partial(recalled, hidden_BMD=table_BMD, positions_BMP=begin_BM1, valid_BM=visible_BM)
-            return Entry(tokens, [summaries if index in self.readers else None for index in range(self.depth)])
-        return Entry(tokens, slots=(state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
+            return Opened([summaries if index in self.readers else None for index in range(self.depth)], None)
+        return Opened(None, (state.table.hidden_BMD, visible_BM, number_BM - number_B[:, None]))
+
+    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+        return Entry(tokens, opened.contexts, opened.slots)
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
         # The same positions again: what was read before is known by them.

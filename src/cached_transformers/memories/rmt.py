@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
+from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import (
@@ -117,16 +117,18 @@ class RMT(ModelMemory):
     def layer_memory(self, index: int) -> LayerMemory:
         if not self.cache:
             return LayerMemory()
-        sides = {"front": self.length, "back": self.behind}
-        return CacheBeforeTokens(self.width, self.heads, self.cache, read_by_all=self.read_cache, **sides)
+        return CacheBeforeTokens(self.width, self.heads, self.cache, front=self.length, read_by_all=self.read_cache)
 
     def init_state(self, batch_size: int, like: Tensor) -> MemoryTokens:
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return MemoryTokens(like.new_zeros(batch_size, self.length, self.width), segments_B)
 
-    def enter(self, state: MemoryTokens, tokens: Tokens) -> Entry:
+    def open(self, state: MemoryTokens, tokens: Tokens, layers: Sequence[Projections]) -> Tensor:
         # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
-        memory_BMD = torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
+        return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
+
+    def enter(self, opened: Tensor, tokens: Tokens) -> Entry:
+        memory_BMD = opened
         n, device = tokens.x_BND.shape[1], tokens.x_BND.device
         surrounded = surround(tokens, memory_BMD, memory_BMD if self.behind else None)
         return Entry(surrounded, segment=(self.length, n), visible_NN=self._visible(n, device))

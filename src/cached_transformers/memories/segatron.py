@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.linear_maps import matrix_of
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, ProjectKV, Query, Reading, Tokens, Trace
+from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
@@ -121,12 +121,12 @@ class SegatronLayer(TransformerXL):
     def init_state(self, batch_size: int, like: Tensor) -> Rows:
         return empty_rows(batch_size, self._slots(), self.width, like, CHANNELS)
 
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
-        assert project_kv is not None and query.positions_BNP is not None
+    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        assert project_kv is not None and first_B1P is not None
         k_BHME, v_BHME = project_kv(state.clean_BMD)
         # The segment's positions have more channels, which keys of the context have no use for.
-        rest = query.positions_BNP.shape[-1] - CHANNELS
-        return Reading(Context(k_BHME, v_BHME, F.pad(state.positions_BMP, (0, rest)), state.valid_BM))
+        rest = first_B1P.shape[-1] - CHANNELS
+        return Context(k_BHME, v_BHME, F.pad(state.positions_BMP, (0, rest)), state.valid_BM)
 
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None
@@ -219,12 +219,15 @@ class Segatron(ModelMemory):
         zeros = torch.zeros(2, batch_size, dtype=torch.long, device=like.device)
         return SegatronState(*zeros)
 
-    def enter(self, state: SegatronState, tokens: Tokens) -> Entry:
+    def open(self, state: SegatronState, tokens: Tokens, layers: Sequence[Projections]) -> SegatronState:
+        return state
+
+    def enter(self, opened: SegatronState, tokens: Tokens) -> Entry:
         inputs, padding_BN = tokens.inputs_BN, tokens.padding_BN
         if inputs is None:
             raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
         here, behind = [], []
-        for begun_B, ends in zip(state, (self.sentence_ends, self.paragraph_ends), strict=True):
+        for begun_B, ends in zip(opened, (self.sentence_ends, self.paragraph_ends), strict=True):
             ended_BN = torch.zeros_like(inputs, dtype=torch.bool)
             for token in ends:
                 ended_BN = ended_BN | (inputs == token)
@@ -236,10 +239,13 @@ class Segatron(ModelMemory):
         positions_BNP = torch.cat([tokens.positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
         return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
-    def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
+    def go_on(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
         positions_BNP = traces[0].query.positions_BNP
         assert positions_BNP is not None
-        return x_BND, SegatronState(*positions_BNP[:, -1, CHANNELS:].unbind(-1)), None
+        return SegatronState(*positions_BNP[:, -1, CHANNELS:].unbind(-1))
+
+    def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
+        return x_BND, self.go_on(state, x_BND, traces), None
 
 
 def paper_widths(width: int) -> tuple[int, int, int]:

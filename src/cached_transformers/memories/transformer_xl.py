@@ -87,9 +87,12 @@ class TransformerXL(LayerMemory):
     def init_state(self, batch_size: int, like: Tensor) -> Rows:
         return empty_rows(batch_size, self._slots(), self.width, like)
 
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
-        return Reading(Context(*project_kv(state.clean_BMD), state.positions_BMP, state.valid_BM, consecutive=True))
+        return Context(*project_kv(state.clean_BMD), state.positions_BMP, state.valid_BM, consecutive=True)
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(opened)
 
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None
@@ -101,22 +104,22 @@ class CacheBeforeTokens(TransformerXL):
 
     Args:
         width: D. heads: H. length: cached tokens.
-        front, back: memory tokens in front of the segment and behind it.
+        front: memory tokens in front of the segment.
         read_by_all: whether memory tokens see the cache; the segment's tokens do.
     """
 
-    def __init__(self, width: int, heads: int, length: int, *, front: int, back: int, read_by_all: bool) -> None:
+    def __init__(self, width: int, heads: int, length: int, *, front: int, read_by_all: bool) -> None:
         super().__init__(width, heads, length, relative=False)
-        self.front, self.back, self.read_by_all = front, back, read_by_all
+        self.front, self.read_by_all = front, read_by_all
 
-    def read(self, state: Rows, query: Query, project_kv: ProjectKV | None) -> Reading:
-        context = super().read(state, query, project_kv).context
-        assert context is not None
-        visible_BHNM = None
-        if not self.read_by_all:
-            tokens = query.x_BND.shape[1]
-            place_L = torch.arange(tokens, device=query.x_BND.device)
-            inside_L = (place_L >= self.front) & (place_L < tokens - self.back)
-            visible_BHNM = inside_L[:, None].expand(-1, context.k_BHME.shape[2])[None, None]
-        positions_BMP = context.positions_BMP - self.front
-        return Reading(context._replace(positions_BMP=positions_BMP, consecutive=False, visible_BHNM=visible_BHNM))
+    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        context = super().open(state, first_B1P, project_kv)
+        return context._replace(positions_BMP=context.positions_BMP - self.front, consecutive=False)
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        if self.read_by_all or query.segment is None:
+            return Reading(opened)
+        start, length = query.segment
+        place_L = torch.arange(query.x_BND.shape[1], device=query.x_BND.device)
+        inside_L = (place_L >= start) & (place_L < start + length)
+        return Reading(opened._replace(visible_BHNM=inside_L[:, None].expand(-1, opened.k_BHME.shape[2])[None, None]))

@@ -80,7 +80,8 @@ class Query(NamedTuple):
 
     `x_BND` is the input of the attention (after the block's norm). `padding_BN` marks padding with True. `size` is the
     (height, width) of the token map, when there is one. Queries, keys and values are those of the segment, without
-    positions; layers that others wrote give them to memories that need "head" alone, or none at all.
+    positions; layers that others wrote give them to memories that need "head" alone, or none at all. `segment` says
+    where the segment's tokens begin, and how many there are, where tokens of a memory stand round them.
     """
 
     x_BND: Tensor
@@ -90,6 +91,7 @@ class Query(NamedTuple):
     size: tuple[int, int] | None = None
     k_BHNE: Tensor | None = None
     v_BHNE: Tensor | None = None
+    segment: tuple[int, int] | None = None
 
     def narrow(self, start: int, length: int) -> Query:
         """The query of some neighbouring tokens."""
@@ -161,8 +163,25 @@ class LayerMemory(nn.Module):
         """State before the first segment, on the device and in the dtype of `like`."""
         return ()
 
-    def read(self, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
-        """Look into the memory before the layer attends. `project_kv` is there where the memory needs it."""
+    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
+        """What reading needs of the state, made once a segment: `read` gets it in the place of the state.
+
+        A memory that writes this method promises that what a token reads depends on that and on the token alone. Texts
+        can then be generated token by token; other memories are shown the open segment again for each token.
+
+        Args:
+            first_B1P: position of the segment's first token, where the layer knows positions.
+            project_kv: there where the memory needs it.
+        """
+        return state
+
+    def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        """Look into the memory before the layer attends.
+
+        Args:
+            opened: what `open` made; the state itself for a memory that does not write it.
+            project_kv: there where the memory needs it.
+        """
         return Reading()
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -256,11 +275,13 @@ class ModelMemory(nn.Module):
         rereads: another pass over the same segments, begun with what `next_pass` returns, shows no token what stands
             behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
             a next-token loss over several passes needs it.
+        in_one_piece: why, with these options, a token cannot be read alone whatever `open` promises; None where it can.
     """
 
     needs: frozenset[str] = frozenset()
     extra_tokens: int = 0
     rereads: bool = False
+    in_one_piece: str | None = None
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
@@ -281,9 +302,25 @@ class ModelMemory(nn.Module):
         """State before the first segment, on the device and in the dtype of `like`."""
         return ()
 
-    def enter(self, state: State, tokens: Tokens) -> Entry:
-        """Called before the first block."""
+    def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> Any:
+        """What `enter` needs of the state, made once a segment.
+
+        A memory that writes this method promises that what it hands to the blocks for a token depends on that, on what
+        `go_on` makes of it, and on the token alone, but for memory tokens in front, which are the same for all. Texts
+        can then be generated token by token; other memories are shown the open segment again for each token.
+
+        Args:
+            tokens: the segment's first tokens. layers: of the stack, from the first to the last.
+        """
+        return state
+
+    def enter(self, opened: Any, tokens: Tokens) -> Entry:
+        """Called before the first block, with what `open` made; the state for a memory that does not write it."""
         return Entry(tokens)
+
+    def go_on(self, opened: Any, x_BND: Tensor, traces: Sequence[Trace]) -> Any:
+        """What `enter` needs for the tokens behind these, which came out of the last block, of the same segment."""
+        return opened
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
         """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None."""
@@ -294,8 +331,7 @@ class ModelMemory(nn.Module):
 
         A memory overrides this to go through the blocks in another way: in several steps, or twice.
         """
-        entry = self.enter(state, tokens)
-        x_BND, state, loss = self.exit(state, *through(entry))
+        x_BND, state, loss = self.exit(state, *through(begin(self, state, tokens, through.layers)))
         return [x_BND], state, loss
 
     def next_pass(self, before: Any, after: Sequence[Any]) -> Any:
@@ -305,3 +341,14 @@ class ModelMemory(nn.Module):
             before: the model's state with which the last pass began. after: the states after each of its segments.
         """
         return after[-1]
+
+
+def look(memory: LayerMemory, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
+    """`open` and `read`: what the tokens of a whole segment read."""
+    first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
+    return memory.read(memory.open(state, first_B1P, project_kv), query, project_kv)
+
+
+def begin(memory: ModelMemory, state: State, tokens: Tokens, layers: Sequence[Projections]) -> Entry:
+    """`open` and `enter`: what a whole segment begins with."""
+    return memory.enter(memory.open(state, tokens, layers), tokens)

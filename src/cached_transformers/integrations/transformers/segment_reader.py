@@ -25,7 +25,7 @@ from cached_transformers.integrations.taps import no_loss
 from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
 from cached_transformers.models.segments import read_segments
-from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens
+from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state
 
@@ -291,7 +291,7 @@ class SegmentReader:
             new = {name: t[:, -n:] for name, t in call.items()}
             return self.host(new, mask, text.host_cache, layers, options)
         tokens = self._tokens(Call(call, text.padding_BN), positions_BNP)
-        entry = with_weights(self.memory, self.memory.enter, state.model, tokens)
+        entry = with_weights(self.memory, begin, self.memory, state.model, tokens, ())
         end = place_of_segment(entry, text.length, self.memory)[1] + text.length
         layers = passage_for(entry, end - n, end, state.layers, shift_B1, text.host_cache, writes=False)
         return self.host(*call_for(entry, end - n, end, shift_B1), text.host_cache, layers, options)

@@ -62,6 +62,15 @@ class Passage:
         self.traces: list[Trace | None] | None = [None] * len(states) if traced else None
         self.grad = torch.is_grad_enabled()
 
+    def segment_of_last(self, n: int) -> tuple[int, int] | None:
+        """Where the segment's tokens stand among the last `n` up to here; None where there are no others."""
+        if self.segment is None or self.positions_BLP is None:
+            return None
+        end = self.positions_BLP.shape[1]
+        first, (start, length) = end - n, self.segment
+        begin = max(start, first)
+        return begin - first, max(min(start + length, end) - begin, 0)
+
 
 def undeclared(memory: nn.Module) -> str:
     """Message for slots that nobody would attend."""
@@ -136,10 +145,11 @@ class StreamTap(Tap):
                 "use_reentrant=False, transformers' default"
             )
         x_BND = args[0] if args else kwargs["hidden_states"]
-        positions_BNP = passage.positions_BLP
+        positions_BNP, n = passage.positions_BLP, x_BND.shape[1]
         if positions_BNP is not None:
-            positions_BNP = positions_BNP[:, -x_BND.shape[1] :].to(x_BND.device)
-        self.begin(Query(x_BND, positions_BNP=positions_BNP, padding_BN=passage.padding_BN))
+            positions_BNP = positions_BNP[:, -n:].to(x_BND.device)
+        segment = passage.segment_of_last(n)
+        self.begin(Query(x_BND, positions_BNP=positions_BNP, padding_BN=passage.padding_BN, segment=segment))
         self.reading, self.attended = self.look(kwargs), None
         self.kept = {}
         return args, kwargs

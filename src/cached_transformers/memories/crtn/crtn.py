@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +36,17 @@ from cached_transformers.checks import at_least_one, insist
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recall import recalled
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, Offer, ProjectKV, Through, Tokens, Trace
+from cached_transformers.seam.memory import (
+    Context,
+    Entry,
+    ModelMemory,
+    Offer,
+    Projections,
+    ProjectKV,
+    Through,
+    Tokens,
+    Trace,
+)
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
 
@@ -52,6 +63,13 @@ def _all_regions(segment: int, distance: int, depth: int) -> dict[str, int]:
 def _one_region(segment: int, distance: int, depth: int) -> dict[str, int]:
     """A region of one segment reaches as far as a store of one (ValueError where the cue is nearer)."""
     return {"segment": one_segment(segment, distance, depth)["length"], "regions": 1, "topk": 1}
+
+
+class Opened(NamedTuple):
+    """What the layers attend during a segment, and the position of its first token."""
+
+    contexts: list[Offer]
+    first: Tensor
 
 
 @MEMORIES.register(
@@ -179,7 +197,9 @@ class CRTN(ModelMemory):
         self.empty, self.placed, self.order = empty, placed, order
         if scope == "token":
             self.needs = self.needs | {"bias"}  # each token sees the regions that it chose
-        elif scope == "segment" and not allow_leak:
+        if scope != "previous":
+            self.in_one_piece = f"scope={scope!r} asks with other tokens, too"
+        if scope == "segment" and not allow_leak:
             self.needs = self.needs | {"whole_segment"}
         self.summary = make_summary(summary, segment, width, key_width=key_width, layers=layers, fill=fill)
         self.factor = 1 / (temperature * (math.sqrt(self.summary.key_width) if scale else 1))
@@ -198,16 +218,29 @@ class CRTN(ModelMemory):
             like.new_zeros(batch_size, self.segment, self.width),
         )
 
+    def open(self, state: CRTNState, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
+        offers = self._by_segment(state, tokens.positions_BNP, self._asked(state))
+        return Opened(offers, tokens.positions_BNP[0, 0, 0])
+
+    def enter(self, opened: Opened, tokens: Tokens) -> Entry:
+        read = int(tokens.positions_BNP[0, -1, 0] - opened.first) + 1
+        if read > self.segment:
+            raise ValueError(self._too_long(read))
+        return Entry(tokens, opened.contexts)
+
+    def _too_long(self, n: int) -> str:
+        return (
+            f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
+            f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
+        )
+
     def run(self, state: CRTNState, tokens: Tokens, through: Through) -> tuple[list[Tensor], CRTNState, None]:
         x_BND, n = tokens.x_BND, tokens.x_BND.shape[1]
         if n > self.segment:
-            why = (
-                f"a segment of {n} tokens, but crtn keeps segment={self.segment} for each region; cut the stream into "
-                f"shorter segments (segment_length={self.segment}), or build the memory with segment={n}"
-            )
             if tokens.padding_BN is None:
-                raise ValueError(why)
-            insist(((~tokens.padding_BN).sum(1) <= self.segment).all(), why)  # padding is kept nowhere
+                raise ValueError(self._too_long(n))
+            # padding is kept nowhere
+            insist(((~tokens.padding_BN).sum(1) <= self.segment).all(), self._too_long(n))
         source_BND = x_BND
         if self.query == "compute_first" and self.first == "none":
             recent = None
@@ -227,12 +260,16 @@ class CRTN(ModelMemory):
             query_BK = self.summary(x_BNLD.flatten(0, 1), size_BN.expand(x_BNLD.shape[:2]).flatten())
             offers = self._by_token(state, positions_BNP, query_BK.unflatten(0, x_BNLD.shape[:2]))
         else:
-            present = self.scope == "segment"
-            before_BLD, before_B = (source_BLD, size_B) if present else (state.source_BLD, state.size_BR[:, -1])
-            offers = self._by_segment(state, positions_BNP, self.summary(before_BLD, before_B))
+            query_BK = self.summary(source_BLD, size_B) if self.scope == "segment" else self._asked(state)
+            offers = self._by_segment(state, positions_BNP, query_BK)
         wrote_B11 = (size_B > 0)[:, None, None]
         source_BLD = torch.where(wrote_B11, source_BLD.to(state.source_BLD.dtype), state.source_BLD)
         return offers, state._replace(source_BLD=source_BLD)
+
+    def _asked(self, state: CRTNState) -> Tensor:
+        """(B, K): what the previous segment asks."""
+        query_BK: Tensor = self.summary(state.source_BLD, state.size_BR[:, -1])
+        return query_BK
 
     def _alpha(self, state: CRTNState, query_BNK: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N, R) weights of the regions, and (B, N, topk) the chosen ones, the best first; some may be empty."""

@@ -201,6 +201,15 @@ class StreamGRCState(NamedTuple):
     segments_B: Tensor
 
 
+class StreamGRCOpened(NamedTuple):
+    """During a segment: the cache updated by the last one, its keys and values, and the rows that have seen any."""
+
+    cache_BMC: Tensor
+    k_BHMF: Tensor
+    v_BHMF: Tensor
+    seen_B: Tensor
+
+
 @MEMORIES.register(
     "grc_stream",
     paper="arXiv:2312.12742",
@@ -262,22 +271,25 @@ class StreamGRC(LayerMemory):
         segments_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return StreamGRCState(zeros, zeros.clone(), segments_B)
 
-    def read(self, state: StreamGRCState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+    def open(self, state: StreamGRCState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> StreamGRCOpened:
         segments_B11 = state.segments_B[:, None, None]
         # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
         cache_BMC = torch.where(segments_B11 > 1, state.cache_BMC, 0)
         source_BMC = torch.where(segments_B11 > 0, state.source_BMC, 0)
         updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
         cache_BMC = torch.where(segments_B11 > 0, updated_BMC, cache_BMC)
-        output = self.branch(query.x_BND[..., : self.gates.width], *self.branch.keys_values(cache_BMC))
-        return Reading(output_BHNE=output, carry=(cache_BMC, state))
+        return StreamGRCOpened(cache_BMC, *self.branch.keys_values(cache_BMC), state.segments_B > 0)
+
+    def read(self, opened: StreamGRCOpened, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        output = self.branch(query.x_BND[..., : self.gates.width], opened.k_BHMF, opened.v_BHMF)
+        return Reading(output_BHNE=output, carry=opened)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry[1].segments_B > 0)
+        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry.seen_B)
 
     def write(self, state: StreamGRCState, trace: Trace) -> tuple[StreamGRCState, None]:
-        cache_BMC = trace.reading.carry[0]
+        cache_BMC = trace.reading.carry.cache_BMC
         padding_BN = trace.query.padding_BN
         source_BMC = self.gates.slots(trace.query.x_BND[..., : self.gates.width], padding_BN)
         new = StreamGRCState(cache_BMC, source_BMC.to(state.source_BMC.dtype), state.segments_B + 1)

@@ -40,6 +40,15 @@ class InfinityState(NamedTuple):
     fits_B: Tensor
 
 
+class InfinityOpened(NamedTuple):
+    """During a segment: the short memory, keys and values of the signal, and the rows that have one."""
+
+    context: Context
+    k_BHCE: Tensor
+    v_BHCE: Tensor
+    fitted_B: Tensor
+
+
 class Attention(NamedTuple):
     """Where the queries of a segment looked in the signal, and which of them count (no padding, and a signal)."""
 
@@ -193,24 +202,35 @@ class InfinityFormer(LayerMemory):
         coefficients_BCD = like.new_zeros(batch_size, len(self.centre_C), self.width, dtype=wide)
         return InfinityState(recent, coefficients_BCD, torch.zeros_like(recent.count_B))
 
-    def read(self, state: InfinityState, query: Query, project_kv: ProjectKV | None) -> Reading:
-        assert project_kv is not None and query.q_BHNE is not None
+    def open(self, state: InfinityState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
+        assert project_kv is not None
         recent = state.recent
         context = Context(*project_kv(recent.clean_BMD), recent.positions_BMP, recent.valid_BM, consecutive=True)
+        with torch.autocast(recent.hidden_BMD.device.type, enabled=False):
+            return InfinityOpened(context, *self.keys_values(_clean(state)), state.fits_B > 0)
+
+    def read(self, opened: InfinityOpened, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert query.q_BHNE is not None
         with torch.autocast(query.q_BHNE.device.type, enabled=False):
-            z_BHNE, mean_BHN, variance_BHN = self.attend(_clean(state), query.q_BHNE)
-        counted_BN = (state.fits_B > 0)[:, None].expand(query.x_BND.shape[:2])
+            z_BHNE, mean_BHN, variance_BHN = self.attend(opened.k_BHCE, opened.v_BHCE, query.q_BHNE)
+        counted_BN = opened.fitted_B[:, None].expand(query.x_BND.shape[:2])
         if query.padding_BN is not None:
             counted_BN = counted_BN & ~query.padding_BN
-        return Reading(context, z_BHNE.to(query.q_BHNE.dtype), Attention(mean_BHN, variance_BHN, counted_BN))
+        return Reading(opened.context, z_BHNE.to(query.q_BHNE.dtype), Attention(mean_BHN, variance_BHN, counted_BN))
 
-    def attend(self, coefficients_BCD: Tensor, q_BHNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Result of the queries' attention over the signal, and mean and variance of their densities."""
-        wide = coefficients_BCD.dtype
+    def keys_values(self, coefficients_BCD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, C, E) of the signal's coefficients, as wide as these."""
         k_BHCE, v_BHCE = (
-            F.linear(coefficients_BCD, matrix_of(p)[0].to(wide)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            F.linear(coefficients_BCD, matrix_of(p)[0].to(coefficients_BCD.dtype))
+            .unflatten(-1, (self.heads, -1))
+            .transpose(1, 2)
             for p in (self.key, self.value)
         )
+        return k_BHCE, v_BHCE
+
+    def attend(self, k_BHCE: Tensor, v_BHCE: Tensor, q_BHNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Result of the queries' attention over the signal, and mean and variance of their densities."""
+        wide = k_BHCE.dtype
         scores_BHNC = q_BHNE.to(wide) @ k_BHCE.mT / math.sqrt(q_BHNE.shape[-1])
         mean, variance = (
             F.linear(scores_BHNC, matrix_of(p)[0].to(wide)).squeeze(-1) for p in (self.mean, self.variance)

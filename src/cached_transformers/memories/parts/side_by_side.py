@@ -58,8 +58,12 @@ class SideBySide(LayerMemory):
         """The members' states; a layer that is called alone hands over an empty one."""
         return state if len(state) else [()] * len(self.members)
 
-    def read(self, state: State, query: Query, project_kv: ProjectKV | None) -> Reading:
+    def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> tuple[Any, ...]:
         pairs = zip(self.members, self._states(state), strict=True)
+        return tuple(member.open(part, first_B1P, project_kv) for member, part in pairs)
+
+    def read(self, opened: tuple[Any, ...], query: Query, project_kv: ProjectKV | None) -> Reading:
+        pairs = zip(self.members, opened, strict=True)
         readings = tuple(member.read(part, query, project_kv) for member, part in pairs)
         context: Context | None = None
         for reading in readings:
