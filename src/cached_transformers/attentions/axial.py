@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, into_blocks, merge, paired_logits, seen_places
 from .parts.pattern import PatternAttention, in_sequence
@@ -73,6 +73,7 @@ class AxialAttention(PatternAttention):
     """
 
     can = PatternAttention.can | {"causal"}
+    steps_from: StepsFrom = "keys"
 
     def __init__(
         self,
@@ -107,6 +108,17 @@ class AxialAttention(PatternAttention):
         self.places = None if size is None else size[0] * size[1]
         if mode in ("sum", "sequential"):
             self.can = self.can - {"context", "lse"}
+            self.steps_from = None  # of two softmaxes
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        if place < self.prefix:
+            return None
+        i, j_S = place - self.prefix, place_S - self.prefix
+        if self.mode == "row":
+            line_S = i // self.columns == j_S // self.columns
+        else:
+            line_S = i % self.columns == j_S % self.columns
+        return line_S | (place_S < self.prefix)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         if self.places is not None and q_BHNE.shape[2] - self.prefix > self.places:

@@ -75,6 +75,7 @@ class BigBird(PatternAttention):
     """
 
     can = PatternAttention.can | {"causal"}
+    steps_from = "keys"
 
     def __init__(
         self,
@@ -136,6 +137,16 @@ class BigBird(PatternAttention):
         ids_BHQK = torch.cat([t.expand(rows, heads, blocks, -1) for t in (*ids, drawn_BHQR)], -1)
         counts_B1QK = torch.cat([t.expand(rows, 1, blocks, -1) for t in (*counts, is_drawn_B1QR)], -1)
         return ids_BHQK.clamp(0, blocks - 1), counts_B1QK
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        blocks = place // self.block + 1
+        if self.sees_all(blocks, causal=True):
+            return None
+        last_B111 = place_S.new_full((1, 1, 1, 1), blocks - 1)
+        ids_HK, counts_HK = (t[0, :, -1] for t in self.table(blocks, last_B111, causal=True))
+        nowhere_HK = torch.where(counts_HK, ids_HK, blocks)
+        seen_HQ = place_S.new_zeros(self.heads, blocks + 1, dtype=torch.bool).scatter(1, nowhere_HK, True)
+        return seen_HQ[:, place_S // self.block]
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         tokens, padding_BN, causal = k_BHNE.shape[2], call.key_padding_mask, call.causal

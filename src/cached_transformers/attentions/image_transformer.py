@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, seen_places
 from .parts.pattern import PatternAttention
@@ -60,6 +60,7 @@ class ImageTransformerAttention(PatternAttention):
     """
 
     can = PatternAttention.can | {"causal"}
+    steps_from: StepsFrom = "keys"
 
     def __init__(
         self,
@@ -90,6 +91,14 @@ class ImageTransformerAttention(PatternAttention):
         if self.size is not None:
             self.block = (min(self.block[0], self.size[0]), min(self.block[1], self.size[1]))
         self.order, self.prefix = order, prefix
+        if self.size is not None:
+            self.steps_from = None  # blocks of a map have no place in a text
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        if place < self.prefix:
+            return None
+        first = (place - self.prefix) // self.block[0] * self.block[0]
+        return (place_S - self.prefix >= first - self.memory[0]) | (place_S < self.prefix)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         body = self._along_the_sequence if self.size is None else self._on_the_map

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.pattern import PatternAttention
 from .parts.windows import attend_all, local_attention
@@ -64,6 +64,7 @@ class LongformerAttention(PatternAttention):
     """
 
     can = PatternAttention.can | {"causal"}
+    steps_from: StepsFrom = "keys"
     place_P: Tensor
 
     def __init__(
@@ -106,6 +107,15 @@ class LongformerAttention(PatternAttention):
             if not self.places:
                 raise ValueError("global_projections=True needs global tokens; give prefix or global_tokens")
             self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+            self.steps_from = None  # other keys than those that are kept
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        if place in self.places:
+            return None
+        step_H1 = torch.tensor(self.dilations, device=place_S.device)[:, None]
+        behind_S = place - place_S
+        near_HS = (behind_S <= self.window * step_H1) & (behind_S % step_H1 == 0)
+        return near_HS | torch.isin(place_S, self.place_P)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         tokens = q_BHNE.shape[2]

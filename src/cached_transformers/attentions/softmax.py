@@ -35,6 +35,7 @@ class SoftmaxAttention(Attention):
     """Exact softmax attention through scaled_dot_product_attention."""
 
     can = frozenset({"causal", "bidirectional", "cross", "bias", "context", "exact_padding", "lse", "weights"})
+    steps_from = "keys"
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, gather_keys, merge, seen_places
 from .parts.pattern import PatternAttention
@@ -63,6 +63,7 @@ class SparseTransformerAttention(PatternAttention):
     """
 
     can = PatternAttention.can | {"causal"}
+    steps_from: StepsFrom = "keys"
 
     def __init__(
         self,
@@ -95,7 +96,33 @@ class SparseTransformerAttention(PatternAttention):
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must be a number of class tokens, or 0")
         self.stride, self.kind, self.summary, self.combine = stride, pattern, summary, combine
-        self.slices, self.index, self.prefix = slices, index, prefix
+        self.slices, self.index, self.prefix, self.heads = slices, index, prefix, heads
+        if heads is None and (combine == "heads" or slices > 1):
+            self.steps_from = None  # which keys a head sees depends on how many there are
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        if place < self.prefix:
+            return None
+        i, j_S = place - self.prefix, place_S - self.prefix
+        heads = self.heads or 1
+        near_S = j_S > i - self.stride
+        far_HS = ((i - j_S) % self.stride == 0)[None]
+        if self.kind == "fixed":
+            near_S = torch.eq(j_S // self.stride, i // self.stride)
+            slice_H1 = torch.arange(heads if self.slices > 1 else 1, device=place_S.device)[:, None] % self.slices
+            first_H1 = self.stride - (slice_H1 + 1) * self.summary
+            rest_S = j_S % self.stride
+            far_HS = (rest_S >= first_H1) & (rest_S < first_H1 + self.summary)
+        if self.combine == "layers":
+            seen_HS = far_HS if self.index % 2 else near_S[None]
+        elif self.combine == "heads":
+            # Each half of the heads counts its slices anew.
+            odd_H1 = torch.arange(heads, device=place_S.device)[:, None] % 2 == 1
+            far_HS = far_HS[: -(-heads // 2)].repeat_interleave(2, 0)[:heads] if len(far_HS) > 1 else far_HS
+            seen_HS = torch.where(odd_H1, far_HS, near_S)
+        else:
+            seen_HS = near_S | far_HS
+        return seen_HS | (place_S < self.prefix)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         return beside_class_tokens(self._body, self.prefix, q_BHNE, k_BHNE, v_BHNV, call, dropout=self.drop)

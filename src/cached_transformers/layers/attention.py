@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,18 @@ class Attended(NamedTuple):
     auxiliary_loss: Tensor | None
     weights_BHNL: Tensor | None = None
     core_state: State = ()
+
+
+class Keeper(Protocol):
+    """Takes what is known of a segment's first tokens, for those that come one at a time."""
+
+    def open(self, state: State, query: Query) -> Reading:
+        """What the tokens read of a memory, which is opened for the segment."""
+        ...
+
+    def take(self, k_BHNE: Tensor, v_BHNE: Tensor, context: Context | None, core_state: State) -> None:
+        """Keys with their positions, values, and what is attended beside them; or what the core goes on with."""
+        ...
 
 
 class TokenProjections(nn.Module):
@@ -234,6 +246,7 @@ class SelfAttention(nn.Module):
         size: tuple[int, int] | None = None,
         segment: tuple[int, int] | None = None,
         others: TokenProjections | None = None,
+        keep: Keeper | None = None,
     ) -> Attended:
         """Attend over the segment and what the memories offer.
 
@@ -249,6 +262,7 @@ class SelfAttention(nn.Module):
             size: (height, width) of the token map.
             segment: (start, length) of the segment's tokens; None for all.
             others: what the tokens round the segment have in place of norm and projections; None for the same.
+            keep: takes what later tokens of the segment need; the state is then not written.
         """
         output: Linear = self.output
         if segment is None or others is None:
@@ -262,7 +276,10 @@ class SelfAttention(nn.Module):
             q = q * self.query_factor
         query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v, segment)
         memory_state, core_state = state if self.core.carry and len(state) else (state, ())
-        reading = look(self.memory, memory_state, query, self.project_kv)
+        if keep is None:
+            reading = look(self.memory, memory_state, query, self.project_kv)
+        else:
+            reading = keep.open(memory_state, query)
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
@@ -278,7 +295,10 @@ class SelfAttention(nn.Module):
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
         weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
         placed_v = v if context is None else widened(v, context.v_BHME.shape[-1])
-        result = self._attend(placed_q, placed_k, placed_v, mask, {"x_BND": h_BND, "state": core_state})
+        more = {"x_BND": h_BND, "state": core_state, "want_state": keep is not None}
+        result = self._attend(placed_q, placed_k, placed_v, mask, more)
+        if keep is not None:
+            keep.take(placed_k, v, context, result.state)
         y_BHNE = result.out_BHNV
         if context is not None and context.gather is not None:
             y_BHNE = context.gather(y_BHNE)

@@ -6,6 +6,8 @@ Legend: B rows, N tokens, M slots, D model width, P position channels.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from cached_transformers.state import State
 
 from .attention import SelfAttention, TokenProjections
 from .feed_forward import DropPath, run_feed_forward
+from .open_layer import OpenLayer
 from .reversible import Sublayer
 
 
@@ -88,17 +91,52 @@ class Block(nn.Module):
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
-        y_BND = self.attention_norm(x_BND + self.drop_path(attended.y_BND))
-        if self.slot_attention is not None and slots is not None:
-            y_BND = y_BND + self.drop_path(self.slot_attention(y_BND, *slots))
-        fed_BND, fed_losses = self._feed_forward(y_BND, attention.get("padding_BN"), segment)
-        y_BND = self.feed_forward_norm(y_BND + self.drop_path(fed_BND))
+        look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
+        y_BND, fed_losses = self._behind(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
         trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHNL)
         if segment is not None:
             trace = trace.narrow(*segment)
         state, loss = self.attention.write(state, trace, attended.core_state)
         losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
+
+    def step(
+        self,
+        x_BND: Tensor,
+        positions_BNP: Tensor,
+        opened: OpenLayer,
+        *,
+        slots: tuple[Any, ...] | None = None,
+        segment: tuple[int, int] | None = None,
+        **attention: Any,
+    ) -> tuple[Tensor, Trace]:
+        """Output of the next tokens of an open segment, whose memory is not written, and their trace.
+
+        Args: as of `forward`; `opened` has kept what they need of the tokens before.
+        """
+        if self.memory_weights is not None:
+            attention["others"] = self.memory_weights.attention
+        attended = opened(x_BND, positions_BNP, segment=segment, **attention)
+        look = (
+            None if self.slot_attention is None or slots is None else partial(opened.look, self.slot_attention, slots)
+        )
+        y_BND, _ = self._behind(x_BND, attended.y_BND, look, None, segment)
+        return y_BND, Trace(x_BND, y_BND, attended.query, attended.reading)
+
+    def _behind(
+        self,
+        x_BND: Tensor,
+        attended_BND: Tensor,
+        look: Callable[[Tensor], Tensor] | None,
+        padding_BN: Tensor | None,
+        segment: tuple[int, int] | None,
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """What follows the attention, given its result: the block's output, and auxiliary losses."""
+        y_BND = self.attention_norm(x_BND + self.drop_path(attended_BND))
+        if look is not None:
+            y_BND = y_BND + self.drop_path(look(y_BND))
+        fed_BND, losses = self._feed_forward(y_BND, padding_BN, segment)
+        return self.feed_forward_norm(y_BND + self.drop_path(fed_BND)), losses
 
     def _feed_forward(
         self, x_BND: Tensor, padding_BN: Tensor | None, segment: tuple[int, int] | None
@@ -141,3 +179,8 @@ class Block(nn.Module):
         if not isinstance(self.attention_norm, nn.Identity):
             return "norm='post' changes what is added to; take norm='pre'"
         return None
+
+
+def _look(slot_attention: nn.Module, slots: tuple[Any, ...], x_BND: Tensor) -> Tensor:
+    y_BND: Tensor = slot_attention(x_BND, *slots)
+    return y_BND

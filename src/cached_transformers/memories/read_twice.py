@@ -65,15 +65,29 @@ class SideAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor) -> Tensor:
         """What the tokens read from the valid slots; `places_BM` counts blocks from the tokens' own."""
+        return self.read(x_BND, *self.open(slots_BMD, valid_BM, places_BM))
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def open(
+        self, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, M, E) of the slots, which are valid, and their biases (B, H, 1, M)."""
         slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for t in (self.query(self.norm(x_BND)), *self.key_value(slots_BMD).chunk(2, -1))
-        )
-        logits_BHNM = q @ k.mT
+        k, v = self.key_value(slots_BMD).chunk(2, -1)
+        bias = None
         if self.clip is not None and self.place_bias is not None:
             column_BM = places_BM.clamp(-self.clip, self.clip) + self.clip
-            logits_BHNM = logits_BHNM + self.place_bias[:, column_BM].transpose(0, 1)[:, :, None].to(q.dtype)
+            bias = self.place_bias[:, column_BM].transpose(0, 1)[:, :, None]
+        return self._heads(k), self._heads(v), valid_BM, bias
+
+    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
+        """`forward`, of what `open` gave."""
+        q = self._heads(self.query(self.norm(x_BND)))
+        logits_BHNM = q @ k.mT
+        if bias_BH1M is not None:
+            logits_BHNM = logits_BHNM + bias_BH1M.to(q.dtype)
         logits_BHNM = logits_BHNM.masked_fill(~valid_BM[:, None, None], -torch.inf)
         if self.top_k is not None and self.top_k < logits_BHNM.shape[-1]:
             best = logits_BHNM.topk(self.top_k, -1)

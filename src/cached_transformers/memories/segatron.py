@@ -82,6 +82,9 @@ class SegatronPositions(RelativePositions):
             raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
         self.shift, self.signed = shift, signed
 
+    def open(self) -> Positions:
+        return self
+
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
@@ -206,6 +209,8 @@ class Segatron(ModelMemory):
         self.width, self.heads = width, heads
         self.sentence_ends = tuple(sorted({*sentence_ends, *paragraph_ends}))
         self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
+        if shift == "official":
+            self.in_one_piece = "shift='official' shows a token where later sentences end"
         self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length}
         self.placed = {"clamp": clamp, "widths": widths, "shift": shift, "signed": not causal}
 

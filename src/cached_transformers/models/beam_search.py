@@ -14,13 +14,11 @@ from cached_transformers.state import State, map_state, reorder, reset
 
 
 class GrowingText(Protocol):
-    """What a search asks of the texts that it continues, one row each.
+    """What a search asks of the texts that it continues, one row each."""
 
-    Attributes:
-        after: the state after all that was read; () for none.
-    """
-
-    after: State
+    def after(self) -> State:
+        """The state after all that was read; () for none. Asked for where a continuation ends."""
+        ...
 
     def read(self) -> Tensor:
         """Log-probabilities (rows, V) of the next token, float32 or wider."""
@@ -42,7 +40,7 @@ class GrowingText(Protocol):
 class Best(NamedTuple):
     """The best finished continuations of each row, best first; the rank is minus infinity where there is none.
 
-    The state has B L rows, or is ().
+    The state has B L rows, or is (); None as long as nothing was found.
     """
 
     rank_BL: Tensor
@@ -79,7 +77,7 @@ def search(
     ended_B = torch.zeros(rows, dtype=torch.long, device=device)
     none_BL = total_BK[:, :results].clone()
     lengths = ended_B[:, None].expand(-1, results)
-    best = Best(none_BL, none_BL, lengths, new_BKT[:, :results], _each(text.after, rows, results))
+    best = Best(none_BL, none_BL, lengths, new_BKT[:, :results], None)
     every, place_B = best, torch.arange(rows, device=device)
     text.multiply(beams)
     logp = logp_BV.repeat_interleave(beams, 0)
@@ -98,7 +96,7 @@ def search(
         counts_BC = ends_BC & (torch.arange(ends_BC.shape[1], device=device) < beams) & total_BC.isfinite()
         last_B = limit_B == step + 1
         found_BC = total_BC.masked_fill(~(counts_BC | last_B[:, None]), -torch.inf)
-        best = _better(best, found_BC, step + 1, length_penalty, new_BCT, text.after, first_B1 + parent_BC)
+        best = _better(best, found_BC, step + 1, length_penalty, new_BCT, text, first_B1 + parent_BC)
         ended_B = ended_B + counts_BC.sum(1)
 
         going_BK = ends_BC.to(torch.uint8).argsort(dim=1, stable=True)[:, :beams]
@@ -122,9 +120,11 @@ def search(
 
 
 def _better(
-    best: Best, total_BC: Tensor, length: int, penalty: float, new_BCT: Tensor, states: State, where_BC: Tensor
+    best: Best, total_BC: Tensor, length: int, penalty: float, new_BCT: Tensor, text: GrowingText, where_BC: Tensor
 ) -> Best:
-    """The best of what was found before and of candidates, whose states are the rows `where_BC` of `states`."""
+    """The best of what was found before and of candidates, whose states are the rows `where_BC` of the text's."""
+    if not bool(total_BC.isfinite().any()):
+        return best  # which spares the text the making of its state
     results = best.rank_BL.shape[1]
     rank_BX = torch.cat([best.rank_BL, total_BC / length**penalty], 1)
     rank_BX, order_BX = rank_BX.sort(dim=1, descending=True, stable=True)  # of equals, what was found first
@@ -139,8 +139,8 @@ def _better(
         return torch.where(fresh, new.gather(1, new_index), old.gather(1, old_index))
 
     first_B1 = torch.arange(len(rank_BX), device=rank_BX.device)[:, None] * results
-    kept = reorder(best.state, (first_B1 + old_BL).flatten())
-    taken = reorder(states, where_BC.gather(1, new_BL).flatten())
+    taken = reorder(text.after(), where_BC.gather(1, new_BL).flatten())
+    kept = taken if best.state is None else reorder(best.state, (first_B1 + old_BL).flatten())
     return Best(
         rank_BL,
         pick(best.score_BL, total_BC),
@@ -156,7 +156,10 @@ def _settle(every: Best, best: Best, place_D: Tensor, done_B: Tensor) -> Best:
     results = every.rank_BL.shape[1]
     place_DL = (place_D[:, None] * results + torch.arange(results, device=place_D.device)).flatten()
     rank, score, length, tokens = (t.index_copy(0, place_D, new) for t, new in zip(every[:4], found[:4], strict=True))
-    state = map_state(lambda t, new: t.index_copy(0, place_DL, new), every.state, found.state)
+    state = every.state
+    if state is None:
+        state = map_state(lambda t: t.new_zeros(every.rank_BL.numel(), *t.shape[1:]), found.state)
+    state = map_state(lambda t, new: t.index_copy(0, place_DL, new), state, found.state)
     return Best(rank, score, length, tokens, state)
 
 
@@ -164,9 +167,4 @@ def _rows(best: Best, rows: Tensor) -> Best:
     results = best.rank_BL.shape[1]
     rows_L = (rows[:, None] * results + torch.arange(results, device=rows.device)).flatten()
     rank, score, length, tokens = (t[rows] for t in best[:4])
-    return Best(rank, score, length, tokens, reorder(best.state, rows_L))
-
-
-def _each(state: State, rows: int, times: int) -> State:
-    """Each of the rows `times` times."""
-    return reorder(state, torch.arange(rows).repeat_interleave(times)) if times > 1 else state
+    return Best(rank, score, length, tokens, None if best.state is None else reorder(best.state, rows_L))

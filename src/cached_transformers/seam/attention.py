@@ -10,7 +10,7 @@ D width of a layer.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from cached_transformers.state import State
 
 from .fit import check_words, refuse_misfit
 from .memory import Context
+
+StepsFrom = Literal["keys", "state"] | None
+"""From what a core reads tokens that come one at a time; see `Attention`."""
 
 
 class Call(NamedTuple):
@@ -33,6 +36,7 @@ class Call(NamedTuple):
         generator: source of randomness of mechanisms that draw; torch's global one when None.
         want_lse: give the log-sum-exp of the logits, too.
         state: what the core gave behind the segment before; () before the first one.
+        want_state: give the state behind these tokens, too, where the core goes on from one.
     """
 
     causal: bool = False
@@ -43,6 +47,7 @@ class Call(NamedTuple):
     generator: torch.Generator | None = None
     want_lse: bool = False
     state: State = ()
+    want_state: bool = False
 
 
 class AttentionOutput(NamedTuple):
@@ -68,16 +73,22 @@ class Attention(nn.Module):
     A core with a state of its own sets `carry`, gives the state of rows that have seen nothing in `init_state`, begins
     `attend` with `call.state` and returns the state behind the segment.
 
+    A causal core may read a text token by token, each as the last one of a segment that grows. It says from what:
+    "keys", where the result of a query is one softmax over the kept keys that it `sees`; or a "state", with which
+    `scan` goes on.
+
     Args:
         dropout: share of the attention weights that is dropped in training.
 
     Attributes:
         can: words of `fit.CORE_WORDS`. An instance whose options change what it can do sets its own.
         carry: whether a state goes on from segment to segment.
+        steps_from: "keys", "state", or None for a core that reads a segment as a whole; likewise.
     """
 
     can: frozenset[str] = frozenset({"bidirectional"})
     carry: bool = False
+    steps_from: StepsFrom = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -123,6 +134,7 @@ class Attention(nn.Module):
         generator: torch.Generator | None = None,
         want_lse: bool = False,
         state: State = (),
+        want_state: bool = False,
     ) -> AttentionOutput:
         """Attend. Whatever padding holds, NaN included, reaches no other token, and no gradient of one.
 
@@ -130,7 +142,7 @@ class Attention(nn.Module):
             q_BHNE: queries, with positions applied already, as `k_BHNE` and the keys of `context`.
             k_BHNE: keys. Without queries, or without any keys, the result is that of queries that see no key.
             v_BHNV: values.
-            causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state: see `Call`.
+            causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state, want_state: see `Call`.
 
         Raises:
             ValueError: the core does not support the call, the mask is not bool or not of the keys' shape, or a state
@@ -163,12 +175,34 @@ class Attention(nn.Module):
                 rows, heads, _, width = q_BHNE.shape
                 state = self.init_state(rows, heads, width, v_BHNV.shape[3], q_BHNE)
             return sees_nothing(q_BHNE, v_BHNV, want_lse=want_lse)._replace(state=state)
-        call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state)
+        call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state, want_state)
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         """The mechanism itself."""
         raise NotImplementedError("abstract: a core writes attend()")
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        """Which of the segment's keys a causal query sees: bool (S) or (H, S); None for all of them.
+
+        Args:
+            place: of the query, counted from the first token that the core is given.
+            place_S: of the keys, none of them behind the query.
+        """
+        return None
+
+    def scan(
+        self,
+        q_BHNE: Tensor,
+        k_BHNE: Tensor,
+        v_BHNV: Tensor,
+        state: State,
+        *,
+        key_padding_mask: Tensor | None = None,
+        x_BND: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Outputs of the next tokens (B, H, N, V), each of which sees those before it, and the state behind them."""
+        raise NotImplementedError("abstract: a core with steps_from='state' writes scan()")
 
 
 def is_nothing(state: State) -> bool:

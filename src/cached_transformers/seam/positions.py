@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from .linear_maps import input_dtype, matrix_of
 
 class Positions(nn.Module):
     """No position information; base of all schemes."""
+
+    def open(self) -> Positions:
+        """The same scheme for tokens that come one at a time, which may keep what serves several of them."""
+        return self
 
     def embed(self, positions_BNP: Tensor) -> Tensor | None:
         """(B, N, D) to add to the tokens, or None."""
@@ -85,11 +90,34 @@ class RotaryPositions(Positions):
             raise ValueError(f"rotary positions need an even head width, got {head_width}")
         self.head_width, self.base = head_width, base
 
-    def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+    def open(self) -> Positions:
+        return _KeptRotation(self.head_width, self.base)
+
+    def turn(self, positions_BNP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(B, 1, N, E / 2): cosine and sine of each angle."""
         angle = angles(positions_BNP, self.head_width, self.base)[:, None]
-        cos, sin = angle.cos().to(t_BHNE.dtype), angle.sin().to(t_BHNE.dtype)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        cos, sin = self.turn(positions_BNP, t_BHNE.dtype)
         even, odd = t_BHNE[..., 0::2], t_BHNE[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+
+class _KeptRotation(RotaryPositions):
+    """Turns queries and keys of all layers that share it by what was computed once for their token."""
+
+    def __init__(self, head_width: int, base: float) -> None:
+        super().__init__(head_width, base)
+        self._last: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+
+    def open(self) -> Positions:
+        return self
+
+    def turn(self, positions_BNP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self._last is None or self._last[0] is not positions_BNP or self._last[1] != dtype:
+            self._last = positions_BNP, dtype, super().turn(positions_BNP, dtype)
+        return self._last[2]
 
 
 class ALiBiPositions(Positions):
@@ -173,6 +201,9 @@ class RelativePositions(Positions):
         u, v = biases if biases is not None else (nn.Parameter(0.02 * torch.randn(heads, head_width)) for _ in range(2))
         self.content_bias, self.position_bias = u, v
 
+    def open(self) -> Positions:
+        return _KeptDistances(self)
+
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return q_BHNE + self.content_bias[:, None]
 
@@ -223,6 +254,33 @@ class RelativePositions(Positions):
         table_HKE = self.table(torch.arange(-limit, limit + 1, device=q_BHNE.device))
         shape = (*q_BHNE.shape[:2], *distance_BNM.shape[1:])
         return (q_BHNE @ table_HKE.mT).gather(-1, (distance_BNM + limit)[:, None].expand(shape))
+
+
+class _KeptDistances(Positions):
+    """A relative scheme for queries at the end of a run of keys, which come in any order: W_r R_d is made once."""
+
+    def __init__(self, scheme: RelativePositions) -> None:
+        super().__init__()
+        self._scheme, self._table_HKE = [scheme], scheme.content_bias.new_empty(scheme.heads, 0, scheme.head_width)
+
+    def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        return self._scheme[0].query(q_BHNE, positions_BNP)
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        scheme = self._scheme[0]
+        if not causal_run:
+            return scheme.bias(q_BHNE, q_positions_BNP, k_positions_BMP)
+        if self._table_HKE.shape[1] < k_positions_BMP.shape[1]:
+            distances = torch.arange(2 * k_positions_BMP.shape[1], device=q_BHNE.device)
+            self._table_HKE = scheme.table(distances if scheme.clamp is None else distances.clamp(max=scheme.clamp))
+        q_BHNE = (q_BHNE + scheme.position_bias[:, None]) / math.sqrt(scheme.head_width)
+        distance_BNM = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
+        logits_BHNK = q_BHNE @ self._table_HKE.mT
+        # An empty slot may stand anywhere.
+        distance_BNM = distance_BNM.clamp(0, self._table_HKE.shape[1] - 1)
+        return logits_BHNK.gather(-1, distance_BNM[:, None].expand(*logits_BHNK.shape[:3], -1))
 
 
 class BucketedPositions(Positions):
@@ -289,6 +347,16 @@ def share_biases(schemes: Iterable[Positions]) -> None:
         )
     for scheme in relative[1:]:
         scheme.content_bias, scheme.position_bias = relative[0].content_bias, relative[0].position_bias
+
+
+def alike(first: Positions, second: Positions) -> bool:
+    """Whether two schemes have the same settings, and parameters of the same shapes."""
+
+    def settings(scheme: Positions) -> dict[str, Any]:
+        shapes = {name: p.shape for name, p in scheme.named_parameters()}
+        return {k: v for k, v in vars(scheme).items() if not k.startswith("_") and k != "training"} | shapes
+
+    return type(first) is type(second) and settings(first) == settings(second)
 
 
 def angles(positions_BNP: Tensor, width: int, base: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -56,6 +56,7 @@ class LinearisedAttention(Attention):
     """
 
     can = frozenset({"causal", "bidirectional", "cross", "context", "exact_padding"})
+    steps_from = "state"
 
     def __init__(self, *, carry: bool = False) -> None:
         super().__init__()
@@ -130,7 +131,6 @@ class LinearisedAttention(Attention):
         key_padding_mask: Tensor | None = None,
         x_BND: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Outputs of the next tokens (B, H, N, V), each of which sees those before it, and the state behind them."""
         return self._scan(q_BHNE, k_BHNE, v_BHNV, state, key_padding_mask, x_BND, self.maps())
 
     def step(
@@ -156,7 +156,7 @@ class LinearisedAttention(Attention):
                 state = self._with_context(state, call.context, maps, rows)
         if call.causal:
             out, state = self._scan(q_BHNE, k_BHNE, v_BHNV, state, call.key_padding_mask, call.x_BND, maps)
-            return AttentionOutput(out, state=state if self.carry else ())
+            return AttentionOutput(out, state=state if self.carry or call.want_state else ())
         with torch.autocast(q_BHNE.device.type, enabled=False):
             seen_BN = None if call.key_padding_mask is None else ~call.key_padding_mask
             if k_BHNE.shape[2]:

@@ -26,7 +26,7 @@ from cached_transformers.seam.memory import (
     Trace,
     Weights,
 )
-from cached_transformers.seam.positions import Positions
+from cached_transformers.seam.positions import Positions, alike
 from cached_transformers.state import State, named_tensors
 
 
@@ -192,18 +192,10 @@ def one_scheme(memories: Sequence[LayerMemory | ModelMemory]) -> Positions | Non
     """
     brought = [(type(m).__name__, scheme) for m in memories if (scheme := m.position_scheme()) is not None]
     for name, scheme in brought[1:]:
-        if not _alike(scheme, brought[0][1]):
+        if not alike(scheme, brought[0][1]):
             raise ValueError(
                 f"memories {brought[0][0]} and {name} bring different position schemes to one layer "
                 f"({type(brought[0][1]).__name__}, {type(scheme).__name__}); give relative=False to one of them, or "
                 "the same settings to both"
             )
     return brought[0][1] if brought else None
-
-
-def _alike(first: Positions, second: Positions) -> bool:
-    def settings(scheme: Positions) -> dict[str, Any]:
-        shapes = {name: p.shape for name, p in scheme.named_parameters()}
-        return {k: v for k, v in vars(scheme).items() if not k.startswith("_") and k != "training"} | shapes
-
-    return type(first) is type(second) and settings(first) == settings(second)

@@ -23,14 +23,22 @@ class SlotAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> Tensor:
         """What the tokens read from the valid slots (all when None); zeros for a row that has none."""
-        mask = None
+        return self.read(x_BND, *self.open(slots_BMD, valid_BM))
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def open(self, slots_BMD: Tensor, valid_BM: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, M, E) of the slots, and which are valid."""
         if valid_BM is not None:
             slots_BMD = torch.where(valid_BM[..., None], slots_BMD, 0)  # a NaN would survive a mask on the logits
-            mask = valid_BM[:, None, None]
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for t in (self.query(self.norm(x_BND)), *self.key_value(slots_BMD).chunk(2, -1))
-        )
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        k, v = self.key_value(slots_BMD).chunk(2, -1)
+        return self._heads(k), self._heads(v), valid_BM
+
+    def read(self, x_BND: Tensor, k_BHME: Tensor, v_BHME: Tensor, valid_BM: Tensor | None) -> Tensor:
+        """`forward`, of what `open` gave."""
+        mask = None if valid_BM is None else valid_BM[:, None, None]
+        q_BHNE = self._heads(self.query(self.norm(x_BND)))
+        out = F.scaled_dot_product_attention(q_BHNE, k_BHME, v_BHME, attn_mask=mask)
         y_BND = self.output(out.transpose(1, 2).flatten(2))
         return y_BND if valid_BM is None else torch.where(valid_BM.any(1)[:, None, None], y_BND, 0)

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
+from cached_transformers.layers.kept_keys import Continuations, KeptKeys
 from cached_transformers.seam.positions import BucketedPositions, Positions
 from cached_transformers.state import State
 
 from ..stack_model import feed_forward_of
 from ..stack_options import StackOptions
-
-BLOCK = 32
-"""Steps for which memory is taken at once."""
 
 
 class Encoded(NamedTuple):
@@ -31,84 +29,31 @@ class Encoded(NamedTuple):
     auxiliary_loss: Tensor
 
 
-class Kept:
-    """Keys and values of one layer for all continuations, one slot for each continuation and step.
-
-    Slots never move: a continuation that is given up leaves its slots unseen, and one that is forked lets several see
-    the same. A layer then reads each key once for all K continuations, and nothing is copied when they change.
-    """
-
-    def __init__(self) -> None:
-        self.keys: KeysValues | None = None
-        self.used = 0
-
-    def extend(self, new: KeysValues) -> KeysValues:
-        """All slots up to and with the new ones."""
-        first, last = self.used, self.used + new.k_BHSE.shape[2]
-        if self.keys is None or self.keys.k_BHSE.shape[2] < last:
-            self.keys = KeysValues(*(self._widened(index, t) for index, t in enumerate(new)))
-        for kept, t in zip(self.keys, new, strict=True):
-            kept[:, :, first:last] = t
-        self.used = last
-        k, v = (t[:, :, :last] for t in self.keys)
-        return KeysValues(k, v)
-
-    def _widened(self, index: int, new: Tensor) -> Tensor:
-        """What is kept (keys 0, values 1), with room for `BLOCK` steps, or as many as there were, more."""
-        b, h, k, e = new.shape
-        room = new.new_empty(b, h, max(BLOCK * k, self.used), e)
-        return room if self.keys is None else torch.cat([self.keys[index][:, :, : self.used], room], 2)
-
-    def choose(self, rows: Tensor) -> None:
-        """Sentences in this order."""
-        if self.keys is not None:
-            self.keys = KeysValues(*(t.index_select(0, rows) for t in self.keys))
-
-
 class DecoderCache:
-    """Keys and values of source and target so far, for K continuations of each sentence.
-
-    Attributes:
-        visible_BKS: which slots a continuation sees.
-        step_S: the step that a slot belongs to.
-    """
+    """Keys and values of source and target so far, for K continuations of each sentence."""
 
     def __init__(self, source: list[KeysValues], source_mask: Tensor | None, rows: int, device: torch.device) -> None:
         self.source, self.source_mask = source, source_mask
-        self.layers = [Kept() for _ in source]
-        self.step = 0
-        self.visible_BKS = torch.ones(rows, 1, 0, dtype=torch.bool, device=device)
-        self.step_S = torch.zeros(0, dtype=torch.long, device=device)
+        self.layers = [KeptKeys() for _ in source]
+        self.text = Continuations(rows, device)
 
     @property
     def continuations(self) -> int:
         """K."""
-        return self.visible_BKS.shape[1]
+        return self.text.count
 
     def multiply(self, times: int) -> None:
         """Each continuation `times` times, one behind the other."""
-        self.visible_BKS = self.visible_BKS.repeat_interleave(times, 1)
+        self.text.multiply(times)
 
     def choose(self, rows_B: Tensor, parent_BK: Tensor) -> None:
         """Sentences in the order of `rows_B`, and of each the continuations `parent_BK`."""
-        if len(rows_B) != len(self.visible_BKS) or bool(
-            (rows_B != torch.arange(len(rows_B), device=rows_B.device)).any()
-        ):
-            self.visible_BKS = self.visible_BKS.index_select(0, rows_B)
+        if self.text.choose(rows_B, parent_BK):
             self.source = [KeysValues(*(t.index_select(0, rows_B) for t in keys)) for keys in self.source]
             if self.source_mask is not None:
                 self.source_mask = self.source_mask.index_select(0, rows_B)
             for kept in self.layers:
                 kept.choose(rows_B)
-        self.visible_BKS = self.visible_BKS.gather(1, parent_BK[..., None].expand(-1, -1, self.visible_BKS.shape[2]))
-
-    def grow(self) -> None:
-        """Slots for one more token of each continuation, which sees its own alone."""
-        b, k, _ = self.visible_BKS.shape
-        own = torch.eye(k, dtype=torch.bool, device=self.visible_BKS.device).expand(b, -1, -1)
-        self.visible_BKS = torch.cat([self.visible_BKS, own], 2)
-        self.step_S = torch.cat([self.step_S, self.step_S.new_full((k,), self.step)])
-        self.step += 1
 
 
 class Decoder(nn.Module):
@@ -163,14 +108,15 @@ class Decoder(nn.Module):
 
     def step(self, x_BKD: Tensor, cache: DecoderCache) -> Tensor:
         """Results for the next token of each continuation, (B, K, D); the cache takes it in."""
-        place = cache.step_S.new_full((1, 1, 1), cache.step)
-        cache.grow()
+        text = cache.text
+        place = text.step_S.new_full((1, 1, 1), text.step)
+        text.grow()
         mask = None
         if isinstance(self.positions, BucketedPositions):
-            bias = self.positions.bias(None, place, cache.step_S[None, :, None])
-            mask = hide(bias, cache.visible_BKS[:, None], x_BKD.dtype)
-        elif cache.continuations > 1:
-            mask = cache.visible_BKS[:, None]
+            bias = self.positions.bias(None, place, text.step_S[None, :, None])
+            mask = hide(bias, text.visible_BKS[:, None], x_BKD.dtype)
+        elif text.count > 1:
+            mask = text.visible_BKS[:, None]
         x_BKD = self._enter(x_BKD, place)
         for block, source, kept in zip(self.blocks, cache.source, cache.layers, strict=True):
             x_BKD, _ = block(x_BKD, source, mask, cache.source_mask, kept)

@@ -102,10 +102,11 @@ def translate(
 class _KeptText:
     """Texts of which keys and values are kept."""
 
-    after: State = ()
-
     def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
         self.model, self.cache, self.token_B = model, model.begin(encoded), first_B
+
+    def after(self) -> State:
+        return ()
 
     def read(self) -> Tensor:
         logits_BKV = self.model.step(self.token_B.view(-1, self.cache.continuations), self.cache)
@@ -127,10 +128,11 @@ class _KeptText:
 class _WholeText:
     """Texts that are read from the beginning at every step."""
 
-    after: State = ()
-
     def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
         self.model, self.encoded, self.tokens_BT = model, encoded, first_B[:, None]
+
+    def after(self) -> State:
+        return ()
 
     def read(self) -> Tensor:
         return _log_probabilities(self.model.decode(self.tokens_BT, self.encoded, last_only=True)[:, 0])

@@ -1,0 +1,244 @@
+"""An attention layer within an open segment: keys and values stay, what is read of the memory is prepared once, and a
+token costs one token.
+
+The first tokens go through the layer as those of any segment do, which leave here what the later ones need: the opened
+memory, keys with their positions (those of the context first), or the core's state. Later tokens come one at a time, of
+each of K continuations of a row; they stand side by side as (B, K, D), and a mask says which slots each of them sees.
+
+Cost of a token, in multiply-adds: 4 D^2 (projections) + 2 (M + S) D (attention over M slots of the context and S
+tokens of the segment), and what the memory's `read` costs for one token.
+
+Legend: B rows, K continuations, R = B K, N tokens, M slots of the context, S slots in all, H heads, E head width,
+D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.attentions.softmax import log_sum_exp
+from cached_transformers.seam.linear_maps import plain_weights
+from cached_transformers.seam.memory import Context, LayerMemory, Offer, Query, Reading
+from cached_transformers.seam.positions import Positions
+from cached_transformers.state import State, reorder, repeat
+
+from .attention import Attended, SelfAttention
+from .context_attention import ContextAttention
+from .decoder_block import KeysValues
+from .kept_keys import Continuations, KeptKeys, own_slots
+
+
+class OpenLayer:
+    """What a layer keeps while a segment grows.
+
+    Args:
+        attention: the layer, in evaluation mode.
+        state: of its memory and core, of R rows.
+        text: who sees which of the text's slots.
+        positions: the layer's scheme, opened.
+        steps: tokens for which there is to be room.
+    """
+
+    def __init__(
+        self, attention: SelfAttention, state: State, text: Continuations, positions: Positions, steps: int
+    ) -> None:
+        self.attention, self.state, self.text, self.positions = attention, state, text, positions
+        self.memory: LayerMemory = attention.memory
+        self.begun, self.opened, self.core_state = False, None, ()
+        self.kept = KeptKeys(steps)
+        self.context: Context | None = None
+        self.offer: Offer | None = None
+        self.context_visible: Tensor | None = None
+        self.positions_BSP: Tensor | None = None
+        self.opened_slots: Any = None
+        """Of a model memory; None where they are to be made anew."""
+        self.rows = len(text.visible_BKS)
+        self.each = text.count > 1
+        """Whether what was opened is of each continuation, and not one for all of a row."""
+
+    def __call__(self, x_BND: Tensor, positions_BNP: Tensor, *, context: Offer | None = None, **first: Any) -> Attended:
+        """What is added to the next tokens.
+
+        Args:
+            x_BND: the segment's first tokens, (R, N, D); after these the next token of each continuation, (B, K, D).
+            positions_BNP: of the tokens.
+            context: from a model memory; the same one during the segment.
+            first: what `SelfAttention.forward` takes beside, for the first tokens.
+
+        Raises:
+            ValueError: the context is another one than before.
+        """
+        if isinstance(self.attention, ContextAttention):  # keeps nothing of the text, and has a new context each time
+            return self.attention(x_BND, positions_BNP, state=self.state, context=context)  # type: ignore[no-any-return]
+        if self.begun:
+            return self._next(x_BND, positions_BNP, context)
+        self.begun, self.offer = True, context
+        self.first_BNP = positions_BNP
+        return self.attention(x_BND, positions_BNP, state=self.state, context=context, keep=self, **first)  # type: ignore[no-any-return]
+
+    # what the layer calls for the first tokens
+
+    def open(self, state: State, query: Query) -> Reading:
+        assert query.positions_BNP is not None
+        self.opened = self.memory.open(state, query.positions_BNP[:, :1], self.attention.project_kv)
+        return self.memory.read(self.opened, query, self.attention.project_kv)
+
+    def take(self, k_BHNE: Tensor, v_BHNE: Tensor, context: Context | None, core_state: State) -> None:
+        if context is not None and context.gather is not None:
+            raise ValueError(f"memory {type(self.memory).__name__} gathers wide values, which no token can read alone")
+        self.context = context
+        if self.attention.core.steps_from == "state":
+            self.core_state = core_state
+            return
+        k, b = self.text.count, k_BHNE.shape[0] // self.text.count
+        positions_BSP = self.first_BNP
+        if context is not None:
+            before = (t.expand(b * k, *t.shape[1:]) for t in context[:4])
+            keys, values, places_BMP, valid_BM = before
+            self.kept.extend(KeysValues(_side_by_side(keys, k), _side_by_side(values, k)), k)
+            valid = valid_BM.view(b, 1, -1)
+            if k > 1 or not bool(valid_BM.all()):
+                self.context_visible = valid & own_slots(k, valid_BM.shape[1], valid.device)
+            places = places_BMP.reshape(b, -1, places_BMP.shape[-1])
+            positions_BSP = torch.cat([places, self.first_BNP.reshape(b, -1, self.first_BNP.shape[-1])], 1)
+        self.positions_BSP = positions_BSP.reshape(b, -1, positions_BSP.shape[-1])
+        self.kept.extend(KeysValues(_side_by_side(k_BHNE, k), _side_by_side(v_BHNE, k)), k)
+
+    # the tokens that follow
+
+    def _next(self, x_BKD: Tensor, positions_BKP: Tensor, offer: Offer | None) -> Attended:
+        layer, core = self.attention, self.attention.core
+        h_BKD = layer.norm(x_BKD)
+        q, k, v = layer._split(layer.qkv(h_BKD))
+        if layer.query_factor != 1:
+            q = q * layer.query_factor
+        query = Query(h_BKD, q, positions_BKP, None, None, k, v)
+        reading, asked = self._read(query)
+        if offer is not self.offer:
+            raise ValueError(
+                "a layer is offered another context in the middle of a segment; a model memory that writes open() "
+                "makes its contexts there, once"
+            )
+        placed_q, placed_k = self.positions.query(q, positions_BKP), self.positions.rotate(k, positions_BKP)
+        if core.steps_from == "state":
+            y_BHKE, self.core_state = self._scan(placed_q, placed_k, v, h_BKD)
+        else:
+            y_BHKE, lse_BHK = self._attend(q, placed_q, KeysValues(placed_k, v), positions_BKP)
+            if lse_BHK is not None:
+                reading = reading._replace(lse_BHN=lse_BHK if asked is query else _as_rows(lse_BHK[..., None])[..., 0])
+        rows = asked is not query
+        y = _as_rows(y_BHKE) if rows else y_BHKE
+        y_BKD = self.memory.project(y, asked, reading, layer.output, plain_weights(layer.output))
+        return Attended(y_BKD.view_as(x_BKD) if rows else y_BKD, query, reading, None)
+
+    def _read(self, query: Query) -> tuple[Reading, Query]:
+        """What the tokens read, and the query of one token a row where each continuation has a memory of its own."""
+        asked = query
+        if self.each:
+            parts = (_as_rows(t) for t in (query.q_BHNE, query.k_BHNE, query.v_BHNE) if t is not None)
+            q, k, v = parts
+            assert query.positions_BNP is not None
+            x, places = (t.flatten(0, 1)[:, None] for t in (query.x_BND, query.positions_BNP))
+            asked = Query(x, q, places, None, None, k, v)
+        return self.memory.read(self.opened, asked, self.attention.project_kv), asked
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, h_BKD: Tensor) -> tuple[Tensor, State]:
+        q, k, v = (_as_rows(t) for t in (q, k, v))
+        out, state = self.attention.core.scan(q, k, v, self.core_state, x_BND=h_BKD.flatten(0, 1)[:, None])
+        return out.unflatten(0, h_BKD.shape[:2])[:, :, :, 0].transpose(1, 2), state
+
+    def _attend(
+        self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        k, v = self.kept.extend(new)
+        assert self.positions_BSP is not None
+        self.positions_BSP = torch.cat([self.positions_BSP, positions_BKP], 1)
+        mask = self._visible(k.shape[2], positions_BKP)
+        run = self.context is None or self.context.consecutive
+        bias = self.positions.bias(q, positions_BKP, self.positions_BSP, causal_run=run)
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        lse = log_sum_exp(placed_q, k, mask) if "lse" in self.memory.needs else None
+        return F.scaled_dot_product_attention(placed_q, k, v, attn_mask=mask), lse
+
+    def _visible(self, slots: int, positions_BKP: Tensor) -> Tensor | None:
+        """(B or 1, H or 1, K, S): the slots that each continuation sees; None for all."""
+        text, before = self.text, slots - self.text.step_S.shape[0]
+        mask = None
+        if self.context_visible is not None:
+            mask = torch.cat([self.context_visible.expand(-1, text.count, -1), text.visible_BKS], 2)[:, None]
+        elif text.count > 1:
+            mask = F.pad(text.visible_BKS, (before, 0), value=True)[:, None]
+        near_HS = self.attention.core.sees(text.step - 1, text.step_S)
+        if near_HS is not None:
+            near = F.pad(near_HS.view(1, -1, 1, text.step_S.shape[0]), (before, 0), value=True)
+            mask = near if mask is None else mask & near
+        window = self.memory.window()
+        if window is not None:
+            assert self.positions_BSP is not None
+            close = (positions_BKP[..., :1] - self.positions_BSP[:, None, :, 0] < window)[:, None]
+            mask = close if mask is None else mask & close
+        return mask
+
+    def look(self, slot_attention: nn.Module, slots: tuple[Any, ...], x_BND: Tensor) -> Tensor:
+        """What the tokens read from the slots of a model memory, whose keys and values are made once."""
+        if not hasattr(slot_attention, "open"):
+            return slot_attention(x_BND, *slots)  # type: ignore[no-any-return]
+        if self.opened_slots is None:
+            self.opened_slots = slot_attention.open(*slots)  # type: ignore[operator]
+        read: Callable[..., Tensor] = slot_attention.read  # type: ignore[assignment]
+        if len(self.opened_slots[0]) in (1, len(x_BND)):
+            return read(x_BND, *self.opened_slots)
+        return read(x_BND.flatten(0, 1)[:, None], *self.opened_slots).view_as(x_BND)
+
+    # continuations
+
+    def multiply(self, times: int) -> None:
+        """Each row `times` times."""
+        self.core_state = repeat(self.core_state, times)
+
+    def choose(self, rows_R: Tensor, rows_B: Tensor, parent_BK: Tensor, moved: bool) -> None:
+        """Continuations in the order `rows_R`: rows in that of `rows_B`, which `moved` says whether they have left, and
+        of each the continuations `parent_BK`."""
+        self.core_state = reorder(self.core_state, rows_R)
+        if self.each or moved:
+            index, rows = (rows_R, self.rows * self.text.count) if self.each else (rows_B, self.rows)
+            self.opened, self.opened_slots = (rows_of(t, index, rows) for t in (self.opened, self.opened_slots))
+        self.rows = len(rows_B)
+        if moved:
+            self.kept.choose(rows_B)
+            if self.positions_BSP is not None:
+                self.positions_BSP = self.positions_BSP.index_select(0, rows_B)
+            if self.context_visible is not None:
+                self.context_visible = self.context_visible.index_select(0, rows_B)
+        if self.context_visible is not None and self.each:
+            slots = self.context_visible.shape[2]
+            self.context_visible = self.context_visible.gather(1, parent_BK[..., None].expand(-1, -1, slots))
+
+
+def rows_of(opened: Any, index: Tensor, rows: int) -> Any:
+    """What a memory opened, with its rows in the order of `index`: those of tensors whose first dimension they are."""
+    if isinstance(opened, Tensor):
+        return opened.index_select(0, index) if opened.dim() and opened.shape[0] == rows else opened
+    if isinstance(opened, tuple):
+        parts = [rows_of(part, index, rows) for part in opened]
+        return type(opened)(*parts) if hasattr(opened, "_fields") else tuple(parts)
+    return opened
+
+
+def _as_rows(t_BHKE: Tensor) -> Tensor:
+    """(B, H, K, E) to (B K, H, 1, E)."""
+    return t_BHKE.transpose(1, 2).flatten(0, 1)[:, :, None]
+
+
+def _side_by_side(t_RHNE: Tensor, continuations: int) -> Tensor:
+    """(B K, H, N, E) to (B, H, K N, E)."""
+    if continuations == 1:
+        return t_RHNE
+    return t_RHNE.unflatten(0, (-1, continuations)).transpose(1, 2).flatten(2, 3)

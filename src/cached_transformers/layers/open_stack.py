@@ -1,0 +1,177 @@
+"""A stack within an open segment: tokens come one at a time, and the memories stay as they are until it is full.
+
+Legend: B rows, K continuations, R = B K, N tokens, D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
+from cached_transformers.seam.positions import Positions, alike
+
+from .attention import SelfAttention
+from .block import Block
+from .kept_keys import Continuations
+from .open_layer import OpenLayer, rows_of
+from .stack import Stack, StackState
+
+
+class OpenStack:
+    """What a stack keeps while a segment grows.
+
+    Args:
+        stack: in evaluation mode; see `why_in_one_piece`.
+        state: before the segment, of R rows.
+        continuations: K, how many of the rows, one behind the other, are continuations of one text.
+        steps: tokens of the segment for which there is to be room.
+    """
+
+    def __init__(self, stack: Stack, state: StackState, continuations: int = 1, steps: int = 32) -> None:
+        self.stack, self.clock_R, self.read = stack, state.clock_B, 0
+        self.text = Continuations(len(state.clock_B) // continuations, state.clock_B.device, continuations)
+        self.model_state, self.opened = state.model, None
+        schemes: list[Positions] = []
+        self.layers: list[OpenLayer] = []
+        extra = stack.model_memory.extra_tokens
+        for block, layer_state in zip(stack.blocks, state.layers, strict=True):
+            attention: Any = block.attention
+            schemes.append(_opened(attention.positions, stack, schemes))
+            self.layers.append(OpenLayer(attention, layer_state, self.text, schemes[-1], steps + extra))
+
+    @property
+    def positions_R1(self) -> Tensor:
+        """(R, 1): of the next token."""
+        return self.clock_R[:, None] + self.read
+
+    def __call__(self, x_RND: Tensor, inputs_RN: Tensor | None = None) -> Tensor:
+        """Outputs for the next tokens, (R, N, D): any number of them first, and then one at a time.
+
+        Args:
+            x_RND: embedded tokens. inputs_RN: the model's raw inputs, for model memories that look at them.
+        """
+        memory, n = self.stack.model_memory, x_RND.shape[1]
+        if "context_alone" in memory.needs and n > 1:  # no token can be read beside another
+            inputs = [None] * n if inputs_RN is None else inputs_RN.split(1, 1)
+            return torch.cat([self(x, i) for x, i in zip(x_RND.split(1, 1), inputs, strict=True)], 1)
+        positions_RNP = (self.positions_R1 + torch.arange(n, device=x_RND.device))[..., None]
+        tokens = Tokens(x_RND, positions_RNP, None, inputs_RN, consecutive=True)
+        first = self.read == 0
+        if first:
+            self.opened = memory.open(self.model_state, tokens, [block.attention for block in self.stack.blocks])  # type: ignore[misc]
+        entry = memory.enter(self.opened, tokens)
+        start, length = entry.segment or (0, n)
+        x, positions = entry.tokens.x_BND, entry.tokens.positions_BNP
+        options: dict[str, Any] = {}
+        if first:
+            # No token sees what stands behind the segment.
+            x, positions = x[:, : start + length], positions[:, : start + length]
+            self.text.grow(start + length)
+            visible = entry.visible_NN
+            options["visible_NN"] = None if visible is None else visible[: start + length, : start + length]
+            options["segment"] = None if entry.segment is None else (start, length)
+            options["consecutive"] = entry.tokens.consecutive
+        else:
+            if length != 1:
+                raise ValueError(f"{length} tokens in the middle of a segment; they are read one at a time")
+            x, positions = (t[:, start : start + 1] for t in (x, positions))
+            self.text.grow()
+            if self.text.count > 1 and "context_alone" not in memory.needs:
+                x, positions = (t.view(-1, self.text.count, t.shape[-1]) for t in (x, positions))
+        if entry.slots is not self.opened and entry.slots is not getattr(self.opened, "slots", None):
+            self._look_anew()
+        contexts = entry.contexts if entry.contexts is not None else [None] * len(self.layers)
+        traces = []
+        for block, layer, context in zip(self.stack.blocks, self.layers, contexts, strict=True):
+            x, trace = block.step(x, positions, layer, slots=entry.slots, context=context, **options)  # type: ignore[operator]
+            traces.append(trace)
+        if first:
+            x = x[:, start:]
+            traces = [t if entry.segment is None else t.narrow(start, length) for t in traces]
+        if len(x) != len(x_RND):
+            x, traces = x.view_as(x_RND), [_by_row(trace) for trace in traces]
+        opened = memory.go_on(self.opened, x, traces)
+        if opened is not self.opened:
+            self._look_anew()
+        self.opened = opened
+        self.read += n
+        return self.stack.norm(x).view(len(x_RND), n, -1)  # type: ignore[no-any-return]
+
+    def _look_anew(self) -> None:
+        for layer in self.layers:
+            layer.opened_slots = None
+
+    def multiply(self, times: int) -> None:
+        """Each row `times` times, one behind the other."""
+        index = torch.arange(len(self.clock_R), device=self.clock_R.device).repeat_interleave(times)
+        self.clock_R, self.opened = self.clock_R[index], rows_of(self.opened, index, len(self.clock_R))
+        self.text.multiply(times)
+        for layer in self.layers:
+            layer.multiply(times)
+
+    def choose(self, rows_R: Tensor) -> None:
+        """Rows in this order; they may repeat among the continuations of one row, and all of these together vanish."""
+        k = self.text.count
+        rows_BK = rows_R.view(-1, k)
+        rows_B, parent_BK = rows_BK[:, 0] // k, rows_BK % k
+        moved = self.text.choose(rows_B, parent_BK)
+        self.clock_R, self.opened = self.clock_R[rows_R], rows_of(self.opened, rows_R, len(self.clock_R))
+        for layer in self.layers:
+            layer.choose(rows_R, rows_B, parent_BK, moved)
+
+
+def _by_row(trace: Trace) -> Trace:
+    """What tokens that stand side by side as (B, K) left, as that of R rows of one token."""
+    x_RND, y_RND = (t.flatten(0, 1)[:, None] for t in trace[:2])
+    assert trace.query.positions_BNP is not None
+    return Trace(x_RND, y_RND, Query(x_RND, positions_BNP=trace.query.positions_BNP.flatten(0, 1)[:, None]), Reading())
+
+
+def _opened(scheme: Positions, stack: Stack, before: list[Positions]) -> Positions:
+    """The scheme opened; schemes of several layers that are alike and have nothing to learn are one."""
+    if next(scheme.parameters(), None) is None:
+        for earlier, block in zip(before, stack.blocks, strict=False):
+            if alike(block.attention.positions, scheme):  # type: ignore[union-attr, arg-type]
+                return earlier
+    return scheme.open()
+
+
+def why_in_one_piece(stack: Stack) -> str | None:
+    """Why the stack has to see a segment as a whole, so that no token can be read alone; None where it can."""
+    if stack.reversible:
+        return "a reversible stack reads whole segments"
+    memory = stack.model_memory
+    if memory.in_one_piece is not None:
+        return f"memory {type(memory).__name__}: {memory.in_one_piece}"
+    if not _opens(memory, ModelMemory, ("enter", "exit", "run")):
+        return f"memory {type(memory).__name__} has no open() for tokens that come one at a time"
+    for block in stack.blocks:
+        if not isinstance(block, Block):
+            return f"a {type(block).__name__} reads whole segments"
+        reason = _layer_in_one_piece(block.attention)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _layer_in_one_piece(layer: SelfAttention) -> str | None:
+    for member in members_of(layer.memory):
+        if not _opens(member, LayerMemory, ("read",)):
+            return f"memory {type(member).__name__} has no open() for tokens that come one at a time"
+    if layer.core.steps_from is None:
+        return f"{layer.core.title} has no form for tokens that come one at a time"
+    if not layer.causal or layer.reduction is not None:
+        return "a layer in which tokens see later ones reads whole segments"
+    return None
+
+
+def _opens(memory: Any, base: type, methods: tuple[str, ...]) -> bool:
+    """Whether a memory promises that tokens can be read alone: its `open` is as new as what reads, or nothing reads."""
+    kinds = type(memory).__mro__
+    places = {name: next(i for i, kind in enumerate(kinds) if name in vars(kind)) for name in (*methods, "open")}
+    theirs = [place for name, place in places.items() if name != "open" and kinds[place] is not base]
+    return not theirs or places["open"] <= min(theirs)
