@@ -20,7 +20,7 @@ from cached_transformers import add_memory, generate
 from cached_transformers.cli.main import main
 from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
 from cached_transformers.experiments.load import load_run
-from cached_transformers.tasks.language.writing import GrowingText, Writer, words_of
+from cached_transformers.tasks.language.writing import Spelling, Writer, words_of
 
 SEGMENT = 8
 PROMPT = "It was the naïve spring"
@@ -145,11 +145,11 @@ def test_pieces_are_the_text(kind: str, before: int) -> None:
     tokenizer: Tokenizer = train_tokenizer(kind, [TEXT], {"byte": None, "word": 20, "bpe": 257}[kind], False)
     text = "winter, naïve — too.\n\nIt was spring. 春"
     ids = words_of(tokenizer).encode(text)
-    growing = GrowingText(tokenizer.decode, ids[:before])
+    growing = Spelling(tokenizer.decode, ids[:before])
     pieces = [growing.more([token]) for token in ids[before:]]
     assert "".join([tokenizer.decode(ids[:before]), *pieces, growing.rest()]) == tokenizer.decode(ids)
     assert not any("\ufffd" in piece for piece in pieces), "half a character"
-    broken = GrowingText(bytes_of, [])
+    broken = Spelling(bytes_of, [])
     assert [broken.more([token]) for token in (0xE2, 0x82)] == ["", ""] and broken.rest() == "\ufffd"
 
 

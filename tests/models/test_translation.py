@@ -10,7 +10,8 @@ import torch
 from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build, sources
 from torch import Tensor
 
-from cached_transformers.models.encoder_decoder import EncoderDecoder, text_decoder
+from cached_transformers.layers import kept_keys
+from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.tasks.translation.translate import Translation, translate
 
 BEGIN, END = 0, 1
@@ -32,7 +33,7 @@ def score(model: EncoderDecoder, source: Tensor, tokens: list[int]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("beams", [1, 4])
 def test_kept_keys_give_what_reading_again_gives(kind: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_decoder, "BLOCK", 3)  # so that room runs out on the way
+    monkeypatch.setattr(kept_keys, "BLOCK", 3)  # so that room runs out on the way
     model = build(target_vocabulary=W, **KINDS[kind])
     options: dict[str, Any] = {"padding": PADDING, "begin": BEGIN, "end": END, "beams": beams}
     kept, again = (translate(model, sources(), cached=cached, **options) for cached in (True, False))

@@ -21,12 +21,12 @@ class KeptKeys:
     """Keys and values of one layer, for all continuations.
 
     Args:
-        steps: tokens of each continuation for which there is to be room from the beginning.
+        steps: tokens of each continuation for which there is to be room from the beginning; `BLOCK` when None.
     """
 
-    def __init__(self, steps: int = BLOCK) -> None:
+    def __init__(self, steps: int | None = None) -> None:
         self.keys: KeysValues | None = None
-        self.used, self.steps = 0, steps
+        self.used, self.steps = 0, steps or BLOCK
 
     def extend(self, new: KeysValues, continuations: int | None = None) -> KeysValues:
         """All slots up to and with the new ones.
@@ -60,40 +60,51 @@ class Continuations:
     """Which slots of a text each of its continuations sees; all layers have the same.
 
     Attributes:
-        visible_BKS: bool. step_S: the step that a slot belongs to. step: of the next token.
+        count: K. step: of the next token.
     """
 
     def __init__(self, rows: int, device: torch.device, continuations: int = 1) -> None:
-        self.step = 0
-        self.visible_BKS = torch.ones(rows, continuations, 0, dtype=torch.bool, device=device)
-        self.step_S = torch.zeros(0, dtype=torch.long, device=device)
+        self.rows, self.device, self.count, self.step = rows, device, continuations, 0
+        # A single continuation sees all there is, in order, of which no account needs to be kept.
+        self._visible_BKS = None if continuations == 1 else self._nothing(torch.bool, rows, continuations)
+        self._step_S = None if continuations == 1 else self._nothing(torch.long)
+
+    def _nothing(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.zeros(*sizes, 0, dtype=dtype, device=self.device)
 
     @property
-    def count(self) -> int:
-        """K."""
-        return self.visible_BKS.shape[1]
+    def visible_BKS(self) -> Tensor:
+        """bool, the slots that each continuation sees."""
+        if self._visible_BKS is None:
+            return torch.ones(self.rows, 1, self.step, dtype=torch.bool, device=self.device)
+        return self._visible_BKS
+
+    @property
+    def step_S(self) -> Tensor:
+        """The step that a slot belongs to."""
+        return torch.arange(self.step, device=self.device) if self._step_S is None else self._step_S
 
     def multiply(self, times: int) -> None:
         """Each continuation `times` times, one behind the other."""
-        self.visible_BKS = self.visible_BKS.repeat_interleave(times, 1)
+        self._visible_BKS, self._step_S = self.visible_BKS.repeat_interleave(times, 1), self.step_S
+        self.count *= times
 
     def choose(self, rows_B: Tensor, parent_BK: Tensor) -> bool:
         """Rows in the order of `rows_B`, and of each the continuations `parent_BK`; whether rows have moved."""
-        moved = len(rows_B) != len(self.visible_BKS) or bool(
-            (rows_B != torch.arange(len(rows_B), device=rows_B.device)).any()
-        )
-        if moved:
-            self.visible_BKS = self.visible_BKS.index_select(0, rows_B)
-        self.visible_BKS = self.visible_BKS.gather(1, parent_BK[..., None].expand(-1, -1, self.visible_BKS.shape[2]))
+        moved = len(rows_B) != self.rows or bool((rows_B != torch.arange(self.rows, device=self.device)).any())
+        self.rows = len(rows_B)
+        if self._visible_BKS is not None:
+            visible = self._visible_BKS.index_select(0, rows_B) if moved else self._visible_BKS
+            self._visible_BKS = visible.gather(1, parent_BK[..., None].expand(-1, -1, visible.shape[2]))
         return moved
 
     def grow(self, tokens: int = 1) -> None:
         """Slots for the next tokens of each continuation, which sees its own alone."""
-        b, k, _ = self.visible_BKS.shape
-        own = own_slots(k, tokens, self.visible_BKS.device)
-        self.visible_BKS = torch.cat([self.visible_BKS, own.expand(b, -1, -1)], 2)
-        steps_N = torch.arange(self.step, self.step + tokens, device=self.step_S.device)
-        self.step_S = torch.cat([self.step_S, steps_N.repeat(k)])
+        if self._visible_BKS is not None:
+            own = own_slots(self.count, tokens, self.device)
+            self._visible_BKS = torch.cat([self._visible_BKS, own.expand(self.rows, -1, -1)], 2)
+            steps_N = torch.arange(self.step, self.step + tokens, device=self.device)
+            self._step_S = torch.cat([self.step_S, steps_N.repeat(self.count)])
         self.step += tokens
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import log_sum_exp
+from cached_transformers.memories.parts.side_by_side import SideBySide
+from cached_transformers.seam.attention import Attention
 from cached_transformers.seam.linear_maps import plain_weights
 from cached_transformers.seam.memory import Context, LayerMemory, Offer, Query, Reading
 from cached_transformers.seam.positions import Positions
@@ -40,24 +42,36 @@ class OpenLayer:
         attention: the layer, in evaluation mode.
         state: of its memory and core, of R rows.
         text: who sees which of the text's slots.
-        positions: the layer's scheme, opened.
+        open_positions: opens its scheme, of which it says whether all keys stand in one run.
         steps: tokens for which there is to be room.
     """
 
     def __init__(
-        self, attention: SelfAttention, state: State, text: Continuations, positions: Positions, steps: int
+        self,
+        attention: SelfAttention,
+        state: State,
+        text: Continuations,
+        open_positions: Callable[[Positions, bool], Positions],
+        steps: int,
     ) -> None:
-        self.attention, self.state, self.text, self.positions = attention, state, text, positions
+        self.attention, self.state, self.text = attention, state, text
+        self.positions, self.open_positions = attention.positions, open_positions
+        self.patterned = type(attention.core).sees is not Attention.sees
         self.memory: LayerMemory = attention.memory
         self.begun, self.opened, self.core_state = False, None, ()
         self.kept = KeptKeys(steps)
         self.context: Context | None = None
         self.offer: Offer | None = None
         self.context_visible: Tensor | None = None
+        self.before = 0
+        """Slots of the context, which stand before those of the text."""
         self.positions_BSP: Tensor | None = None
+        """Of all slots, where somebody asks for them."""
+        self.keys_read: list[Tensor | None] | None = None
+        """Of the contexts that were read, by which these are known; None after rows have moved."""
         self.opened_slots: Any = None
         """Of a model memory; None where they are to be made anew."""
-        self.rows = len(text.visible_BKS)
+        self.rows = text.rows
         self.each = text.count > 1
         """Whether what was opened is of each continuation, and not one for all of a row."""
 
@@ -86,17 +100,23 @@ class OpenLayer:
     def open(self, state: State, query: Query) -> Reading:
         assert query.positions_BNP is not None
         self.opened = self.memory.open(state, query.positions_BNP[:, :1], self.attention.project_kv)
-        return self.memory.read(self.opened, query, self.attention.project_kv)
+        reading = self.memory.read(self.opened, query, self.attention.project_kv)
+        self.keys_read = _keys_of(self.memory, reading)
+        return reading
 
     def take(self, k_BHNE: Tensor, v_BHNE: Tensor, context: Context | None, core_state: State) -> None:
         if context is not None and context.gather is not None:
             raise ValueError(f"memory {type(self.memory).__name__} gathers wide values, which no token can read alone")
+        if context is not None and not bool(context.valid_BM.any()):
+            context = None  # nothing is there to be attended until the segment ends
         self.context = context
+        self.positions = self.open_positions(self.attention.positions, context is None or context.consecutive)
+        asks = type(self.positions).bias is not Positions.bias or self.memory.window() is not None
         if self.attention.core.steps_from == "state":
             self.core_state = core_state
             return
         k, b = self.text.count, k_BHNE.shape[0] // self.text.count
-        positions_BSP = self.first_BNP
+        positions_BSP = self.first_BNP.reshape(b, -1, self.first_BNP.shape[-1])
         if context is not None:
             before = (t.expand(b * k, *t.shape[1:]) for t in context[:4])
             keys, values, places_BMP, valid_BM = before
@@ -105,8 +125,9 @@ class OpenLayer:
             if k > 1 or not bool(valid_BM.all()):
                 self.context_visible = valid & own_slots(k, valid_BM.shape[1], valid.device)
             places = places_BMP.reshape(b, -1, places_BMP.shape[-1])
-            positions_BSP = torch.cat([places, self.first_BNP.reshape(b, -1, self.first_BNP.shape[-1])], 1)
-        self.positions_BSP = positions_BSP.reshape(b, -1, positions_BSP.shape[-1])
+            positions_BSP = torch.cat([places, positions_BSP], 1)
+            self.before = places.shape[1]
+        self.positions_BSP = positions_BSP if asks else None
         self.kept.extend(KeysValues(_side_by_side(k_BHNE, k), _side_by_side(v_BHNE, k)), k)
 
     # the tokens that follow
@@ -119,10 +140,12 @@ class OpenLayer:
             q = q * layer.query_factor
         query = Query(h_BKD, q, positions_BKP, None, None, k, v)
         reading, asked = self._read(query)
-        if offer is not self.offer:
+        keys = _keys_of(self.memory, reading)
+        self.keys_read = keys if self.keys_read is None else self.keys_read
+        if offer is not self.offer or any(a is not b for a, b in zip(keys, self.keys_read, strict=True)):
             raise ValueError(
-                "a layer is offered another context in the middle of a segment; a model memory that writes open() "
-                "makes its contexts there, once"
+                f"layer memory {type(self.memory).__name__}, or a model memory round it, gives another context in the "
+                "middle of a segment; a memory that writes open() makes its context there, once"
             )
         placed_q, placed_k = self.positions.query(q, positions_BKP), self.positions.rotate(k, positions_BKP)
         if core.steps_from == "state":
@@ -156,28 +179,28 @@ class OpenLayer:
         self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         k, v = self.kept.extend(new)
-        assert self.positions_BSP is not None
-        self.positions_BSP = torch.cat([self.positions_BSP, positions_BKP], 1)
-        mask = self._visible(k.shape[2], positions_BKP)
-        run = self.context is None or self.context.consecutive
-        bias = self.positions.bias(q, positions_BKP, self.positions_BSP, causal_run=run)
+        bias = None
+        if self.positions_BSP is not None:
+            self.positions_BSP = torch.cat([self.positions_BSP, positions_BKP], 1)
+            run = self.text.count == 1 and (self.context is None or self.context.consecutive)
+            bias = self.positions.bias(q, positions_BKP, self.positions_BSP, causal_run=run)
+        mask = self._visible(positions_BKP)
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         lse = log_sum_exp(placed_q, k, mask) if "lse" in self.memory.needs else None
         return F.scaled_dot_product_attention(placed_q, k, v, attn_mask=mask), lse
 
-    def _visible(self, slots: int, positions_BKP: Tensor) -> Tensor | None:
+    def _visible(self, positions_BKP: Tensor) -> Tensor | None:
         """(B or 1, H or 1, K, S): the slots that each continuation sees; None for all."""
-        text, before = self.text, slots - self.text.step_S.shape[0]
-        mask = None
+        text, before, mask = self.text, self.before, None
         if self.context_visible is not None:
             mask = torch.cat([self.context_visible.expand(-1, text.count, -1), text.visible_BKS], 2)[:, None]
         elif text.count > 1:
             mask = F.pad(text.visible_BKS, (before, 0), value=True)[:, None]
-        near_HS = self.attention.core.sees(text.step - 1, text.step_S)
+        near_HS = self.attention.core.sees(text.step - 1, text.step_S) if self.patterned else None
         if near_HS is not None:
-            near = F.pad(near_HS.view(1, -1, 1, text.step_S.shape[0]), (before, 0), value=True)
+            near = F.pad(near_HS.view(1, -1, 1, near_HS.shape[-1]), (before, 0), value=True)
             mask = near if mask is None else mask & near
         window = self.memory.window()
         if window is not None:
@@ -210,6 +233,7 @@ class OpenLayer:
         if self.each or moved:
             index, rows = (rows_R, self.rows * self.text.count) if self.each else (rows_B, self.rows)
             self.opened, self.opened_slots = (rows_of(t, index, rows) for t in (self.opened, self.opened_slots))
+            self.keys_read = None
         self.rows = len(rows_B)
         if moved:
             self.kept.choose(rows_B)
@@ -230,6 +254,12 @@ def rows_of(opened: Any, index: Tensor, rows: int) -> Any:
         parts = [rows_of(part, index, rows) for part in opened]
         return type(opened)(*parts) if hasattr(opened, "_fields") else tuple(parts)
     return opened
+
+
+def _keys_of(memory: LayerMemory, reading: Reading) -> list[Tensor | None]:
+    """Keys of the contexts that a layer's memories gave."""
+    readings = reading.carry if isinstance(memory, SideBySide) else [reading]
+    return [None if r.context is None else r.context.k_BHME for r in readings]
 
 
 def _as_rows(t_BHKE: Tensor) -> Tensor:

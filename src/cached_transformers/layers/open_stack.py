@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
@@ -35,18 +35,26 @@ class OpenStack:
         self.stack, self.clock_R, self.read = stack, state.clock_B, 0
         self.text = Continuations(len(state.clock_B) // continuations, state.clock_B.device, continuations)
         self.model_state, self.opened = state.model, None
-        schemes: list[Positions] = []
-        self.layers: list[OpenLayer] = []
-        extra = stack.model_memory.extra_tokens
-        for block, layer_state in zip(stack.blocks, state.layers, strict=True):
-            attention: Any = block.attention
-            schemes.append(_opened(attention.positions, stack, schemes))
-            self.layers.append(OpenLayer(attention, layer_state, self.text, schemes[-1], steps + extra))
+        self.schemes: list[tuple[Positions, Positions]] = []
+        room = steps + stack.model_memory.extra_tokens
+        self.layers = [
+            OpenLayer(block.attention, layer_state, self.text, self._open, room)  # type: ignore[arg-type]
+            for block, layer_state in zip(stack.blocks, state.layers, strict=True)
+        ]
 
-    @property
-    def positions_R1(self) -> Tensor:
-        """(R, 1): of the next token."""
-        return self.clock_R[:, None] + self.read
+    def _open(self, scheme: Positions, run: bool) -> Positions:
+        """The scheme opened; schemes of several layers that are alike and have nothing to learn are one."""
+        shared = next(scheme.parameters(), None) is None
+        for earlier, opened in self.schemes if shared else ():
+            if alike(earlier, scheme):
+                return opened
+        self.schemes.append((scheme, scheme.open(run)))
+        return self.schemes[-1][1]
+
+    def positions(self, tokens: int) -> Tensor:
+        """(R, N, 1): of the next tokens."""
+        here_R1 = self.clock_R[:, None] + self.read
+        return (here_R1 if tokens == 1 else here_R1 + torch.arange(tokens, device=here_R1.device))[..., None]
 
     def __call__(self, x_RND: Tensor, inputs_RN: Tensor | None = None) -> Tensor:
         """Outputs for the next tokens, (R, N, D): any number of them first, and then one at a time.
@@ -58,7 +66,7 @@ class OpenStack:
         if "context_alone" in memory.needs and n > 1:  # no token can be read beside another
             inputs = [None] * n if inputs_RN is None else inputs_RN.split(1, 1)
             return torch.cat([self(x, i) for x, i in zip(x_RND.split(1, 1), inputs, strict=True)], 1)
-        positions_RNP = (self.positions_R1 + torch.arange(n, device=x_RND.device))[..., None]
+        positions_RNP = self.positions(n)
         tokens = Tokens(x_RND, positions_RNP, None, inputs_RN, consecutive=True)
         first = self.read == 0
         if first:
@@ -131,19 +139,14 @@ def _by_row(trace: Trace) -> Trace:
     return Trace(x_RND, y_RND, Query(x_RND, positions_BNP=trace.query.positions_BNP.flatten(0, 1)[:, None]), Reading())
 
 
-def _opened(scheme: Positions, stack: Stack, before: list[Positions]) -> Positions:
-    """The scheme opened; schemes of several layers that are alike and have nothing to learn are one."""
-    if next(scheme.parameters(), None) is None:
-        for earlier, block in zip(before, stack.blocks, strict=False):
-            if alike(block.attention.positions, scheme):  # type: ignore[union-attr, arg-type]
-                return earlier
-    return scheme.open()
-
-
 def why_in_one_piece(stack: Stack) -> str | None:
     """Why the stack has to see a segment as a whole, so that no token can be read alone; None where it can."""
     if stack.reversible:
         return "a reversible stack reads whole segments"
+    inside: list[Any] = [m for b in stack.blocks for m in (b, b.attention, b.attention.core)]  # type: ignore[union-attr]
+    watched = next(filter(is_watched, (stack, *inside)), None)
+    if watched is not None:
+        return passed_by(watched)
     memory = stack.model_memory
     if memory.in_one_piece is not None:
         return f"memory {type(memory).__name__}: {memory.in_one_piece}"
@@ -156,6 +159,16 @@ def why_in_one_piece(stack: Stack) -> str | None:
         if reason is not None:
             return reason
     return None
+
+
+def passed_by(module: nn.Module) -> str:
+    """Why a module with hooks has to be called with whole segments."""
+    return f"a {type(module).__name__} has hooks, or somebody else's forward, which a token read alone passes by"
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody counts on the calls of a module, as FSDP, accelerate and profilers do by hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _layer_in_one_piece(layer: SelfAttention) -> str | None:

@@ -98,10 +98,15 @@ class MemoryTransformer(ModelMemory):
         )
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
-    def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> State:
-        return state
+    def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> bool:
+        return True
 
-    def enter(self, opened: State, tokens: Tokens) -> Entry:
+    def go_on(self, opened: bool, x_BND: Tensor, traces: Sequence[Trace]) -> bool:
+        return False  # what is in front of the segment was read
+
+    def enter(self, opened: bool, tokens: Tokens) -> Entry:
+        if not opened:
+            return Entry(tokens)
         n, device = tokens.x_BND.shape[1], tokens.x_BND.device
         memory_BMD = self.initial_MD.expand(tokens.x_BND.shape[0], -1, -1)
         front_BMD, back_BMD = (memory_BMD, None) if self.place == "front" else (None, memory_BMD)

@@ -127,7 +127,12 @@ class RMT(ModelMemory):
         # Learned vectors until something was written: a fresh state is then no part of the graph, and never outdated.
         return torch.where(state.segments_B[:, None, None] > 0, state.tokens_BMD, self.initial_MD)
 
-    def enter(self, opened: Tensor, tokens: Tokens) -> Entry:
+    def go_on(self, opened: Tensor | None, x_BND: Tensor, traces: Sequence[Trace]) -> None:
+        return None  # what is in front of the segment was read
+
+    def enter(self, opened: Tensor | None, tokens: Tokens) -> Entry:
+        if opened is None:
+            return Entry(tokens)
         memory_BMD = opened
         n, device = tokens.x_BND.shape[1], tokens.x_BND.device
         surrounded = surround(tokens, memory_BMD, memory_BMD if self.behind else None)

@@ -82,7 +82,7 @@ class SegatronPositions(RelativePositions):
             raise ValueError(f"shift={shift!r} must be 'exact' or 'official' (the released code's)")
         self.shift, self.signed = shift, signed
 
-    def open(self) -> Positions:
+    def open(self, run: bool) -> Positions:
         return self
 
     def bias(

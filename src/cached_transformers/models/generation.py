@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.checks import comparing_lengths
+from cached_transformers.checks import at_least_one, comparing_lengths
 from cached_transformers.state import State, reorder, repeat, reset
 
 from .beam_search import search
@@ -88,9 +88,8 @@ def generate(
             `segment_length` for a model with a memory.
     """
     _check_prompt(prompt_BN)
-    _check_options(tokens, temperature, top_k, top_p, beams, eos, segment_length, length_penalty)
-    if each is not None and beams > 1:
-        raise ValueError(f"beams={beams} chooses its tokens at the end; leave out each=..., or take beams=1")
+    if segment_length is not None:
+        at_least_one(segment_length=segment_length)
     model = as_language_model(model)
     with evaluating(model):
         rows = prompt_BN.shape[0]
@@ -101,14 +100,48 @@ def generate(
                 "segments it was trained on"
             )
         text = Text(model, prompt_BN, state, segment_length)
-        logp_BV = text.read()
-        if eos is not None and eos >= logp_BV.shape[-1]:
-            raise ValueError(f"eos={eos} is not in the vocabulary of {logp_BV.shape[-1]} tokens; None is for no end")
-        if beams > 1:
-            best = search(text, logp_BV, tokens, beams, eos, length_penalty)
-            longest = int(best.length_BL.max())
-            return Generation(best.tokens_BLT[:, 0, :longest], best.state, best.score_BL[:, 0], best.length_BL[:, 0])
-        return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator, each)
+        return go_on(
+            text,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            beams=beams,
+            eos=eos,
+            generator=generator,
+            length_penalty=length_penalty,
+            each=each,
+        )
+
+
+def go_on(
+    text: Text,
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 1,
+    eos: int | None = None,
+    generator: torch.Generator | None = None,
+    length_penalty: float = 1.0,
+    each: Callable[[Tensor], object] | None = None,
+) -> Generation:
+    """Continue a text, which has then read all but each row's last new token, save with beams, which leave it.
+
+    Args: as of `generate`. The model is in evaluation mode, and no gradient is recorded.
+    """
+    _check_options(tokens, temperature, top_k, top_p, beams, eos, length_penalty)
+    if each is not None and beams > 1:
+        raise ValueError(f"beams={beams} chooses its tokens at the end; leave out each=..., or take beams=1")
+    logp_BV = text.read()
+    if eos is not None and eos >= logp_BV.shape[-1]:
+        raise ValueError(f"eos={eos} is not in the vocabulary of {logp_BV.shape[-1]} tokens; None is for no end")
+    if beams > 1:
+        best = search(text, logp_BV, tokens, beams, eos, length_penalty)
+        longest = int(best.length_BL.max())
+        return Generation(best.tokens_BLT[:, 0, :longest], best.state, best.score_BL[:, 0], best.length_BL[:, 0])
+    return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator, each)
 
 
 class ReadsAgain(UserWarning):
@@ -129,11 +162,9 @@ class Text:
     ) -> None:
         self.model, self.segment_length = model, segment_length
         self.options: dict[str, Any] = {"last_only": True} if getattr(model, "scores_last", False) else {}
-        self.state = state
         *whole, last = cut(prompt_BN.shape[1], segment_length)
         self.open_BN = prompt_BN[:, last]
-        for out in read_segments(self._read, [prompt_BN[:, segment] for segment in whole], state):
-            self.state = out.state
+        self._state, self._unread = state, [prompt_BN[:, segment] for segment in whole]
         # A row's state is that of the row `origin_B`, so that no state moves when continuations are chosen.
         self.origin_B = torch.arange(len(prompt_BN), device=prompt_BN.device)
         self.moved, self.continuations = False, 1
@@ -143,6 +174,14 @@ class Text:
 
     def _read(self, tokens_BN: Tensor, state: State, reset_B: Tensor | None = None) -> Any:
         return self.model(tokens_BN, state, **self.options)
+
+    @property
+    def state(self) -> State:
+        """Behind the last full segment, of the rows as they were then; whole segments of the prompt are read now."""
+        for out in read_segments(self._read, self._unread, self._state):
+            self._state = out.state
+        self._unread = []
+        return self._state
 
     def _before(self) -> State:
         """The state before the open segment, of the rows as they are now."""
@@ -171,7 +210,7 @@ class Text:
     def append(self, token_B: Tensor) -> None:
         """Go on with a token for each row; a segment that is full is written, and the state moves on."""
         if self.open_BN.shape[1] == self.segment_length:
-            self.state, self.open_BN, self.opened = self.after(), self.open_BN[:, :0], None
+            self._state, self.open_BN, self.opened = self.after(), self.open_BN[:, :0], None
             self.origin_B, self.moved = torch.arange(len(token_B), device=token_B.device), False
         self._after = None
         self.open_BN = torch.cat([self.open_BN, token_B[:, None]], 1)
@@ -292,12 +331,9 @@ def _check_options(
     top_p: float | None,
     beams: int,
     eos: int | None,
-    segment_length: int | None,
     length_penalty: float,
 ) -> None:
-    for name, value in {"tokens": tokens, "beams": beams, "segment_length": segment_length, "top_k": top_k}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    at_least_one(tokens=tokens, beams=beams, top_k=top_k)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be finite and not negative; 0 takes the likeliest token")
     if top_p is not None and not 0 < top_p <= 1:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
 
-from .generation import Generation, Text, evaluating, generate
+from .generation import Generation, Text, evaluating, go_on
 from .segments import as_language_model, remembers
 
 
@@ -98,6 +98,7 @@ class Session:
             text = Text(self._reader, grown_1N, self._now.state, self.segment_length)
         self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
 
+    @torch.no_grad()
     def generate(self, *, tokens: int, **options: Any) -> Generation:
         """Go on with the text; the session has read what is generated.
 
@@ -110,7 +111,13 @@ class Session:
         open_1N, state = self._now.open_1N, self._now.state
         if open_1N.shape[1] == 0:
             raise ValueError("nothing was read yet; read a prompt of at least one token first")
-        found = generate(self._reader, open_1N, state, tokens=tokens, segment_length=self.segment_length, **options)
+        with evaluating(self._reader):
+            text = Text(self._reader, open_1N, state, self.segment_length)
+            found = go_on(text, tokens=tokens, **options)
+            if options.get("beams", 1) == 1:  # the text has read what it has written
+                text.append(found.tokens[:, -1])
+                self._now = Mark(text.state, text.open_BN, self._now.tokens + found.tokens.shape[1])
+                return found
         self.read(found.tokens)
         return found
 

@@ -22,8 +22,12 @@ from .linear_maps import input_dtype, matrix_of
 class Positions(nn.Module):
     """No position information; base of all schemes."""
 
-    def open(self) -> Positions:
-        """The same scheme for tokens that come one at a time, which may keep what serves several of them."""
+    def open(self, run: bool) -> Positions:
+        """The same scheme for tokens that come one at a time, which may keep what serves several of them.
+
+        Args:
+            run: all keys that it will meet stand at consecutive places that end with the query's, in whatever order.
+        """
         return self
 
     def embed(self, positions_BNP: Tensor) -> Tensor | None:
@@ -90,7 +94,7 @@ class RotaryPositions(Positions):
             raise ValueError(f"rotary positions need an even head width, got {head_width}")
         self.head_width, self.base = head_width, base
 
-    def open(self) -> Positions:
+    def open(self, run: bool) -> Positions:
         return _KeptRotation(self.head_width, self.base)
 
     def turn(self, positions_BNP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,15 +113,16 @@ class _KeptRotation(RotaryPositions):
 
     def __init__(self, head_width: int, base: float) -> None:
         super().__init__(head_width, base)
-        self._last: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
 
-    def open(self) -> Positions:
-        return self
-
-    def turn(self, positions_BNP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self._last is None or self._last[0] is not positions_BNP or self._last[1] != dtype:
-            self._last = positions_BNP, dtype, super().turn(positions_BNP, dtype)
-        return self._last[2]
+    def rotate(self, t_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
+        if t_BHNE.dtype not in (torch.float32, torch.float64):
+            return super().rotate(t_BHNE, positions_BNP)
+        if self._last is None or self._last[0] is not positions_BNP or self._last[1].dtype.to_real() != t_BHNE.dtype:
+            self._last = positions_BNP, torch.complex(*self.turn(positions_BNP, t_BHNE.dtype))
+        # A pair of channels is a complex number, which one product turns.
+        pairs_BHNF = torch.view_as_complex(t_BHNE.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs_BHNF * self._last[1]).flatten(-2)
 
 
 class ALiBiPositions(Positions):
@@ -201,8 +206,8 @@ class RelativePositions(Positions):
         u, v = biases if biases is not None else (nn.Parameter(0.02 * torch.randn(heads, head_width)) for _ in range(2))
         self.content_bias, self.position_bias = u, v
 
-    def open(self) -> Positions:
-        return _KeptDistances(self)
+    def open(self, run: bool) -> Positions:
+        return _KeptDistances(self) if run else self
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return q_BHNE + self.content_bias[:, None]
@@ -257,11 +262,12 @@ class RelativePositions(Positions):
 
 
 class _KeptDistances(Positions):
-    """A relative scheme for queries at the end of a run of keys, which come in any order: W_r R_d is made once."""
+    """A relative scheme for keys of a run that ends with the query: W_r R_d of all distances is made once."""
 
     def __init__(self, scheme: RelativePositions) -> None:
         super().__init__()
-        self._scheme, self._table_HKE = [scheme], scheme.content_bias.new_empty(scheme.heads, 0, scheme.head_width)
+        self._scheme = [scheme]  # which stays a part of its layer alone
+        self._table_HEK = scheme.content_bias.new_empty(scheme.heads, scheme.head_width, 0)
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return self._scheme[0].query(q_BHNE, positions_BNP)
@@ -269,18 +275,19 @@ class _KeptDistances(Positions):
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        scheme = self._scheme[0]
-        if not causal_run:
-            return scheme.bias(q_BHNE, q_positions_BNP, k_positions_BMP)
-        if self._table_HKE.shape[1] < k_positions_BMP.shape[1]:
-            distances = torch.arange(2 * k_positions_BMP.shape[1], device=q_BHNE.device)
-            self._table_HKE = scheme.table(distances if scheme.clamp is None else distances.clamp(max=scheme.clamp))
-        q_BHNE = (q_BHNE + scheme.position_bias[:, None]) / math.sqrt(scheme.head_width)
+        scheme, keys = self._scheme[0], k_positions_BMP.shape[1]
+        if self._table_HEK.shape[2] < keys:
+            distances = torch.arange(2 * keys - 1, -1, -1, device=q_BHNE.device)
+            distances = distances if scheme.clamp is None else distances.clamp(max=scheme.clamp)
+            # Divided here, by what the query is divided by elsewhere.
+            self._table_HEK = scheme.table(distances).mT / math.sqrt(scheme.head_width)
+        q_BHNE, longest = q_BHNE + scheme.position_bias[:, None], self._table_HEK.shape[2]
+        if causal_run and q_BHNE.shape[2] == 1:  # in order, the farthest first
+            return q_BHNE @ self._table_HEK[..., longest - keys :]
         distance_BNM = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
-        logits_BHNK = q_BHNE @ self._table_HKE.mT
-        # An empty slot may stand anywhere.
-        distance_BNM = distance_BNM.clamp(0, self._table_HKE.shape[1] - 1)
-        return logits_BHNK.gather(-1, distance_BNM[:, None].expand(*logits_BHNK.shape[:3], -1))
+        place_BNM = longest - 1 - distance_BNM.clamp(0, longest - 1)  # an empty slot may stand anywhere
+        logits_BHNK = q_BHNE @ self._table_HEK
+        return logits_BHNK.gather(-1, place_BNM[:, None].expand(*logits_BHNK.shape[:3], -1))
 
 
 class BucketedPositions(Positions):

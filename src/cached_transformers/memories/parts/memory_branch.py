@@ -124,14 +124,16 @@ class MemoryBranch(nn.Module):
         merged = self.projection(o_BHNF.transpose(1, 2).flatten(2))
         return merged.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def blend(self, y_BHNE: Tensor, o_BHNF: Tensor, weight_B: Tensor | None = None) -> Tensor:
-        """sigmoid(lambda) o + (1 - sigmoid(lambda)) y per head; rows where `weight_B` is 0 keep y."""
+    def ratio(self, weight_B: Tensor | None = None) -> Tensor:
+        """sigmoid(lambda), (H, 1) or (B, 1, H, 1): the share of the memory, 0 in rows where `weight_B` is."""
+        ratio = torch.sigmoid(self.gate_H)[:, None]
+        return ratio if weight_B is None else ratio * weight_B[:, None, None, None]
+
+    def blend(self, y_BHNE: Tensor, o_BHNF: Tensor, ratio: Tensor | None = None) -> Tensor:
+        """ratio o + (1 - ratio) y per head; `ratio` is that of `ratio()` when None."""
         if self.record is not None:
             self.record(y_BHNE, o_BHNF)
-        ratio = torch.sigmoid(self.gate_H)[:, None]  # (H, 1), against (B, N, H, E)
-        if weight_B is not None:
-            ratio = ratio * weight_B[:, None, None, None]
-        ratio = ratio.to(y_BHNE.dtype)
+        ratio = (self.ratio() if ratio is None else ratio).to(y_BHNE.dtype)  # against (B, N, H, E)
         o_BHNE = F.pad(o_BHNF.to(y_BHNE.dtype), (0, y_BHNE.shape[-1] - o_BHNF.shape[-1]))
         return (y_BHNE.transpose(1, 2) * (1 - ratio) + o_BHNE.transpose(1, 2) * ratio).transpose(1, 2)
 

@@ -95,7 +95,7 @@ class Writer:
                 raise ValueError("the prompt is empty, and the tokenizer has no token between texts; give a prompt")
             ids = [self.words.end]
         before = [*self.session.mark().open_1N[0].tolist(), *ids]
-        text = GrowingText(self.words.decode, before[-CONTEXT:])
+        text = Spelling(self.words.decode, before[-CONTEXT:])
         each = None if options.get("beams", 1) > 1 else lambda token_B: say(text.more([int(token_B)]))
         self.session.read(torch.tensor([ids], dtype=torch.long))
         found = self.session.generate(eos=self.words.end, each=each, **options)
@@ -105,7 +105,7 @@ class Writer:
         return found
 
 
-class GrowingText:
+class Spelling:
     """The text of ids that come one after the other, of which what was given out never changes.
 
     Args:

@@ -1,0 +1,286 @@
+"""Texts read token by token from what was kept: the same as reading the open segment again, for all that can."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import CASES
+from contract.contract_cases import attention_spec
+from contract.contracts import CONTRACTS
+from torch import Tensor
+
+from cached_transformers import state as states
+from cached_transformers.layers.open_stack import why_in_one_piece
+from cached_transformers.models import LanguageModel
+from cached_transformers.models.generation import ReadsAgain, Text, generate
+from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Tokens
+
+V, SEGMENT, BEAMS = 11, 6, 3
+Spec = Any
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "transformer_xl": [{"length": 7}, {"length": 7, "same_length": True}, {"length": 7, "relative": False}],
+    "compressive": [{"length": 4, "compressed": 3, "rate": 2}, {"length": 4, "compressed": 3, "positions": "age"}],
+    "segatron": [{"length": 7, "sentence_ends": [1, 2, 3], "paragraph_ends": [4]}],
+    "ernie_doc": [{"length": 7}, {"length": 7, "longest": SEGMENT}, {"length": 7, "start": "zeros"}],
+    "infinity_former": [{"length": 4, "chunk": 3, "basis": 8}],
+    "crtn": [{"segment": SEGMENT}, {"segment": SEGMENT, "query": "compute_first", "short_memory": 1}],
+    "grc_stream": [{"length": 5}, {"length": 5, "ratio": 1.0}],
+    "memorizing": [{"length": 9, "k": 4}, {"length": 9, "k": 4, "joint": True}],
+    "rmt": [{"length": 3}, {"length": 3, "mask": "causal"}, {"length": 3, "cache": 5}],
+    "memory_transformer": [{"length": 3}, {"length": 3, "control": True, "cache": 4}],
+    "memformer": [{"length": 4}],
+    "feedback": [{"length": 7}, {"length": 7, "keep": "kv", "shared_kv": False}, {"length": 7, "positions": None}],
+    "read_twice": [{"slots": 4}, {"slots": 4, "attention": "joint"}, {"slots": 4, "clip": 2, "top_k": 2}],
+}
+"""Options for short segments, of the memories of causal models."""
+SPECS: list[Spec] = [
+    None,
+    *({"name": name, **options} for name, rows in OPTIONS.items() for options in rows),
+    [{"name": "grc_stream", "length": 5}, {"name": "transformer_xl", "length": 7}],
+    [{"name": "rmt", "length": 3}, {"name": "grc_stream", "length": 5}],
+    [{"name": "transformer_xl", "length": 4}, {"name": "compressive", "length": 4, "compressed": 2}],
+]
+CORES: list[Spec] = [
+    *("linear", "performer", "rfa", "delta_net"),
+    {"name": "linear", "carry": True},
+    {"name": "delta_net", "carry": True},
+    {"name": "longformer", "window": 4},
+    {"name": "longformer", "window": 2, "dilation": [1, 3], "global_tokens": [1]},
+    {"name": "sparse_transformer", "stride": 3},
+    {"name": "sparse_transformer", "stride": 3, "combine": "layers"},
+    {"name": "sparse_transformer", "stride": 4, "pattern": "fixed", "summary": 1, "slices": 2, "combine": "heads"},
+    {"name": "sparse_transformer", "stride": 4, "pattern": "fixed", "summary": 1, "slices": 2},
+    {"name": "image_transformer", "block": 3, "memory": 2},
+    {"name": "axial", "columns": 3},
+    {"name": "bigbird", "block": 2, "random": 1},
+]
+AGAIN = {"bp_transformer", "etc", "memory_compressed", "reformer", "routing", "sac", "sinkhorn", "star"}
+"""Causal cores of which no token can be read alone."""
+
+
+def build(memory: Spec = None, attention: Spec = "softmax", **options: Any) -> LanguageModel:
+    torch.manual_seed(3)
+    model = LanguageModel(V, 16, 2, 2, 16, memory=memory, attention=attention, **options).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def name_of(spec: Spec) -> str:
+    if not isinstance(spec, dict):
+        return str(spec)
+    return spec["name"] + "".join(f",{k}={v}" for k, v in spec.items() if k != "name")
+
+
+def choice(step: int, rows: int) -> Tensor:
+    """Continuations of each of so many rows that go on."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(BEAMS, (rows, BEAMS), generator=generator)
+    return (torch.arange(rows)[:, None] * BEAMS + drawn).flatten()
+
+
+@torch.no_grad()
+def compare(model: LanguageModel, segment: int | None = SEGMENT, steps: int = 17, tolerance: float = 1e-10) -> None:
+    """Two texts of two rows; in the midst of a segment each becomes three continuations, and later a row vanishes."""
+    prompt, state = torch.randint(V, (2, 9)), model.init_state(2)
+    texts = [Text(model, prompt, state, segment, again=again) for again in (False, True)]
+    assert texts[0].steps and not texts[1].steps
+    rows = 2
+    for step in range(steps):
+        found, expected = (text.read() for text in texts)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        moves = {4: torch.arange(2).repeat_interleave(BEAMS), 12: torch.arange(BEAMS, 2 * BEAMS)}
+        if step == 4:
+            for text in texts:
+                text.multiply(BEAMS)
+        elif step == 12 or (step > 4 and step % 2):
+            moves[step] = moves.get(step, choice(step, rows))
+            rows = len(moves[step]) // BEAMS
+            for text in texts:
+                text.choose(moves[step])
+        if step in moves:
+            expected = expected[moves[step]]
+        token = torch.multinomial(expected.exp(), 1)[:, 0]
+        for text in texts:
+            text.append(token)
+    after = [dict(states.named_tensors(text.after())) for text in texts]
+    for name, t in after[1].items():
+        torch.testing.assert_close(after[0][name], t, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("memory", SPECS, ids=name_of)
+def test_every_memory_reads_tokens_alone(memory: Spec) -> None:
+    compare(build(memory))
+
+
+@pytest.mark.parametrize("memory", [None, {"name": "transformer_xl", "length": 7, "relative": False}], ids=name_of)
+@pytest.mark.parametrize("attention", CORES, ids=name_of)
+def test_every_core_that_can_reads_tokens_alone(attention: Spec, memory: Spec) -> None:
+    if memory is not None and isinstance(attention, dict) and attention.get("carry"):
+        memory = {"name": "rmt", "length": 3, "mask": "causal"}  # such a core takes no context
+    compare(build(memory, attention), segment=9, steps=14)
+
+
+def test_no_memory_and_no_core_is_forgotten() -> None:
+    causal = {name for name, contract in CONTRACTS.items() if "/" not in name and contract.model == "language_model"}
+    assert causal & {e.name for e in MEMORIES} - {"convolution", "example_tokens", "example_window"} <= OPTIONS.keys()
+    cores = {name_of(c).partition(",")[0] for c in CORES}
+    for entry in ATTENTIONS:
+        if entry.name == "softmax" or entry.name not in CASES or "causal" not in entry.factory.can:
+            continue
+        in_steps = entry.factory.steps_from is not None
+        assert in_steps == (entry.name in cores) != (entry.name in AGAIN), entry.name
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "relative", "sinusoidal", "none"])
+def test_every_position_scheme(positions: str) -> None:
+    compare(build({"name": "compressive", "length": 4, "relative": False, "positions": "age"}, positions=positions))
+
+
+@pytest.mark.parametrize("options", [{"norm": "post"}, {"bias": False}, {"experts": 2}], ids=str)
+def test_every_kind_of_block(options: dict[str, Any]) -> None:
+    compare(build({"name": "transformer_xl", "length": 7}, **options))
+
+
+def test_without_segments_the_text_is_one() -> None:
+    compare(build(), segment=None, steps=40)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "memory", [{"name": "transformer_xl", "length": 64}, {"name": "rmt", "length": 3}], ids=name_of
+)
+def test_a_long_text_is_that_of_reading_again(memory: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = build(memory).float(), torch.randint(V, (1, 5))
+    found = generate(model, prompt, tokens=2000, segment_length=64, temperature=0)
+    again = generate(Whole(model), prompt, tokens=2000, segment_length=64, temperature=0)
+    assert torch.equal(found.tokens, again.tokens)
+    torch.testing.assert_close(found.scores, again.scores, rtol=1e-5, atol=1e-3)
+    for (name, t), (_, want) in zip(states.named_tensors(found.state), states.named_tensors(again.state), strict=True):
+        assert torch.equal(t, want), name  # it is written by one pass over the segment, as before
+
+
+class Whole(torch.nn.Module):
+    """A model of which generation knows nothing but how it is called."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model, self.init_state = model, model.init_state
+
+    def forward(self, tokens: Tensor, state: Any) -> Any:
+        return self.model(tokens, state)
+
+
+@pytest.mark.parametrize("memory", ["transformer_xl", "memformer", "segatron"])
+def test_beams_find_the_same_texts(memory: str) -> None:
+    model, prompt = build({"name": memory, "length": 5}), torch.randint(V, (2, 4))
+    options: dict[str, Any] = {"tokens": 14, "segment_length": SEGMENT, "beams": 4, "eos": 2}
+    found, again = (generate(m, prompt, **options) for m in (model, Whole(model)))
+    assert torch.equal(found.tokens, again.tokens) and torch.equal(found.lengths, again.lengths)
+    torch.testing.assert_close(found.scores, again.scores, rtol=0, atol=1e-10)
+    for (name, t), (_, want) in zip(states.named_tensors(found.state), states.named_tensors(again.state), strict=True):
+        torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_bfloat16() -> None:
+    compare(build({"name": "transformer_xl", "length": 7}).bfloat16(), tolerance=0.1)
+
+
+# ------------------------------------------------------------------------------------ what cannot, and who says so
+
+
+class Reads(LayerMemory):
+    """Looks at the whole segment when it is read, and promises nothing."""
+
+    def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(output_BHNE=query.q_BHNE)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        return y_BHNE + reading.output_BHNE
+
+
+class Promises(Reads):
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
+        return state
+
+
+class BreaksIt(Promises):
+    """A child that reads in its own way is not held to its parent's word."""
+
+    def read(self, state: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return super().read(state, query, project_kv)
+
+
+class Enters(ModelMemory):
+    def enter(self, opened: Any, tokens: Tokens) -> Entry:
+        return super().enter(opened, tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Reads, "memory Reads has no open"), (Promises, None), (BreaksIt, "BreaksIt")]
+)
+def test_a_memory_that_promises_nothing_is_shown_the_segment_again(kind: Any, says: str | None) -> None:
+    model = build()
+    model.stack.blocks[1].attention.memory = kind()  # type: ignore[union-attr, assignment]
+    why = model.why_in_one_piece()
+    assert (why is None) if says is None else (why is not None and says in why)
+    if says is not None:
+        with pytest.warns(ReadsAgain, match=f"{says}.* each token costs a pass over the open segment"):
+            generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=2)
+
+
+def test_reasons() -> None:
+    model = build()
+    model.stack.model_memory = Enters()
+    assert "memory Enters has no open" in str(why_in_one_piece(model.stack))
+    crtn = {"name": "crtn", "segment": SEGMENT, "scope": "token"}
+    assert "memory CRTN: scope='token'" in str(build(crtn).why_in_one_piece())
+    assert "block_length=2" in str(build({"name": "read_twice", "block_length": 2}).why_in_one_piece())
+    official = {"name": "segatron", "shift": "official", "allow_leak": True}
+    assert "shift='official'" in str(build(official).why_in_one_piece())
+    assert "Star" in str(build(None, attention_spec("star")).why_in_one_piece())
+    assert "reversible" in str(build(reversible=True).why_in_one_piece())
+    for module in (model, model.stack, model.stack.blocks[0], model.stack.blocks[1].attention):  # type: ignore[union-attr]
+        watched = build()
+        place = dict(model.named_modules(remove_duplicate=False))
+        path = next(name for name, m in place.items() if m is module)
+        watched.get_submodule(path).register_forward_hook(lambda *_: None)
+        assert "has hooks" in str(watched.why_in_one_piece())
+
+
+class NewContext(LayerMemory):
+    """Breaks its word: another context for each token."""
+
+    needs = frozenset({"context"})
+
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Any:
+        return state
+
+    def read(self, opened: Any, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert query.k_BHNE is not None and query.v_BHNE is not None and query.positions_BNP is not None
+        rows = len(query.x_BND)
+        context = Context(
+            *(t.mean(2, keepdim=True) for t in (query.k_BHNE, query.v_BHNE)),
+            query.positions_BNP[:, :1],
+            torch.ones(rows, 1, dtype=torch.bool),
+        )
+        return Reading(context)
+
+
+def test_a_broken_promise_is_an_error() -> None:
+    model = build(positions="none")
+    model.stack.blocks[0].attention.memory = NewContext()  # type: ignore[union-attr, assignment]
+    with pytest.raises(ValueError, match=r"NewContext.* gives another context"):
+        generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=3)
+
+
+def test_nothing_is_said_where_tokens_are_read_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(build({"name": "rmt", "length": 3}), torch.zeros(1, 1, dtype=torch.long), tokens=8, segment_length=4)
