@@ -249,6 +249,7 @@ CONTRACTS: dict[str, Contract] = {
         options={"length": 64, "k": 3, "layer": 1},
         bytes_per_row=lambda d: (64 * 8 * d + 8) // DEPTH,
         detached=True,
+        cost=Cost({"length": M, "k": M - K}, lambda: 2 * M * D),
         exempt={"remembers": "keys have no positions: the first layer's store knows the tokens, not their order"},
     ),
     "memory_transformer": Contract(

@@ -23,7 +23,10 @@ from contract.contract_cases import (
 from torch import Tensor
 
 from cached_transformers import state as states
+from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories.grc.grc import StreamGRCState, caches, commit_caches
+from cached_transformers.models.generation import Text
+from cached_transformers.models.segments import read_segments
 from cached_transformers.registry import MEMORIES
 
 
@@ -114,6 +117,27 @@ def test_segments_equal_the_whole_where_promised(case: Case) -> None:
     tokens = torch.cat(case.segments(4), 1)
     pieces = [tokens] if case.memory == "none" else tokens.split(5, 1)  # a short one at the end
     close(torch.cat([out.outputs for out in stream(model, list(pieces))], 1), model(tokens).outputs)
+
+
+@cases([case for case in STREAMS if case.attention == "softmax"])
+def test_no_loop_changes_a_state_that_somebody_holds_and_in_place_it_reads_the_same(case: Case) -> None:
+    model, inputs = case.build().eval(), case.segments(5)
+
+    def read(tokens_BN: Tensor, state: states.State, reset_B: Tensor | None) -> ModelOutput:
+        return model(tokens_BN, state)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        plain = list(stream(model, inputs))
+        held = plain[1].state
+        before = states.map_state(torch.clone, held)
+        outs = read_segments(read, inputs[2:], states.seal(held), in_place=True)
+        for out, expected in zip(outs, plain[2:], strict=True):
+            assert torch.equal(out.outputs, expected.outputs)
+            same(out.state, expected.state)
+        text = Text(model, torch.cat(inputs[2:], 1), held, SEGMENT)
+        text.read()
+        same(text.after(), plain[-1].state)
+    same(held, before)
 
 
 @cases(TEXT)

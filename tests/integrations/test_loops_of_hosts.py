@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cached_transformers import ReplayLoop, SegmentLoop, create_model, generate, read_stream, remove_memory
+from cached_transformers.state import last_use, map_state
 
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 
@@ -43,6 +44,23 @@ def test_a_loop_takes_a_host_as_it_is(host: Architecture, memory: str, kind: typ
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
     assert differences(state, after) < 1e-5
     assert all(p.grad is not None for n, p in model.named_parameters() if "memory." in n)
+
+
+def test_a_host_that_is_read_in_place_gives_the_same_numbers() -> None:
+    """And what `generate` goes on with keeps the state that its open segment began with."""
+    model, text = awaken(stream(GPT2, "memorizing")), words(1, 4 * SEGMENT + 3)[0].tolist()
+    plain, quick = (list(read_stream(model, [text], SEGMENT, in_place=in_place)) for in_place in (False, True))
+    for a, b in zip(plain, quick, strict=True):
+        assert a[:5] == b[:5]
+    assert differences(plain[-1].state, quick[-1].state) == 0
+    state = plain[2].state
+    before = map_state(torch.clone, state)
+    with torch.no_grad(), last_use(state):
+        model(words(1, 2), memory_state=state, use_cache=True)
+    assert differences(state, before) == 0
+    with torch.no_grad(), last_use(state):
+        model(words(1, 2), memory_state=state, use_cache=False)
+    assert differences(state, before) > 0
 
 
 @some

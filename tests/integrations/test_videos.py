@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model, load_pretrained, remove_memory
-from cached_transformers.state import map_state
+from cached_transformers.models.segments import for_loops
+from cached_transformers.state import last_use, map_state
 
 TIMM: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
 VIT = patches("ViT", "", "ForImageClassification")
@@ -142,6 +143,17 @@ def test_loops_read_videos(family: Family, memory: Any) -> None:
     assert differences(found, short) < 1e-5
     with pytest.raises(ValueError, match=r"inputs of shape \(2, 2\) are no videos"):
         SegmentLoop(model, 2)(classes, classes)
+
+
+def test_a_row_without_a_frame_keeps_its_state_though_that_is_given_up() -> None:
+    model = for_loops(made(TIMM_VIT, NEAREST)).eval()
+    padding = torch.tensor([[False, False], [True, False]])
+    with torch.no_grad():
+        first = model(frames(2))
+        expected = model(frames(2, seed=1), first.state, padding=padding)
+        with last_use(first.state):
+            found = model(frames(2, seed=1), first.state, padding=padding)
+    assert torch.equal(found.outputs, expected.outputs) and differences(found.state, expected.state) == 0
 
 
 @pytest.mark.parametrize("family, memory", [(VIT, RMT), (TIMM_VIT, CACHE)], ids=["vit-rmt", "timm_vit-grc_stream"])

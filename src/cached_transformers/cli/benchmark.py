@@ -16,6 +16,7 @@ BENCHMARKS = {
     "attentions": "every attention mechanism against length, beside exact attention and published implementations",
     "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, beside published implementations where installed",
+    "memorizing": "a large store: memory, reading and writing beside its products alone, and a long text",
 }
 
 
@@ -45,7 +46,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--path", help="loading: an image folder or archive (default: made images of 500 x 375 pixels)")
     parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
-    parser.add_argument("--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas")
+    parser.add_argument(
+        "--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas; memorizing: of keys"
+    )
+    parser.add_argument("--tokens", type=int, default=5_000_000, help="memorizing: of the text (default: 5,000,000)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
 
@@ -54,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the table."""
     from cached_transformers.experiments.benchmarks.named import Options, measure
 
-    refuse_below_one(arguments, "batch", "rounds", "threads", "image_size")
+    refuse_below_one(arguments, "batch", "rounds", "threads", "image_size", "tokens")
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
     measured = measure(arguments.name, Options(**given))
     print(measured.text)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import begun
-from cached_transformers.state import State
+from cached_transformers.state import State, used_again
 from cached_transformers.state import reset as replace_rows
 
 
@@ -110,7 +110,8 @@ class FramesModel(Hosted):
         state = begun(self, state, reset, len(inputs_BTCHW))
         answers = []
         for index, frames_BCHW in enumerate(inputs_BTCHW.unbind(1)):
-            out = self.model(frames_BCHW, memory_state=state)
+            with used_again():  # by rows without a frame
+                out = self.model(frames_BCHW, memory_state=state)
             if not isinstance(out, ModelOutput):  # of transformers
                 if getattr(out, "logits", None) is None:
                     raise ValueError(

@@ -9,6 +9,7 @@ Legend: B rows, N tokens, D model width, P position channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
-from cached_transformers.state import State, seal
+from cached_transformers.state import State, seal, used_again
 
 from .block import Block
 from .context_attention import ContextAttention
@@ -73,7 +74,8 @@ class Passage:
         contexts = entry.contexts if entry.contexts is not None else [None] * len(blocks)
         for block, state, context in zip(blocks, self.states, contexts, strict=True):
             more = {"state": state, "context": context, **options}
-            x_BND, state, trace, loss = self.stack.run(block, x_BND, tokens.positions_BNP, **more)
+            with nullcontext() if write else used_again():
+                x_BND, state, trace, loss = self.stack.run(block, x_BND, tokens.positions_BNP, **more)
             states.append(state)
             traces.append(trace)
             if loss is not None:

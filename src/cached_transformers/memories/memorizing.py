@@ -25,10 +25,14 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
-from cached_transformers.state import State
+from cached_transformers.state import State, may_change
 
+from .parts.nearest import nearest
 from .parts.neighbour_index import NeighbourIndex
 from .parts.options import NO_MEMORY, one_of
+
+ALL = 2
+"""A store of up to so many times the neighbours is read by one softmax over all of it: no gathering is faster."""
 
 
 class Found(NamedTuple):
@@ -55,51 +59,72 @@ class NeighbourStore(NamedTuple):
 
 
 def store(state: NeighbourStore, k_BHNE: Tensor, v_BHNE: Tensor, padding_BN: Tensor | None = None) -> NeighbourStore:
-    """Append tokens, without padding; of more than M the last M stay."""
+    """Append tokens, without padding; of more than M the last M stay. In place where `state.may_change` says so."""
     slots, n = state.k_BHME.shape[2], k_BHNE.shape[2]
+    count = min(n, slots)
+    rank_N = torch.arange(count, device=k_BHNE.device)
+    token_BN, real_BN = None, None
     if padding_BN is None:
-        rank_BN = torch.arange(n, device=k_BHNE.device).expand(k_BHNE.shape[0], n)
-        real_BN = torch.ones_like(rank_BN, dtype=torch.bool)
+        total_B = torch.full_like(state.written_B, n)
     else:
-        real_BN = ~padding_BN
-        rank_BN = real_BN.cumsum(1) - 1
-    total_B = real_BN.sum(1)
-    kept_BN = real_BN & (rank_BN >= total_B[:, None] - slots)
-    # One slot more takes what is not kept, so that nothing depends on how much that is.
-    slot_BN = torch.where(kept_BN, (state.written_B[:, None] + rank_BN) % slots, slots)
+        total_B = (~padding_BN).sum(1)
+        kept_B1 = total_B.clamp(max=slots)[:, None]
+        # What is kept comes first, in its order; what then is left over writes again what stands there.
+        tokens_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
+        token_BN = tokens_BN.gather(1, (rank_N + total_B[:, None] - kept_B1).clamp(max=n - 1))
+        real_BN = rank_N < kept_B1
+    first_B = state.written_B + total_B - total_B.clamp(max=slots)
+    slot_BN = (first_B[:, None] + rank_N) % slots
+    in_place = may_change(state.k_BHME, state.v_BHME)
 
     def put(old_BHME: Tensor, new_BHNE: Tensor) -> Tensor:
+        def of(index_BN: Tensor) -> Tensor:
+            return index_BN[:, None, :, None].expand(-1, old_BHME.shape[1], -1, old_BHME.shape[3])
+
         new_BHNE = new_BHNE.detach().to(old_BHME.dtype)
-        index = slot_BN[:, None, :, None].expand_as(new_BHNE)
-        return F.pad(old_BHME, (0, 0, 0, 1)).scatter(2, index, new_BHNE)[:, :, :slots]
+        if token_BN is None or real_BN is None:
+            new_BHNE = new_BHNE[:, :, n - count :]
+        else:
+            kept_BHNE, old_BHNE = new_BHNE.gather(2, of(token_BN)), old_BHME.gather(2, of(slot_BN))
+            new_BHNE = torch.where(real_BN[:, None, :, None], kept_BHNE, old_BHNE)
+        return (old_BHME.scatter_ if in_place else old_BHME.scatter)(2, of(slot_BN), new_BHNE)
 
     return NeighbourStore(put(state.k_BHME, k_BHNE), put(state.v_BHME, v_BHNE), state.written_B + total_B)
-
-
-@torch.no_grad()
-def nearest(q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -> Tensor:
-    """(B, H, N, K): slots of the keys with the largest products, the largest first; -1 where there is none."""
-    with torch.autocast(q_BHNE.device.type, enabled=False):  # half precision would confuse near neighbours
-        scores_BHNM = q_BHNE.to(k_BHME.dtype) @ k_BHME.mT
-    filled_B111 = filled_B[:, None, None, None]
-    empty_B11M = torch.arange(k_BHME.shape[2], device=k_BHME.device) >= filled_B111
-    index = scores_BHNM.masked_fill(empty_B11M, -torch.inf).topk(neighbours, -1).indices
-    return torch.where(torch.arange(neighbours, device=index.device) < filled_B111, index, -1)
 
 
 def attend(q_BHNE: Tensor, state: NeighbourStore, index_BHNK: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, H, N, E) of each query over its own slots, 0 where it has none; log-sum-exp (B, H, N)."""
     real_BHNK = index_BHNK >= 0
-    flat = index_BHNK.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, q_BHNE.shape[-1])
+    rows, heads, slots, _ = state.k_BHME.shape
+    first_BH11 = slots * torch.arange(rows * heads, device=index_BHNK.device).view(rows, heads, 1, 1)
+    flat = (index_BHNK.clamp(min=0) + first_BH11).flatten()
     k_BHNKE, v_BHNKE = (
-        torch.where(real_BHNK[..., None], t.gather(2, flat).unflatten(2, index_BHNK.shape[2:]), 0)
-        for t in (state.k_BHME, state.v_BHME)
+        t.flatten(0, 2).index_select(0, flat).view(*index_BHNK.shape, -1) for t in (state.k_BHME, state.v_BHME)
     )
+    on_cpu = q_BHNE.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere asking would cost more
+    if not (on_cpu and bool(real_BHNK.all())):
+        k_BHNKE, v_BHNKE = (torch.where(real_BHNK[..., None], t, 0) for t in (k_BHNKE, v_BHNKE))
     logits_BHNK = scale_H[:, None, None] * (k_BHNKE @ q_BHNE[..., None]).squeeze(-1)
     # Not minus infinity, of which a query without neighbours would make NaN.
     logits_BHNK = logits_BHNK.masked_fill(~real_BHNK, torch.finfo(logits_BHNK.dtype).min)
     weights_BHNK = torch.where(real_BHNK, logits_BHNK.softmax(-1), 0)
     return (weights_BHNK[..., None, :] @ v_BHNKE).squeeze(-2), logits_BHNK.logsumexp(-1)
+
+
+def attend_all(q_BHNE: Tensor, state: NeighbourStore, neighbours: int, scale_H: Tensor) -> tuple[Tensor, Tensor]:
+    """What `attend` gives over the `nearest` slots, by one softmax over all: for stores not much larger than those."""
+    slots = state.k_BHME.shape[2]
+    real_B1M1 = (torch.arange(slots, device=q_BHNE.device) < state.filled_B[:, None])[:, None, :, None]
+    k_BHME, v_BHME = (torch.where(real_B1M1, t, 0) for t in (state.k_BHME, state.v_BHME))
+    with torch.autocast(q_BHNE.device.type, enabled=False):  # as in `nearest`
+        scores_BHNM = q_BHNE @ k_BHME.mT
+    read_BHNM = real_B1M1.mT.expand_as(scores_BHNM)
+    if neighbours < slots:
+        index_BHNK = scores_BHNM.detach().masked_fill(~read_BHNM, -torch.inf).topk(neighbours, -1, sorted=False).indices
+        read_BHNM = torch.zeros_like(read_BHNM).scatter(-1, index_BHNK, True) & read_BHNM
+    logits_BHNM = (scale_H[:, None, None] * scores_BHNM).masked_fill(~read_BHNM, torch.finfo(scores_BHNM.dtype).min)
+    weights_BHNM = torch.where(read_BHNM, logits_BHNM.softmax(-1), 0)
+    return weights_BHNM @ v_BHME, logits_BHNM.logsumexp(-1)
 
 
 def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
@@ -120,7 +145,7 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     purpose="a choice out of a long past",
     equations="out = g_h V_m + (1 - g_h) V_c;  V_m = softmax(|s_h| q^ k^_J) v_J over the K nearest stored keys J",
     state="per row, in one layer: 8 M D + 8 bytes",
-    cost="per token, in one layer: D M (scores) + 2 K D (attention over the neighbours) multiply-adds",
+    cost="per token, in one layer: D M (scores) + min(2 K, M) D (attention over the neighbours) multiply-adds",
     reach="M tokens",
     gradient="none into the store; queries, scale and gate learn from it",
     without={"lse": "joint=False"},
@@ -204,9 +229,9 @@ class Memorizing(LayerMemory):
         if not self.here:
             return ()
         slots = self.length if self.training else self.eval_length
-        k_BHME = like.new_zeros(batch_size, self.heads, slots, self.head_width)
-        written_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return NeighbourStore(k_BHME, torch.zeros_like(k_BHME), written_B)
+        # One number, until what is given is sealed: a large store must not be there twice even for a moment.
+        empty_BHME = like.new_zeros(()).expand(batch_size, self.heads, slots, self.head_width)
+        return NeighbourStore(empty_BHME, empty_BHME, torch.zeros(batch_size, dtype=torch.long, device=like.device))
 
     def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> State:
         return state
@@ -217,9 +242,17 @@ class Memorizing(LayerMemory):
         state: NeighbourStore = opened
         assert query.q_BHNE is not None
         q_BHNE = unit(query.q_BHNE)
-        search = nearest if self.index is None else self.index.search
-        index_BHNK = search(q_BHNE, state.k_BHME, state.filled_B, min(self.k, state.k_BHME.shape[2]))
-        output_BHNE, lse_BHN = attend(q_BHNE.to(state.k_BHME.dtype), state, index_BHNK, self.scale_H.abs())
+        slots, scale_H = state.k_BHME.shape[2], self.scale_H.abs()
+        neighbours = min(self.k, slots)
+        if self.index is None and slots <= ALL * neighbours:
+            output_BHNE, lse_BHN = attend_all(q_BHNE.to(state.k_BHME.dtype), state, neighbours, scale_H)
+        else:
+            asked = (q_BHNE, state.k_BHME)
+            if self.index is None:
+                index_BHNK = nearest(*asked, state.filled_B, neighbours)
+            else:
+                index_BHNK = self.index.search(*asked, state.written_B, neighbours)
+            output_BHNE, lse_BHN = attend(q_BHNE.to(state.k_BHME.dtype), state, index_BHNK, scale_H)
         return Reading(output_BHNE=output_BHNE, carry=Found(state.written_B > 0, lse_BHN))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -239,7 +272,11 @@ class Memorizing(LayerMemory):
             return state, None
         k_BHNE, v_BHNE = trace.query.k_BHNE, trace.query.v_BHNE
         assert k_BHNE is not None and v_BHNE is not None
-        return store(state, unit(k_BHNE), v_BHNE, trace.query.padding_BN), None
+        known = self.index is not None and self.index.knows(state.k_BHME)
+        after = store(state, unit(k_BHNE), v_BHNE, trace.query.padding_BN)
+        if self.index is not None and known and after.k_BHME is state.k_BHME:
+            self.index.follow(after.k_BHME)
+        return after, None
 
     def close_gate(self) -> None:
         if self.here:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one, comparing_lengths
-from cached_transformers.state import State, reorder, repeat, reset
+from cached_transformers.state import State, reorder, repeat, reset, seal
 
 from .beam_search import search
 from .segments import as_language_model, cut, read_segments, remembers
@@ -178,8 +178,9 @@ class Text:
     @property
     def state(self) -> State:
         """Behind the last full segment, of the rows as they were then; whole segments of the prompt are read now."""
-        for out in read_segments(self._read, self._unread, self._state):
-            self._state = out.state
+        if self._unread:
+            for out in read_segments(self._read, self._unread, seal(self._state), in_place=True):
+                self._state = out.state
         self._unread = []
         return self._state
 

@@ -13,6 +13,7 @@ Legend: B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from cached_transformers.layers.stack import StackState
 from cached_transformers.seam.memory import ModelMemory
-from cached_transformers.state import State, detach, named_tensors
+from cached_transformers.state import State, detach, last_use, named_tensors
 from cached_transformers.state import reset as reset_rows
 
 
@@ -56,6 +57,7 @@ def read_segments(
     state: State | None,
     resets: Sequence[Tensor | None] = (),
     bptt: int | None = None,
+    in_place: bool = False,
 ) -> Iterator[Output]:
     """Read pieces one after the other, each with the state that the one before it left, and yield every output.
 
@@ -65,11 +67,14 @@ def read_segments(
         state: before the first piece; None for the start of a stream.
         resets: rows that begin anew at each of the first pieces.
         bptt: the state is cut from the graph after every so many pieces; None never cuts.
+        in_place: a promise that nobody looks at the given state again, nor at that of an output once the next output
+            was asked for (`state.last_use`). Of a state that somebody may keep, give a copy (`state.seal`).
     """
     for index, piece in enumerate(pieces):
         if bptt is not None and index and index % bptt == 0:
             state = detach(state)
-        output = read(piece, state, resets[index] if index < len(resets) else None)
+        with last_use(state) if in_place else nullcontext():
+            output = read(piece, state, resets[index] if index < len(resets) else None)
         state = output.state
         yield output
 

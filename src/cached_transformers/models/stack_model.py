@@ -71,7 +71,8 @@ class StackModel(Published):
         like = next(self.stack.parameters())
         known = self.__dict__.setdefault("_layouts", {})  # of each dtype; no attribute that models would have to make
         if like.dtype not in known:
-            known[like.dtype] = map_state(lambda t: t.to("meta"), self.stack.init_state(1))
+            empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))  # takes no memory
+            known[like.dtype] = map_state(lambda t: t.to("meta"), empty)
         layout: State = known[like.dtype]
         return layout
 

@@ -133,7 +133,7 @@ def _state_after(model: nn.Module, text_1N: Tensor, segment_length: int | None) 
     state = _empty(model)
     with evaluating(reader):
         pieces = [text_1N[:, segment] for segment in cut(text_1N.shape[1], segment_length)]
-        for out in read_segments(lambda ids, before, _: reader(ids, before), pieces, state):
+        for out in read_segments(lambda ids, before, _: reader(ids, before), pieces, state, in_place=True):
             state = out.state
     return state
 

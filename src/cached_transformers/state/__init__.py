@@ -1,11 +1,12 @@
 """State: what a model carries from one segment to the next, and every operation on it.
 
-`tree.py` is what it is and what can be done with it; `files.py` how it is written, `packing.py` in fewer bytes, and
-`fingerprint.py` tells the weights that made it.
+`tree.py` is what it is and what can be done with it; `last_use.py` says when it may be changed in place; `files.py` how
+it is written, `packing.py` in fewer bytes, and `fingerprint.py` tells the weights that made it.
 """
 
 from .files import Stored, load, save
 from .fingerprint import fingerprint
+from .last_use import last_use, may_change, seal, used_again
 from .tree import (
     State,
     check,
@@ -17,7 +18,6 @@ from .tree import (
     reorder,
     repeat,
     reset,
-    seal,
     signature,
     summary,
     to,
@@ -30,8 +30,10 @@ __all__ = [
     "detach",
     "fingerprint",
     "from_tensors",
+    "last_use",
     "load",
     "map_state",
+    "may_change",
     "named_tensors",
     "nbytes",
     "reorder",
@@ -42,4 +44,5 @@ __all__ = [
     "signature",
     "summary",
     "to",
+    "used_again",
 ]

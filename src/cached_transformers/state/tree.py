@@ -38,14 +38,6 @@ def named_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]
         yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
 
 
-def seal(state: State) -> State:
-    """Copy every tensor into the canonical (contiguous) layout.
-
-    Compiled code is specialised to strides: a slice of a longer buffer has others, which would cost a recompilation.
-    """
-    return map_state(lambda t: t.clone(memory_format=torch.contiguous_format), state)
-
-
 def detach(state: State) -> State:
     """Cut the graph: no gradient flows through the result into earlier segments."""
     return map_state(torch.Tensor.detach, state)

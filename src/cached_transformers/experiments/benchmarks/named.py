@@ -16,7 +16,7 @@ from cached_transformers.experiments.reports.figures.curves import cost_against_
 from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
 
-from . import attentions, grc, loading, memories, translation, vision
+from . import attentions, grc, loading, memories, memorizing, translation, vision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Options:
     memories: str
     attentions: str
     lengths: tuple[int, ...] | None
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,11 @@ def _memories(options: Options, device: str) -> Measured:
     return Measured(rows, memories.as_markdown(rows))
 
 
+def _memorizing(options: Options, device: str) -> Measured:
+    stores, text = memorizing.run(options.rounds, options.lengths or memorizing.KEYS, options.tokens)
+    return Measured([*stores, *text], memorizing.as_markdown(stores, text))
+
+
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "grc": _grc,
     "vision": _vision,
@@ -129,4 +135,5 @@ BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "attentions": _attentions,
     "translation": _translation,
     "memories": _memories,
+    "memorizing": _memorizing,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.stack import StackState
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
-from cached_transformers.state import State, seal
+from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
 
 from .context_tap import ContextTap
@@ -303,7 +304,8 @@ class SegmentReader:
     def _segment(self, call: Call, state: StackState, reset_B: Tensor | None = None) -> Answer:
         """A segment from its first token on."""
         read = self._through_layers if self.memory is None else self._led
-        out, model, layers, host_cache = read(call, state, *self._where(call, state.clock_B))
+        with used_again() if call.keeps else nullcontext():  # an open segment begins with its state as it grows
+            out, model, layers, host_cache = read(call, state, *self._where(call, state.clock_B))
         if host_cache is not None and host_cache.again:
             host_cache = None
         return Answer(out, seal(StackState(state.clock_B + self._counted(call), model, layers)), host_cache)

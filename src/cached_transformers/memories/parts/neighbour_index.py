@@ -1,11 +1,16 @@
 """Nearest keys of a store by faiss (Johnson et al. 2017, arXiv:1702.08734; github.com/facebookresearch/faiss).
 
-Legend: B rows, H heads, N queries, M slots, K neighbours, E head width.
+Token number t lies in slot t mod M of the store, and stands in a graph of faiss in the order in which it came. Slots
+that are overwritten leave old tokens in the graph, which a search passes over; when they are more than the store's own,
+the graph is built anew.
+
+Legend: B rows, H heads, N queries, M slots, K neighbours, E head width, L tokens in a graph.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,11 +21,12 @@ from cached_transformers.extras import require
 
 
 class NeighbourIndex:
-    """Indices of faiss over stored keys, one a row and head.
+    """The search of faiss over stored keys: without an index ("Flat"), or by a graph for each row and head ("HNSW").
 
-    They are made from the keys and never stand for them: what an index holds is compared with the keys at every search.
-    An index whose keys are the first of those that are there is extended, any other is built anew (as every search
-    does once a full store overwrites its oldest slots). A copy, or what is unpickled, begins without indices.
+    Graphs are made from the keys and never stand for them. A store that was written in place since the last search is
+    known by the tensor and its version, and only what is new is added; of any other the keys are compared with those in
+    the graph, which is extended where they agree and built anew where they do not. A copy, or what is unpickled, begins
+    without graphs.
 
     Args:
         kind: "Flat" (exact) or "HNSW<links>" (approximate: a graph of so many links a key, arXiv:1603.09320).
@@ -34,7 +40,8 @@ class NeighbourIndex:
             raise ValueError(f"faiss_index={kind!r} must be 'Flat' (exact) or 'HNSW' with a number of links ('HNSW32')")
         self.kind = kind
         self._faiss = require("faiss", extra="memory")
-        self._indices: dict[tuple[int, int], Any] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._seen: tuple[weakref.ref[Tensor], int] | None = None
         # Here and not as a decorator, which would load the compiler whenever the package is imported.
         self.search = torch.compiler.disable(self._search)
 
@@ -44,25 +51,105 @@ class NeighbourIndex:
     def __setstate__(self, kind: str) -> None:
         self.__init__(kind)  # type: ignore[misc]
 
+    def knows(self, k_BHME: Tensor) -> bool:
+        """Whether this is the very tensor that was searched last, and nobody has written to it since."""
+        if self._seen is None or torch.compiler.is_compiling() or k_BHME.is_inference():
+            return False
+        return self._seen[0]() is k_BHME and self._seen[1] == k_BHME._version
+
+    def follow(self, k_BHME: Tensor) -> None:
+        """Take the tensor for the one that was searched last, of which only the oldest tokens were overwritten."""
+        self._seen = None if k_BHME.is_inference() else (weakref.ref(k_BHME), k_BHME._version)
+
     @torch.no_grad()
-    def _search(self, q_BHNE: Tensor, k_BHME: Tensor, filled_B: Tensor, neighbours: int) -> Tensor:
+    def _search(self, q_BHNE: Tensor, k_BHME: Tensor, written_B: Tensor, neighbours: int) -> Tensor:
         """(B, H, N, K): slots of the keys with the largest products, the largest first; -1 where there is none."""
         queries, keys = (t.detach().float().cpu().contiguous().numpy() for t in (q_BHNE, k_BHME))
         found = np.full((*queries.shape[:3], neighbours), -1, dtype=np.int64)
-        for row, filled in enumerate(filled_B.tolist()):
-            for head in range(keys.shape[1] if filled else 0):
-                index = self._index_of(row, head, keys[row, head, :filled], neighbours)
-                found[row, head] = index.search(queries[row, head], neighbours)[1]
+        known = self.knows(k_BHME)
+        for row, written in enumerate(written_B.tolist()):
+            for head in range(keys.shape[1] if written else 0):
+                here = queries[row, head], keys[row, head], written
+                found[row, head] = (
+                    self._by_graph((row, head), *here, neighbours, known)
+                    if self.kind != "Flat"
+                    else (self._flat(*here, neighbours))
+                )
+        self.follow(k_BHME)
         return torch.from_numpy(found).to(q_BHNE.device)
 
-    def _index_of(self, row: int, head: int, keys_ME: np.ndarray, neighbours: int) -> Any:
-        index = self._indices.get((row, head))
-        held = 0 if index is None else index.ntotal
-        if index is None or held > len(keys_ME) or not np.array_equal(index.reconstruct_n(0, held), keys_ME[:held]):
-            index, held = self._faiss.index_factory(keys_ME.shape[1], self.kind, self._faiss.METRIC_INNER_PRODUCT), 0
-            self._indices[row, head] = index
-        if held < len(keys_ME):
-            index.add(keys_ME[held:])
-        if self.kind != "Flat":
-            index.hnsw.efSearch = max(64, 2 * neighbours)
-        return index
+    def _flat(self, queries_NE: np.ndarray, keys_ME: np.ndarray, written: int, neighbours: int) -> np.ndarray:
+        keys_ME = keys_ME[:written]
+        some = min(neighbours, len(keys_ME))
+        slots = self._faiss.knn(queries_NE, keys_ME, some, metric=self._faiss.METRIC_INNER_PRODUCT)[1]
+        return np.pad(slots, ((0, 0), (0, neighbours - some)), constant_values=-1)
+
+    def _by_graph(
+        self,
+        place: tuple[int, int],
+        queries_NE: np.ndarray,
+        keys_ME: np.ndarray,
+        written: int,
+        neighbours: int,
+        known: bool,
+    ) -> np.ndarray:
+        graph = self._graphs.get(place)
+        if graph is None or not graph.serves(keys_ME, written, known):
+            graph = self._graphs[place] = Graph(
+                self._faiss, self.kind, keys_ME.shape[1], max(written - len(keys_ME), 0)
+            )
+        graph.grow(keys_ME, written)
+        return graph.search(queries_NE, len(keys_ME), written, neighbours)
+
+
+class Graph:
+    """The keys of one row and head, oldest first.
+
+    Args:
+        first: number of the first token.
+    """
+
+    def __init__(self, faiss: Any, kind: str, width: int, first: int) -> None:
+        self._faiss, self.first = faiss, first
+        self.index = faiss.index_factory(width, kind, faiss.METRIC_INNER_PRODUCT)
+
+    def serves(self, keys_ME: np.ndarray, written: int, known: bool) -> bool:
+        """Whether it holds nothing but tokens of this store, and not more old ones than the store has slots."""
+        slots, end = len(keys_ME), self.first + self.index.ntotal
+        oldest = max(written - slots, 0)
+        if not self.first <= oldest <= end <= written or oldest - self.first > slots:
+            return False
+        if known:
+            return True
+        storage = self._faiss.downcast_index(self.index.storage)
+        held_LE = self._faiss.rev_swig_ptr(storage.get_xb(), self.index.ntotal * keys_ME.shape[1])
+        held_LE = held_LE.reshape(-1, keys_ME.shape[1])[oldest - self.first :]
+        return all(
+            np.array_equal(keys_ME[part], held_LE[begin:][: part.stop - part.start])
+            for begin, part in _slots(oldest, end, slots)
+        )
+
+    def grow(self, keys_ME: np.ndarray, written: int) -> None:
+        """Add the tokens that came since."""
+        for _, part in _slots(self.first + self.index.ntotal, written, len(keys_ME)):
+            self.index.add(keys_ME[part])
+
+    def search(self, queries_NE: np.ndarray, slots: int, written: int, neighbours: int) -> np.ndarray:
+        """(N, K) slots."""
+        old = max(written - slots, 0) - self.first
+        options: dict[str, Any] = {"efSearch": max(64, 2 * neighbours) * (2 if old else 1)}
+        if old:
+            options["sel"] = self._faiss.IDSelectorRange(old, self.index.ntotal)
+        found = self.index.search(queries_NE, neighbours, params=self._faiss.SearchParametersHNSW(**options))[1]
+        return np.where(found < 0, -1, (found + self.first) % slots)
+
+
+def _slots(begin: int, end: int, slots: int) -> list[tuple[int, slice]]:
+    """Where tokens begin..end - 1, at most as many as there are slots, lie: how many come before, and a slice."""
+    parts, done = [], 0
+    while begin < end:
+        first = begin % slots
+        count = min(end - begin, slots - first)
+        parts.append((done, slice(first, first + count)))
+        begin, done = begin + count, done + count
+    return parts

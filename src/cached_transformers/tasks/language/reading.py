@@ -113,7 +113,7 @@ class TextReader:
         """
         done, nats = self.first, 0.0 if self.now is None else self.now.nats
         clock = time.perf_counter()
-        for now in read_stream(self.model, self.places, self.length, start=self.now):
+        for now in read_stream(self.model, self.places, self.length, start=self.now, in_place=True):
             self.now = now
             if now.tokens - done >= every:
                 count = now.tokens - done

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cached_transformers.data.text import perplexity
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import as_language_model, read_segments
-from cached_transformers.state import State
+from cached_transformers.state import State, seal
 from cached_transformers.training.segments import token_losses
 
 
@@ -47,7 +47,12 @@ class Progress(NamedTuple):
 
 
 def read_stream(
-    model: nn.Module, pieces: Iterable[list[int]], segment_length: int, *, start: Progress | None = None
+    model: nn.Module,
+    pieces: Iterable[list[int]],
+    segment_length: int,
+    *,
+    start: Progress | None = None,
+    in_place: bool = False,
 ) -> Iterator[Progress]:
     """Read tokens and yield after every segment.
 
@@ -58,6 +63,8 @@ def read_stream(
         model: a language model; it is put into evaluation mode. pieces: token ids in order, cut anywhere.
         segment_length: N.
         start: the last `Progress` of an earlier call, to go on behind it; `pieces` then begin after its `consumed`.
+        in_place: a promise that no state is looked at once the next `Progress` was asked for. Large stores are then
+            written where they lie instead of being copied for each segment; the state of `start` is copied once.
 
     Raises:
         ValueError: the segment is shorter than one token.
@@ -73,7 +80,10 @@ def read_stream(
         return token_losses(model, ids_1N[:, :-1], ids_1N[:, 1:], state)
 
     now = start if start is not None else Progress(0, 0.0, 0, 0.0, 0, None)
-    for losses_1N, state, _ in read_segments(read, _segments(pieces, segment_length), now.state):
+    begun: State | None = now.state
+    if in_place:
+        begun = model.init_state(1) if begun is None else seal(begun)  # type: ignore[operator]  # it may be kept
+    for losses_1N, state, _ in read_segments(read, _segments(pieces, segment_length), begun, in_place=in_place):
         nats, count = losses_1N.double().sum().item(), losses_1N.shape[1]
         now = Progress(now.tokens + count, now.nats + nats, count, nats, now.consumed + count, state)
         yield now

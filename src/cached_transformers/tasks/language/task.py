@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cached_transformers.data.text import TextDataset
 from cached_transformers.models.segments import model_memory, remembers
-from cached_transformers.state import State, from_tensors, map_state, named_tensors, reorder
+from cached_transformers.state import State, from_tensors, last_use, map_state, named_tensors, reorder
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
 from cached_transformers.training.loader import to_device
@@ -242,7 +242,8 @@ def evaluate_language(
                 shift = int(torch.randint(1, last - first, (), generator=generator))
                 state = reorder(state, torch.arange(last - first, device=world.device).roll(shift))
             inputs_BN, targets_BN, reset, padding_BN = moved(batch, world.device)
-            outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
+            with last_use(state if config.training.passes == 1 else None):
+                outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
             losses_BN, state = torch.cat([out.outputs for out in outs], 1), outs[-1].state
             bucket_BN = torch.from_numpy(np.frexp(batch.positions.numpy() + 1)[1] - 1).long()
             valid_BN = batch.targets != IGNORED

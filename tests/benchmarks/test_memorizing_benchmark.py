@@ -1,0 +1,27 @@
+"""The benchmark of a large store measures what it says, on a small one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cached_transformers.cli.main import main
+from cached_transformers.experiments.benchmarks import memorizing
+
+
+def test_its_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memorizing, "SEGMENT", 16)
+    assert main(["benchmark", "memorizing", "--lengths", "64,96", "--tokens", "320", "--rounds", "1"]) == 0
+    stores, text = capsys.readouterr().out.split("\n\n")[:2]
+    assert [line.split("|")[1].strip() for line in stores.splitlines()[2:]] == ["64", "96"]
+    assert "320 tokens with 64 keys" in text and text.splitlines()[0].count("/10") == 10
+
+
+def test_what_does_not_fit_is_left_out_and_no_text_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memorizing, "SEGMENT", 16)
+    monkeypatch.setattr(memorizing, "FITS", 0)
+    row = memorizing.measure(64, 1)
+    assert row.plain is row.kept is None and row.read.median > 0
+    shown = memorizing.as_markdown([row], [memorizing.Tenth(32, 1.0, 2.0)])
+    assert shown.splitlines()[2].count("does not fit") == 2
+    with pytest.raises(ValueError, match="the text of 100 tokens 10 segments of 16"):
+        memorizing.run(1, (64,), 100)
