@@ -188,6 +188,14 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 8},
         detached=True,
     ),
+    "transformer_xl/kv": Contract(
+        options={"length": 8, "keep": "kv"},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64, "keep": "kv"},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, "keep": "kv"}, lambda: LAYERS * (window(M) - 2 * D * D * M / N), RELATIVE),
+    ),
     "segatron": Contract(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
@@ -218,6 +226,13 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
         detached=True,
         exempt={"empty": "the release's start: rows of zeros that are attended"},
+    ),
+    "ernie_doc/kv": Contract(
+        options={"length": 4, "keep": "kv"},
+        bytes_per_row=lambda d: 4 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, "keep": "kv"}, lambda: LAYERS * (window(M) + 2 * D * D * (1 - M / N)), RELATIVE),
     ),
     "infinity_former": Contract(
         options={"length": 4, "chunk": 2, "basis": 8, "widths": (0.1, 0.2), "kl_weight": 0.0},
@@ -354,6 +369,18 @@ CONTRACTS: dict[str, Contract] = {
         model={"positions": "relative"},
         detached=True,
         cost=Cost({"length": M, "compressed": 6, "rate": 2}, lambda: LAYERS * (window(M + 1 + 6) + D * D), RELATIVE),
+    ),
+    "compressive/kv": Contract(
+        options={"length": 4, "compressed": 3, "rate": 2, "keep": "kv"},
+        bytes_per_row=lambda d: (4 + 1 + 3) * (4 * d + 8) + 16,
+        exact={"length": 64, "keep": "kv"},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost(
+            {"length": M, "compressed": 6, "rate": 2, "keep": "kv"},
+            lambda: LAYERS * (window(M + 1 + 6) - 2 * D * D * 6 / N + 2 * D * D / 2 + D * D),
+            RELATIVE,
+        ),
     ),
     "compressive/dilated": Contract(
         options={

@@ -31,10 +31,10 @@ def language_model(memory: Any, model: dict[str, Any] | None) -> nn.Module:
 def per_token(model: nn.Module, segments: int = 30, mode: str = "eval") -> float:
     """Multiply-adds of a token's forward pass, when the memory is full."""
     x_BN = torch.randint(0, 7, (B, N))
-    state = model.init_state(B)
+    state = model.eval().init_state(B)
     with torch.no_grad():
         for _ in range(segments):
-            state = model.eval()(x_BN, state).state
+            state = model(x_BN, state).state
     return count_flops(model, x_BN, state, mode=mode) / 2 / B / N
 
 

@@ -31,13 +31,24 @@ from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
 from .parts.options import check_choices
-from .parts.rows import Rows, empty_rows, push
+from .parts.rows import (
+    KEEP,
+    Pairs,
+    Rows,
+    empty_pairs,
+    empty_rows,
+    keys_values,
+    push,
+    push_pairs,
+    refuse_training,
+    side_by_side,
+)
 
 
 class CompressiveState(NamedTuple):
     """The older, compressed slots, and the hidden states that follow them; both first in, first out."""
 
-    compressed: Rows
+    compressed: Rows | Pairs
     recent: Rows
 
 
@@ -48,13 +59,19 @@ class CompressiveState(NamedTuple):
     carries="the last inputs of every layer, and older ones compressed",
     purpose="more of the past in as many slots",
     equations="keys and values of [f(evicted groups), last inputs, segment]; f trained to keep attention's result",
-    state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots) + 3 M D + D^2 "
+    state="per row and layer: (length + rate - 1 + compressed) (4 D + 8) + 16 bytes; in evaluation with keep='kv' 4 D "
+    "compressed more",
+    cost="per token and layer: 2 D^2 M / N (keys and values of all M slots; in evaluation with keep='kv' of the "
+    "compressed ones 2 D^2 / rate) + 3 M D + D^2 "
     "(convolution) multiply-adds; training adds (2 D^2 + 2 N D) (1 + 1 / rate) for the attention loss",
     reach="layers x (length + rate x compressed) tokens",
     gradient="none into the memory; the compression learns from its own loss",
     exact_when="length >= tokens seen",
-    without={"own_loss": "function='mean' or 'max', or loss='task'", "weights": "function='mean' or 'max'"},
+    without={
+        "stored_kv": "keep='hidden'",
+        "own_loss": "function='mean' or 'max', or loss='task'",
+        "weights": "function='mean' or 'max'",
+    },
     probe=Probing(
         lambda segment, distance, depth: {"length": segment, "compressed": (distance + 1) * segment // 2, "rate": 2},
         lambda *given: {**one_segment(*given), "compressed": 0, "rate": 1},
@@ -81,6 +98,8 @@ class Compressive(LayerMemory):
             only one in models of others.
         clamp: distances beyond it count as it.
         eval_length, eval_compressed: sizes of states made in evaluation mode; as in training when None.
+        keep: what states made in evaluation mode hold in the compressed slots: "hidden" states, as in training, or
+            their keys and values ("kv"), made once, as of `TransformerXL`. What may yet be compressed stays hidden.
 
     Raises:
         ValueError: sizes too small, unknown names, or options that exclude each other.
@@ -104,8 +123,10 @@ class Compressive(LayerMemory):
         clamp: int | None = None,
         eval_length: int | None = None,
         eval_compressed: int | None = None,
+        keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
         super().__init__()
+        self.keep = keep
         self.width, self.heads, self.rate, self.relative, self.clamp = width, heads, rate, relative, clamp
         self.length, self.compressed, self.positions, self.error = length, compressed, positions, error
         self.eval_length = length if eval_length is None else eval_length
@@ -114,6 +135,8 @@ class Compressive(LayerMemory):
         make = FUNCTIONS[function]
         if function == "most_used" and compressed:
             self.needs = self.needs | {"weights"}
+        if keep == "kv":
+            self.needs = self.needs | {"stored_kv"}
         self.function = make(rate, width) if make is not None and compressed else None
         self.loss = loss or ("attention" if function in LEARNED and compressed else None)
         if self.loss in (None, "task"):
@@ -135,12 +158,15 @@ class Compressive(LayerMemory):
             loss=(loss, (None, "attention", "autoencoding", "task")),
             error=(self.error, ("norm", "mean_square")),
             positions=(self.positions, ("slots", "age")),
+            keep=(self.keep, KEEP),
         )
         if loss is not None and (function not in LEARNED or self.compressed == 0):
             raise ValueError(
                 f"loss={loss!r} would train nothing with function={function!r} and compressed={self.compressed}; take "
                 "loss=None, or function='conv' or 'dilated' with slots"
             )
+        if self.keep == "kv" and not self.compressed:
+            raise ValueError("keep='kv' is about compressed slots, of which compressed=0 has none; take keep='hidden'")
         if function == "dilated" and self.rate == 1:
             raise ValueError("function='dilated' needs rate of at least 2, got rate=1; take function='conv'")
         if self.clamp is not None and not self.relative:
@@ -152,17 +178,25 @@ class Compressive(LayerMemory):
     def init_state(self, batch_size: int, like: Tensor) -> CompressiveState:
         length, slots = (self.length, self.compressed) if self.training else (self.eval_length, self.eval_compressed)
         waiting = self.rate - 1 if slots else 0
+        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         return CompressiveState(
-            empty_rows(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
+            empty(batch_size, slots, self.width, like), empty_rows(batch_size, length + waiting, self.width, like)
         )
 
     def open(self, state: CompressiveState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None and first_B1P is not None
-        hidden_BMD, positions_BMP, valid_BM = lined_up(state)
+        if isinstance(state.compressed, Pairs):
+            refuse_training(self.training, type(self).__name__)
+            recent_BMW = side_by_side(*project_kv(state.recent.clean_BMD))
+            recent = state.recent._replace(hidden_BMD=recent_BMW.to(state.compressed.pairs_BMW.dtype))
+            pairs_BMW, positions_BMP, valid_BM = lined_up(CompressiveState(Rows(*state.compressed), recent))
+            k_BHME, v_BHME = keys_values(pairs_BMW, self.heads)
+        else:
+            hidden_BMD, positions_BMP, valid_BM = lined_up(state)
+            k_BHME, v_BHME = project_kv(hidden_BMD)
         if self.positions == "slots":
-            steps_M = torch.arange(-hidden_BMD.shape[1], 0, device=hidden_BMD.device)
+            steps_M = torch.arange(-k_BHME.shape[2], 0, device=k_BHME.device)
             positions_BMP = first_B1P + steps_M[None, :, None]
-        k_BHME, v_BHME = project_kv(hidden_BMD)
         return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=self.positions == "slots")
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
@@ -172,7 +206,7 @@ class Compressive(LayerMemory):
         compressed, recent = state
         x_BND, positions_BNP, padding_BN = trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN
         assert positions_BNP is not None
-        if compressed.hidden_BMD.shape[1] == 0:
+        if compressed.positions_BMP.shape[1] == 0:
             return CompressiveState(compressed, push(recent, x_BND, positions_BNP, padding_BN)[0]), None
         gone = push_groups(recent, x_BND, positions_BNP, padding_BN, self.rate)
         if self.function is None:
@@ -182,7 +216,7 @@ class Compressive(LayerMemory):
         places_BGP = gone.positions_BEP[:, (self.rate - 1) // 2 :: self.rate]
         empty_BG = ~gone.real_BE[:, :: self.rate]
         stored_BGD = slots_BGD if self.loss == "task" else slots_BGD.detach()
-        after = CompressiveState(push(compressed, stored_BGD, places_BGP, empty_BG)[0], gone.recent)
+        after = CompressiveState(self._stored(compressed, stored_BGD, places_BGP, empty_BG, trace), gone.recent)
         if self.loss is None or not self.training:
             return after, None
         if self.loss == "attention":
@@ -192,20 +226,30 @@ class Compressive(LayerMemory):
             return after, self._mean_error(decoded_BED - gone.hidden_BED, gone.real_BE, gone.some_B)
         return after, None
 
-    def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows:
+    def _stored(
+        self, compressed: Rows | Pairs, hidden_BGD: Tensor, places_BGP: Tensor, empty_BG: Tensor, trace: Trace
+    ) -> Rows | Pairs:
+        """The compressed slots, and new ones behind them."""
+        if isinstance(compressed, Pairs):
+            k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
+            return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)
+        return push(compressed, hidden_BGD, places_BGP, empty_BG)[0]
+
+    def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows | Pairs:
         """The compressed slots with one in `rate` of what left, in the order of time."""
         x_BND, query = trace.x_BND, trace.query
         assert trace.weights_BHNL is not None and query.positions_BNP is not None
         usage_BL = mean_weight(trace.weights_BHNL)
         # The context begins with what `read` lined up: the recent states are its last ones.
-        m, slots, n = state.recent.hidden_BMD.shape[1], sum(rows.hidden_BMD.shape[1] for rows in state), x_BND.shape[1]
+        slots, n = sum(rows.positions_BMP.shape[1] for rows in state), x_BND.shape[1]
+        m = state.recent.hidden_BMD.shape[1]
         before = Rows(usage_BL[:, slots - m : slots, None], state.recent.positions_BMP, state.recent.count_B)
         segment_BN1 = usage_BL[:, usage_BL.shape[1] - n :, None]
         used = push_groups(before, segment_BN1, query.positions_BNP, query.padding_BN, self.rate)
         weight_BE = used.hidden_BED[..., 0].masked_fill(~used.real_BE, -torch.inf)
         rank_BE = weight_BE.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         stays_BE = rank_BE < gone.real_BE.sum(1, keepdim=True) // self.rate
-        return push(state.compressed, gone.hidden_BED, gone.positions_BEP, ~stays_BE)[0]
+        return self._stored(state.compressed, gone.hidden_BED, gone.positions_BEP, ~stays_BE, trace)
 
     def _attention_loss(self, gone: Gone, slots_BGD: Tensor, real_BG: Tensor, trace: Trace) -> Tensor:
         """How much the segment's queries, without positions, read differently from the slots than from what left."""
@@ -242,8 +286,9 @@ def mean_weight(weights_BHNL: Tensor) -> Tensor:
 
 
 def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, positions and validity of all slots, oldest first, with the empty ones in front of all others."""
+    """Contents, positions and validity of all slots, oldest first, with the empty ones in front of all others."""
     compressed, recent = state
+    assert isinstance(compressed, Rows)
     slots, gap_B1 = recent.hidden_BMD.shape[1], recent.hidden_BMD.shape[1] - recent.count_B[:, None]
     total = compressed.hidden_BMD.shape[1] + slots
     place_M = torch.arange(total, device=recent.count_B.device)

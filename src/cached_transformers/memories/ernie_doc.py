@@ -13,6 +13,7 @@ Z distances that have a vector.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Que
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
-from .parts.rows import Rows, empty_rows, push
+from .parts.options import one_of
+from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, keys_values, push, push_pairs, refuse_training
 
 
 class ErnieDocPositions(Positions):
@@ -96,8 +98,10 @@ class ErnieDocPositions(Positions):
     carries="the last outputs of the same layer; documents may be read twice",
     purpose=("higher layers' results in lower layers", "a whole document, read more than once"),
     equations="keys and values of [SG(last M outputs of the same layer), segment]; positions as distances",
-    state="per row and layer: M (4 D + 8) + 8 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
+    state="per row and layer: M (4 D + 8) + 8 bytes; in evaluation with keep='kv' M (8 D + 8) + 8",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory; in evaluation with keep='kv' 2 D^2) + 3 M D "
+    "multiply-adds",
+    without={"stored_kv": "keep='hidden'"},
     reach="unbounded, through M slots a layer",
     gradient="none into the memory; its keys and values train the projections",
     probe=Probing(whole_episode),
@@ -121,9 +125,11 @@ class ErnieDoc(LayerMemory):
             models of others.
         longest: T; own position scheme with a trained vector per distance, for segments of at most T tokens. The
             release shares these vectors between layers, here each layer has its own: D (2 T + M) parameters.
+        keep: as of `TransformerXL`, with start="empty".
 
     Raises:
-        ValueError: a size below 1, an unknown start, or `longest` without `relative`.
+        ValueError: a size below 1, an unknown start or `keep`, `longest` without `relative`, or zeros of which keys and
+            values are to be kept.
     """
 
     needs = frozenset({"state", "context", "kv_projection"})
@@ -137,6 +143,7 @@ class ErnieDoc(LayerMemory):
         start: str = "empty",
         relative: bool = True,
         longest: int | None = None,
+        keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
         super().__init__()
         if length < 1:
@@ -147,7 +154,14 @@ class ErnieDoc(LayerMemory):
             raise ValueError(
                 f"longest={longest} is the longest segment that distances are trained for: at least 1; relative=True"
             )
-        self.width, self.heads, self.length = width, heads, length
+        one_of("keep", keep, KEEP)
+        if keep == "kv":
+            if start == "zeros":
+                raise ValueError(
+                    "start='zeros' attends keys and values that change with the weights; take keep='hidden'"
+                )
+            self.needs = self.needs | {"stored_kv"}
+        self.width, self.heads, self.length, self.keep = width, heads, length, keep
         self.start, self.relative, self.longest = start, relative, longest
 
     def position_scheme(self) -> Positions | None:
@@ -157,7 +171,9 @@ class ErnieDoc(LayerMemory):
             return ErnieDocPositions(self.heads, self.width // self.heads, self.longest, self.length)
         return RelativePositions(self.heads, self.width // self.heads)
 
-    def init_state(self, batch_size: int, like: Tensor) -> Rows:
+    def init_state(self, batch_size: int, like: Tensor) -> Rows | Pairs:
+        if self.keep == "kv" and not self.training:
+            return empty_pairs(batch_size, self.length, self.width, like)
         rows = empty_rows(batch_size, self.length, self.width, like)
         if self.start == "empty":
             return rows
@@ -166,8 +182,13 @@ class ErnieDoc(LayerMemory):
             positions_BMP=before_M1.repeat(batch_size, 1, 1), count_B=torch.full_like(rows.count_B, self.length)
         )
 
-    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
+        if isinstance(state, Pairs):
+            refuse_training(self.training, type(self).__name__)
+            k_BHME, v_BHME = keys_values(state.pairs_BMW, self.heads)
+        else:
+            k_BHME, v_BHME = project_kv(state.clean_BMD)
         positions_BMP = state.positions_BMP
         if first_B1P is not None:
             # The newest slot stands right before the first token, also where a model counts anew in each segment. Of
@@ -175,12 +196,16 @@ class ErnieDoc(LayerMemory):
             placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
             others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
             positions_BMP = torch.cat([placed_BM1, others_BMP], -1)
-        return Context(*project_kv(state.clean_BMD), positions_BMP, state.valid_BM, consecutive=True)
+        return Context(k_BHME, v_BHME, positions_BMP, state.valid_BM, consecutive=True)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
-        return Reading(opened)
+        return Reading(opened, carry=project_kv)
 
-    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
-        assert trace.query.positions_BNP is not None
-        positions_BN1 = trace.query.positions_BNP[..., :1]
-        return push(state, trace.y_BND.detach(), positions_BN1, trace.query.padding_BN)[0], None
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
+        query, y_BND = trace.query, trace.y_BND.detach()
+        assert query.positions_BNP is not None
+        positions_BN1 = query.positions_BNP[..., :1]
+        if isinstance(state, Pairs):
+            k_BHNE, v_BHNE = trace.reading.carry(y_BND)
+            return push_pairs(state, k_BHNE, v_BHNE, positions_BN1, query.padding_BN), None
+        return push(state, y_BND, positions_BN1, query.padding_BN)[0], None

@@ -41,7 +41,7 @@ from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.options import NO_MEMORY, check_choices
-from .parts.rows import Rows, empty_rows, push
+from .parts.rows import Rows, empty_rows, push, side_by_side
 
 
 class LearnedDistances(Positions):
@@ -195,8 +195,7 @@ class Feedback(ModelMemory):
 
     def _pairs(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> Tensor:
         """(B, N, W): keys and values of each set, side by side."""
-        made = [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
-        return torch.cat([t.transpose(1, 2).flatten(2) for t in made], -1)
+        return side_by_side(*(t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)))
 
     def enter(self, opened: Opened, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM

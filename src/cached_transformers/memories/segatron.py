@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from cached_transformers.seam.memory import Context, Entry, ModelMemory, Project
 from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
-from .parts.rows import Rows, empty_rows
+from .parts.rows import Pairs, Rows
 from .transformer_xl import TransformerXL
 
 CHANNELS = 3
@@ -121,17 +121,16 @@ class SegatronPositions(RelativePositions):
 class SegatronLayer(TransformerXL):
     """What Segatron-XL keeps in one layer: the layer's last inputs and where they stood, in three channels."""
 
-    def init_state(self, batch_size: int, like: Tensor) -> Rows:
-        return empty_rows(batch_size, self._slots(), self.width, like, CHANNELS)
+    channels = CHANNELS
 
-    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
-        assert project_kv is not None and first_B1P is not None
-        k_BHME, v_BHME = project_kv(state.clean_BMD)
+    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        assert first_B1P is not None
+        context = super().open(state, first_B1P, project_kv)
         # The segment's positions have more channels, which keys of the context have no use for.
         rest = first_B1P.shape[-1] - CHANNELS
-        return Context(k_BHME, v_BHME, F.pad(state.positions_BMP, (0, rest)), state.valid_BM)
+        return context._replace(positions_BMP=F.pad(context.positions_BMP, (0, rest)), consecutive=False)
 
-    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
         assert trace.query.positions_BNP is not None
         query = trace.query._replace(positions_BNP=trace.query.positions_BNP[..., :CHANNELS])
         return super().write(state, trace._replace(query=query))
@@ -144,8 +143,9 @@ class SegatronLayer(TransformerXL):
     carries="the last inputs of every layer, with places in tokens, sentences and paragraphs",
     purpose="the last tokens as they were",
     equations="Transformer-XL with R of the distances in tokens, sentences and paragraphs, side by side",
-    state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 5 M D + 2 N D multiply-adds",
+    state="per row: 16 bytes, and per layer M (4 D + 24) + 8 bytes; in evaluation with keep='kv' M (8 D + 24) + 8",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory; in evaluation with keep='kv' none) + "
+    "5 M D + 2 N D multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
@@ -159,7 +159,7 @@ class Segatron(ModelMemory):
 
     Args:
         width: D. heads: H.
-        length, eval_length, same_length, clamp: as of `TransformerXL`; `clamp` in each channel.
+        length, eval_length, same_length, clamp, keep: as of `TransformerXL`; `clamp` in each channel.
         sentence_ends: token ids that end a sentence. paragraph_ends: token ids that end a paragraph.
         widths: channels of the code of tokens, sentences and paragraphs; the paper's when None: an even third each,
             and the rest for paragraphs.
@@ -186,6 +186,7 @@ class Segatron(ModelMemory):
         eval_length: int | None = None,
         same_length: bool = False,
         clamp: int | None = None,
+        keep: Literal["hidden", "kv"] = "hidden",
         widths: Sequence[int] | None = None,
         shift: str = "exact",
         allow_leak: bool = False,
@@ -211,7 +212,7 @@ class Segatron(ModelMemory):
         self.paragraph_ends = tuple(sorted(set(paragraph_ends)))
         if shift == "official":
             self.in_one_piece = "shift='official' shows a token where later sentences end"
-        self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length}
+        self.kept = {"length": length, "eval_length": eval_length, "same_length": same_length, "keep": keep}
         self.placed = {"clamp": clamp, "widths": widths, "shift": shift, "signed": not causal}
 
     def layer_memory(self, index: int) -> SegatronLayer:

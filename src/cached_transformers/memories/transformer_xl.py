@@ -11,6 +11,8 @@ Legend: B rows, N tokens, M slots, H heads, D model width.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,8 @@ from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Que
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
-from .parts.options import NO_MEMORY
-from .parts.rows import Rows, empty_rows, push
+from .parts.options import NO_MEMORY, one_of
+from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, keys_values, push, push_pairs, refuse_training
 
 
 @MEMORIES.register(
@@ -31,12 +33,13 @@ from .parts.rows import Rows, empty_rows, push
     carries="the last inputs of every layer",
     purpose="the last tokens as they were",
     equations="keys and values of [SG(last M inputs of the layer), segment]; positions as distances",
-    state="per row and layer: M (4 D + 8) + 8 bytes",
-    cost="per token and layer: 2 D^2 M / N (keys and values of the memory) + 3 M D multiply-adds",
+    state="per row and layer: M (4 D + 8) + 8 bytes; in evaluation with keep='kv' M (8 D + 8) + 8",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the memory; in evaluation with keep='kv' none) + 3 M D "
+    "multiply-adds",
     reach="layers x M tokens",
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
-    without={"bias": "same_length=False"},
+    without={"bias": "same_length=False", "stored_kv": "keep='hidden'"},
     probe=Probing(whole_episode, one_segment),
 )
 class TransformerXL(LayerMemory):
@@ -50,12 +53,16 @@ class TransformerXL(LayerMemory):
         relative: own position scheme, with u, v and W_r per layer; False takes the model's scheme, the only one in
             models of others.
         clamp: distances beyond it count as it.
+        keep: what states made in evaluation mode hold: "hidden" states, as in training, whose keys and values are made
+            anew at each segment; or these ("kv"), made once, in twice the bytes. With other weights they mean nothing.
 
     Raises:
-        ValueError: a length below 1.
+        ValueError: a length below 1, or another `keep`; keys and values in training mode.
     """
 
     needs = frozenset({"state", "context", "kv_projection"})
+    channels = 1
+    """Of the positions that are stored."""
 
     def __init__(
         self,
@@ -67,12 +74,16 @@ class TransformerXL(LayerMemory):
         same_length: bool = False,
         relative: bool = True,
         clamp: int | None = None,
+        keep: Literal["hidden", "kv"] = "hidden",
     ) -> None:
         super().__init__()
         at_least_one(" slot" + NO_MEMORY, length=length, eval_length=eval_length)
         if clamp is not None and not relative:
             raise ValueError(f"clamp={clamp} limits relative distances; take relative=True, or clamp=None")
-        self.width, self.heads, self.relative, self.clamp = width, heads, relative, clamp
+        one_of("keep", keep, KEEP)
+        self.width, self.heads, self.relative, self.clamp, self.keep = width, heads, relative, clamp, keep
+        if keep == "kv":
+            self.needs = self.needs | {"stored_kv"}
         self.length, self.eval_length, self.same_length = length, eval_length or length, same_length
 
     def window(self) -> int | None:
@@ -84,19 +95,29 @@ class TransformerXL(LayerMemory):
     def _slots(self) -> int:
         return self.length if self.training else self.eval_length
 
-    def init_state(self, batch_size: int, like: Tensor) -> Rows:
-        return empty_rows(batch_size, self._slots(), self.width, like)
+    def init_state(self, batch_size: int, like: Tensor) -> Rows | Pairs:
+        empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
+        return empty(batch_size, self._slots(), self.width, like, self.channels)
 
-    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
-        return Context(*project_kv(state.clean_BMD), state.positions_BMP, state.valid_BM, consecutive=True)
+        if isinstance(state, Pairs):
+            refuse_training(self.training, type(self).__name__)
+            k_BHME, v_BHME = keys_values(state.pairs_BMW, self.heads)
+        else:
+            k_BHME, v_BHME = project_kv(state.clean_BMD)
+        return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened)
 
-    def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
-        assert trace.query.positions_BNP is not None
-        return push(state, trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN)[0], None
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
+        query = trace.query
+        assert query.positions_BNP is not None
+        if not isinstance(state, Pairs):
+            return push(state, trace.x_BND.detach(), query.positions_BNP, query.padding_BN)[0], None
+        assert query.k_BHNE is not None and query.v_BHNE is not None
+        return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, query.padding_BN), None
 
 
 class CacheBeforeTokens(TransformerXL):
@@ -112,7 +133,7 @@ class CacheBeforeTokens(TransformerXL):
         super().__init__(width, heads, length, relative=False)
         self.front, self.read_by_all = front, read_by_all
 
-    def open(self, state: Rows, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         context = super().open(state, first_B1P, project_kv)
         return context._replace(positions_BMP=context.positions_BMP - self.front, consecutive=False)
 

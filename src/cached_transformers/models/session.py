@@ -61,7 +61,8 @@ class Session:
         self.segment_length = segment_length if segment_length is not None else _length_of(model)
         if self.segment_length is not None and self.segment_length < 1:
             raise ValueError(f"segment_length={self.segment_length} must be at least 1 token")
-        state = self._reader.init_state(1)
+        with evaluating(self._reader):  # as it is read
+            state = self._reader.init_state(1)
         if self.segment_length is None and remembers(state):
             raise ValueError(
                 "this model has a memory, which is written once a segment; give segment_length, the length of the "
@@ -96,7 +97,7 @@ class Session:
         grown_1N = torch.cat([self._now.open_1N, text_1N.to(self._device)], 1)
         with evaluating(self._reader):
             text = Text(self._reader, grown_1N, self._now.state, self.segment_length)
-        self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
+            self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
 
     @torch.no_grad()
     def generate(self, *, tokens: int, **options: Any) -> Generation:

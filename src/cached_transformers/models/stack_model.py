@@ -69,11 +69,12 @@ class StackModel(Published):
     def _layout(self) -> State:
         """What a state of this model looks like, without contents."""
         like = next(self.stack.parameters())
-        known = self.__dict__.setdefault("_layouts", {})  # of each dtype; no attribute that models would have to make
-        if like.dtype not in known:
+        known = self.__dict__.setdefault("_layouts", {})  # no attribute that models would have to make
+        kind = like.dtype, self.training
+        if kind not in known:
             empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))  # takes no memory
-            known[like.dtype] = map_state(lambda t: t.to("meta"), empty)
-        layout: State = known[like.dtype]
+            known[kind] = map_state(lambda t: t.to("meta"), empty)
+        layout: State = known[kind]
         return layout
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:

@@ -130,8 +130,8 @@ def _state_after(model: nn.Module, text_1N: Tensor, segment_length: int | None) 
     if text_1N.dim() != 2 or text_1N.shape[0] != 1 or text_1N.shape[1] == 0:
         raise ValueError(f"text_1N of shape {tuple(text_1N.shape)} must be one row of token ids, (1, tokens)")
     reader = as_language_model(model)
-    state = _empty(model)
     with evaluating(reader):
+        state = _empty(model)
         pieces = [text_1N[:, segment] for segment in cut(text_1N.shape[1], segment_length)]
         for out in read_segments(lambda ids, before, _: reader(ids, before), pieces, state, in_place=True):
             state = out.state

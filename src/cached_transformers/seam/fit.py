@@ -30,6 +30,7 @@ PLACE_WORDS: dict[str, str] = {
     "head": "a second result per head, mixed with the attention's",
     "context_alone": "layers whose tokens attend the memory and nothing of their own segment",
     "kv_projection": "keys and values made of stored hidden states by the layer's own projections",
+    "stored_kv": "keys and values, of as many heads as the queries, to be stored in the place of hidden states",
     "tokens_round": "tokens of the memory round those of the segment",
     "slots": "a cross-attention over slots in every block",
     "own_weights": "weights of their own for the memory's tokens in every block",

@@ -90,7 +90,10 @@ def check(state: State, fresh: State, rows: int) -> None:
     found, expected = ({name: t for name, t in named_tensors(s)} for s in (state, fresh))
     if found.keys() != expected.keys():
         difference = ", ".join(sorted(found.keys() ^ expected.keys())[:4])
-        raise ValueError(f"the state is that of another model: these tensors are in one only: {difference}")
+        raise ValueError(
+            f"the state is that of another model, or of this one's other mode (training or evaluation, which may keep "
+            f"other things; begin with init_state in this mode): these tensors are in one only: {difference}"
+        )
     for name, t in found.items():
         want = expected[name]
         if t.shape[:1] != (rows,):

@@ -1,6 +1,7 @@
-"""A first-in first-out store of hidden states with their positions, for the memories that keep them.
+"""A first-in first-out store of hidden states with their positions, or of their keys and values, for the memories that
+keep them.
 
-Legend: B rows, N tokens, M slots, L = M + N, D model width, P position channels.
+Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+KEEP = ("hidden", "kv")
+"""What a state that was made in evaluation mode may hold; see `Pairs`."""
 
 
 class Rows(NamedTuple):
@@ -33,11 +37,60 @@ class Rows(NamedTuple):
         return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
 
 
+class Pairs(NamedTuple):
+    """What `Rows` holds, with keys and values in the place of hidden states: unrotated, all keys of a slot and then all
+    its values. 8 M D + 8 M P + 8 bytes a row in float32.
+
+    They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
+    """
+
+    pairs_BMW: Tensor
+    positions_BMP: Tensor
+    count_B: Tensor
+
+    @property
+    def valid_BM(self) -> Tensor:
+        """bool, the slots that hold something."""
+        return Rows(*self).valid_BM
+
+
 def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Rows:
     """A store that holds nothing."""
     positions_BMP = torch.zeros(batch_size, slots, channels, dtype=torch.long, device=like.device)
     count_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
     return Rows(like.new_zeros(batch_size, slots, width), positions_BMP, count_B)
+
+
+def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Pairs:
+    """The same of keys and values."""
+    return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
+
+
+def push_pairs(
+    pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
+) -> Pairs:
+    """Store keys and values, detached, behind those that are there; see `push`."""
+    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN)[0])
+
+
+def side_by_side(*made_BHME: Tensor) -> Tensor:
+    """(B, M, W): the keys of all heads, then the values, and so on."""
+    return torch.cat([t.transpose(1, 2).flatten(2) for t in made_BHME], -1)
+
+
+def keys_values(pairs_BMW: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, H, M, E) again."""
+    k_BHME, v_BHME = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in pairs_BMW.chunk(2, -1))
+    return k_BHME, v_BHME
+
+
+def refuse_training(training: bool, memory: str) -> None:
+    """Refuse (ValueError) keys and values in training, where they would leave the projections untrained."""
+    if training:
+        raise ValueError(
+            f"the state of {memory} holds keys and values, as keep='kv' makes them in evaluation, from which its "
+            "projections learn nothing; begin with init_state in training mode, call eval(), or take keep='hidden'"
+        )
 
 
 def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> tuple[Rows, Rows]:

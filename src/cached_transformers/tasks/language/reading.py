@@ -96,7 +96,7 @@ class TextReader:
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, file: Path, length: int, path: Path, what: Tensor
     ) -> None:
-        self.model, self.file, self.length, self.path, self.what = model, file, length, path, what
+        self.model, self.file, self.length, self.path, self.what = model.eval(), file, length, path, what
         self.now: Progress | None = None
         begin = skip = 0
         if (before := _load(path, model, what)) is not None:

@@ -1,0 +1,158 @@
+"""keep="kv": in evaluation a state holds keys and values in the place of hidden states, and the same is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.transformers_hosts import DECODERS
+from torch import Tensor
+
+from cached_transformers import Session, create_model, generate, read_stream, tune_initial_state
+from cached_transformers import state as states
+from cached_transformers.memories.parts.rows import Pairs
+from cached_transformers.models.segments import read_segments
+
+ROWS, SEGMENT, VOCABULARY, WIDTH, DEPTH = 3, 6, 11, 16, 2
+MEMORIES: dict[str, dict[str, Any]] = {
+    "transformer_xl": {"name": "transformer_xl", "length": 8},
+    "same_length": {"name": "transformer_xl", "length": 8, "same_length": True, "relative": False},
+    "segatron": {"name": "segatron", "length": 8, "sentence_ends": (1, 4), "paragraph_ends": (2,)},
+    "ernie_doc": {"name": "ernie_doc", "length": 5},
+    "compressive": {"name": "compressive", "length": 5, "compressed": 3, "rate": 3},
+    "most_used": {"name": "compressive", "length": 5, "compressed": 3, "rate": 3, "function": "most_used"},
+}
+every = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+
+
+def build(memory: dict[str, Any], keep: str) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": WIDTH, "depth": DEPTH, "heads": 2, "feed_forward": 16, "attention": "softmax"}
+    model = create_model("language_model", vocabulary=VOCABULARY, memory={**memory, "keep": keep}, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def segments(count: int) -> list[Tensor]:
+    words = torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=torch.Generator().manual_seed(0))
+    return list(words.split(SEGMENT, 1))
+
+
+def pairs_of(state: Any) -> list[Pairs]:
+    """All of them in a state."""
+    if isinstance(state, Pairs):
+        return [state]
+    return [] if isinstance(state, Tensor) else [found for part in state for found in pairs_of(part)]
+
+
+@every
+def test_what_is_read_does_not_depend_on_what_is_kept(memory: dict[str, Any]) -> None:
+    """Over segments of several lengths, with padding in all places, and rows that begin anew."""
+    inputs = [*segments(7), segments(1)[0][:, :4]]
+    resets = [None, None, torch.tensor([True, False, False]), None, None, torch.tensor([False, True, True])]
+    generator = torch.Generator().manual_seed(1)
+    paddings = [torch.rand(t.shape, generator=generator) < 0.25 if i % 2 else None for i, t in enumerate(inputs)]
+    read = {}
+    for keep in ("hidden", "kv"):
+        model = build(memory, keep).eval()
+
+        def one(index: int, state: Any, reset: Tensor | None, model: Any = model) -> Any:
+            return model(inputs[index], state, reset, padding=paddings[index])
+
+        with torch.no_grad():
+            read[keep] = list(read_segments(one, range(len(inputs)), None, resets))
+        assert bool(pairs_of(read[keep][-1].state)) == (keep == "kv")
+    for index, (a, b) in enumerate(zip(read["hidden"], read["kv"], strict=True)):
+        real = slice(None) if paddings[index] is None else ~paddings[index]
+        torch.testing.assert_close(a.outputs[real], b.outputs[real], rtol=0, atol=1e-5)
+
+
+@every
+def test_training_keeps_hidden_states_whatever_is_asked_for(memory: dict[str, Any]) -> None:
+    model, reference = build(memory, "kv"), build(memory, "hidden")
+    for one in (model, reference):
+        state = None
+        for tokens in segments(3):
+            out = one(tokens, state)
+            state = out.state
+        (out.outputs.square().mean() + out.auxiliary_loss).backward()
+    assert not pairs_of(model.init_state(1))
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
+
+
+@every
+def test_a_state_of_the_other_mode_is_refused(memory: dict[str, Any]) -> None:
+    model, tokens = build(memory, "kv"), segments(1)[0]
+    trained, read = model.train().init_state(ROWS), model.eval().init_state(ROWS)
+    with pytest.raises(ValueError, match="or of this one's other mode"):
+        model.eval()(tokens, trained)
+    with pytest.raises(ValueError, match="or of this one's other mode"):
+        model.train()(tokens, read)
+    layer = model.stack.blocks[0].attention
+    with pytest.raises(ValueError, match="from which its projections learn nothing"):
+        layer.memory.open(read.layers[0], torch.zeros(1, 1, 8), layer.project_kv)
+
+
+def test_loops_begin_in_the_mode_in_which_they_read() -> None:
+    """Whichever mode the model is in: the numbers are those of hidden states."""
+    text, found = torch.cat(segments(4), 1)[:1], {}
+    for keep in ("hidden", "kv"):
+        model = build(MEMORIES["transformer_xl"], keep).train()
+        session = Session(model, SEGMENT)
+        session.read(text)
+        assert bool(pairs_of(session.state)) == (keep == "kv") and model.training
+        answer = generate(model, text, tokens=8, temperature=0, segment_length=SEGMENT)
+        again = session.generate(tokens=8, temperature=0)
+        tune_initial_state(model, text, segment_length=SEGMENT)
+        tuned = generate(model, text, tokens=8, temperature=0, segment_length=SEGMENT)
+        now = list(read_stream(model, [text[0].tolist()], SEGMENT, in_place=True))[-1]
+        found[keep] = (answer.tokens.tolist(), again.tokens.tolist(), tuned.tokens.tolist(), round(now.nats, 3))
+    assert found["hidden"] == found["kv"]
+
+
+def test_keys_and_values_are_made_once() -> None:
+    """Of the tokens of a segment, not of the slots."""
+    counted = {}
+    for keep in ("hidden", "kv"):
+        model = build(MEMORIES["transformer_xl"], keep).eval()
+        seen: list[int] = []
+        for block in model.stack.blocks:
+            block.attention.norm.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].shape[1]))
+        with torch.no_grad():
+            list(read_segments(lambda t, s, _, model=model: model(t, s), segments(4), None))
+        counted[keep] = sum(seen)
+    assert counted == {"hidden": 4 * DEPTH * (SEGMENT + 8), "kv": 4 * DEPTH * SEGMENT}
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        (MEMORIES["transformer_xl"], DEPTH * 8 * 4 * WIDTH),
+        (MEMORIES["segatron"], DEPTH * 8 * 4 * WIDTH),
+        (MEMORIES["ernie_doc"], DEPTH * 5 * 4 * WIDTH),
+        (MEMORIES["compressive"], DEPTH * 3 * 4 * WIDTH),
+    ],
+    ids=lambda given: given["name"] if isinstance(given, dict) else "",
+)
+def test_how_much_more_a_state_of_keys_and_values_takes(options: dict[str, Any], more: int) -> None:
+    hidden, kept = (states.nbytes(build(options, keep).eval().init_state(1)) for keep in ("hidden", "kv"))
+    assert kept == hidden + more
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for memory, message in (
+        ({"name": "ernie_doc", "start": "zeros"}, "start='zeros' attends keys and values that change"),
+        ({"name": "compressive", "compressed": 0}, "keep='kv' is about compressed slots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(memory, "kv")
+    for name in ("transformer_xl", "segatron", "ernie_doc", "compressive"):
+        with pytest.raises(ValueError, match="keep='none' must be one of"):
+            build({"name": name}, "none")
+    host = next(host for host in DECODERS if host.name == "llama")
+    with pytest.raises(ValueError, match=r"needs stored_kv \(.*take keep='hidden'"):
+        host.with_memory({"name": "transformer_xl", "relative": False, "keep": "kv"})
