@@ -228,7 +228,7 @@ class Attached(TransformerXL):
 
     def write(self, state: Rows, trace: Trace) -> tuple[Rows, None]:
         assert trace.query.positions_BNP is not None
-        return push(state, trace.x_BND, trace.query.positions_BNP)[0], None
+        return push(state, trace.x_BND, trace.query.positions_BNP), None
 
 
 @pytest.mark.parametrize(

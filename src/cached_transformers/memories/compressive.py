@@ -39,6 +39,7 @@ from .parts.rows import (
     empty_rows,
     keys_values,
     push,
+    push_out,
     push_pairs,
     refuse_training,
     side_by_side,
@@ -207,7 +208,7 @@ class Compressive(LayerMemory):
         x_BND, positions_BNP, padding_BN = trace.x_BND.detach(), trace.query.positions_BNP, trace.query.padding_BN
         assert positions_BNP is not None
         if compressed.positions_BMP.shape[1] == 0:
-            return CompressiveState(compressed, push(recent, x_BND, positions_BNP, padding_BN)[0]), None
+            return CompressiveState(compressed, push(recent, x_BND, positions_BNP, padding_BN)), None
         gone = push_groups(recent, x_BND, positions_BNP, padding_BN, self.rate)
         if self.function is None:
             return CompressiveState(self._keep_most_used(state, gone, trace), gone.recent), None
@@ -233,7 +234,7 @@ class Compressive(LayerMemory):
         if isinstance(compressed, Pairs):
             k_BHGE, v_BHGE = trace.reading.carry(hidden_BGD)
             return push_pairs(compressed, k_BHGE, v_BHGE, places_BGP, empty_BG)
-        return push(compressed, hidden_BGD, places_BGP, empty_BG)[0]
+        return push(compressed, hidden_BGD, places_BGP, empty_BG)
 
     def _keep_most_used(self, state: CompressiveState, gone: Gone, trace: Trace) -> Rows | Pairs:
         """The compressed slots with one in `rate` of what left, in the order of time."""
@@ -322,7 +323,7 @@ class Gone(NamedTuple):
 def push_groups(recent: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None, rate: int) -> Gone:
     """Store hidden states; what is too much for all slots but `rate` - 1 leaves, as far as it makes whole groups."""
     slots, n = recent.hidden_BMD.shape[1], hidden_BND.shape[1]
-    kept, left = push(recent, hidden_BND, positions_BNP, padding_BN)
+    kept, left = push_out(recent, hidden_BND, positions_BNP, padding_BN)
     total_B = kept.count_B + left.count_B
     leaving_B1 = ((total_B - (slots - rate + 1)).clamp(min=0) // rate * rate)[:, None]
     hidden_BLD = torch.cat([left.hidden_BMD, kept.hidden_BMD], 1)

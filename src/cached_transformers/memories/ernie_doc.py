@@ -208,4 +208,4 @@ class ErnieDoc(LayerMemory):
         if isinstance(state, Pairs):
             k_BHNE, v_BHNE = trace.reading.carry(y_BND)
             return push_pairs(state, k_BHNE, v_BHNE, positions_BN1, query.padding_BN), None
-        return push(state, y_BND, positions_BN1, query.padding_BN)[0], None
+        return push(state, y_BND, positions_BN1, query.padding_BN), None

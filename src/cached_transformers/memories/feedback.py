@@ -220,7 +220,7 @@ class Feedback(ModelMemory):
         mixture_BND = (self.weight.softmax(0)[:, None, None, None] * layers_LBND).sum(0)
         mixtures = opened.mixtures
         if mixtures is not None:
-            mixtures = push(mixtures, mixture_BND, positions_BNP, padding_BN)[0]
-        pairs = push(opened.pairs, self._pairs(mixture_BND, opened.layers), positions_BNP, padding_BN)[0]
+            mixtures = push(mixtures, mixture_BND, positions_BNP, padding_BN)
+        pairs = push(opened.pairs, self._pairs(mixture_BND, opened.layers), positions_BNP, padding_BN)
         written = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
         return opened._replace(mixtures=mixtures, pairs=pairs, written_B=opened.written_B + written)

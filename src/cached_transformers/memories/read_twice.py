@@ -280,7 +280,7 @@ class ReadTwice(ModelMemory):
         here_B = query.positions_BNP[:, 0, 0].expand_as(number_B)
         place_BKP = torch.stack([here_B, number_B], -1)[:, None].expand(-1, summary_BKD.shape[1], -1)
         wrote_BK = filled_BK & new_B[:, None]
-        table, _ = push(state.table, summary_BKD, place_BKP, ~wrote_BK)
+        table = push(state.table, summary_BKD, place_BKP, ~wrote_BK)
         return x_BND, ReadTwiceState(table, state.blocks_B + wrote_BK.any(1)), None
 
     def _summaries(self, x_BND: Tensor, padding_BN: Tensor | None, number_B: Tensor) -> tuple[Tensor, Tensor]:

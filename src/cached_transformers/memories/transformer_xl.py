@@ -115,7 +115,7 @@ class TransformerXL(LayerMemory):
         query = trace.query
         assert query.positions_BNP is not None
         if not isinstance(state, Pairs):
-            return push(state, trace.x_BND.detach(), query.positions_BNP, query.padding_BN)[0], None
+            return push(state, trace.x_BND.detach(), query.positions_BNP, query.padding_BN), None
         assert query.k_BHNE is not None and query.v_BHNE is not None
         return push_pairs(state, query.k_BHNE, query.v_BHNE, query.positions_BNP, query.padding_BN), None
 

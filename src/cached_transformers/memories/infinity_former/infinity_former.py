@@ -265,7 +265,7 @@ class InfinityFormer(LayerMemory):
         n, slots = trace.x_BND.shape[1], state.recent.hidden_BMD.shape[1]
         hidden_BMD, positions_BMP, count_B = state.recent
         roomy = Rows(F.pad(hidden_BMD, (0, 0, n, 0)), F.pad(positions_BMP, (0, 0, n, 0)), count_B)
-        all_BW, _ = push(roomy, trace.x_BND, trace.query.positions_BNP, trace.query.padding_BN)
+        all_BW = push(roomy, trace.x_BND, trace.query.positions_BNP, trace.query.padding_BN)
         refits_B = (all_BW.count_B - self.length).clamp(min=0) // self.chunk
         coefficients_BCD, fits_B = _clean(state), state.fits_B
         place_BL = slots + n - all_BW.count_B[:, None] + torch.arange(self.chunk, device=fits_B.device)

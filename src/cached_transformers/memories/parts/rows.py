@@ -70,7 +70,7 @@ def push_pairs(
     pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
 ) -> Pairs:
     """Store keys and values, detached, behind those that are there; see `push`."""
-    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN)[0])
+    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
 
 
 def side_by_side(*made_BHME: Tensor) -> Tensor:
@@ -93,13 +93,31 @@ def refuse_training(training: bool, memory: str) -> None:
         )
 
 
-def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> tuple[Rows, Rows]:
-    """Store hidden states behind those that are there.
+def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
+    """Store hidden states behind those that are there; the store keeps its size, and may be a view of what is given.
 
     Padding is not stored, so what is stored stays dense.
+    """
+    if padding_BN is not None:
+        return push_out(rows, hidden_BND, positions_BNP, padding_BN)[0]
+    slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
+    stay, first = max(slots - n, 0), max(n - slots, 0)
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        new = new[:, first:].to(old.dtype).expand(old.shape[0], -1, -1)
+        return torch.cat([old[:, slots - stay :], new], 1) if stay else new
+
+    hidden_BMD, positions_BMP = joined(rows.hidden_BMD, hidden_BND), joined(rows.positions_BMP, positions_BNP)
+    return Rows(hidden_BMD, positions_BMP, (rows.count_B + n).clamp(max=slots))
+
+
+def push_out(
+    rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
+) -> tuple[Rows, Rows]:
+    """What `push` gives, and what leaves for it.
 
     Returns:
-        The store, of the same size; and the N states that had to leave or never were (`count_B` says how many of them,
+        The store; and the N states that had to leave or never were (`count_B` says how many of them,
         from the end, are real), oldest first.
     """
     slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
