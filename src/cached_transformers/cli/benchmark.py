@@ -17,6 +17,7 @@ BENCHMARKS = {
     "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, beside published implementations where installed",
     "memorizing": "a large store: memory, reading and writing beside its products alone, and a long text",
+    "generation": "tokens a second that language models write, beside GPT-2 of transformers and x-transformers",
 }
 
 
@@ -44,12 +45,28 @@ def add_parser(subparsers: Any) -> None:
         "--workers", type=_numbers, default=(0, 1, 2), help="loading: numbers of processes (default: 0,1,2)"
     )
     parser.add_argument("--path", help="loading: an image folder or archive (default: made images of 500 x 375 pixels)")
-    parser.add_argument("--memories", default="all", help="memories: names, separated by commas (default: all)")
+    parser.add_argument(
+        "--memories",
+        help="memories, generation: names, separated by commas, or all (default: all; transformer_xl,grc_stream,rmt)",
+    )
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
     parser.add_argument(
         "--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas; memorizing: of keys"
     )
-    parser.add_argument("--tokens", type=int, default=5_000_000, help="memorizing: of the text (default: 5,000,000)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="generation: of weights (default: float32)"
+    )
+    for name, value in {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"generation: of all models (default: {value})")
+    parser.add_argument("--rows", type=_numbers, default=(1, 8), help="generation: texts at once (default: 1,8)")
+    parser.add_argument("--segments", type=_numbers, default=(128, 512), help="generation: tokens in a segment of ours")
+    parser.add_argument("--prompt", type=int, default=16, help="generation: tokens that are given (default: 16)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="generation: new ones of each row (default: 384); memorizing: of the text (default: 5,000,000)",
+    )
+    parser.add_argument("--profile", metavar="MEMORY", help="generation: show the operators of one instead, or of none")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
     parser.set_defaults(run=run)
 
@@ -58,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the table."""
     from cached_transformers.experiments.benchmarks.named import Options, measure
 
-    refuse_below_one(arguments, "batch", "rounds", "threads", "image_size", "tokens")
+    counts = ("batch", "rounds", "threads", "image_size", "vocabulary", "width", "depth", "heads", "prompt", "tokens")
+    refuse_below_one(arguments, *counts)
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
     measured = measure(arguments.name, Options(**given))
     print(measured.text)

@@ -27,7 +27,7 @@ from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
 from .interleaved import Ratio, compare, training_step
-from .peers import PEERS, Peer, Sizes, detached, random_tokens, scratch_folder
+from .peers import PEERS, Peer, Sizes, detached, lacking, random_tokens, scratch_folder
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
@@ -66,6 +66,11 @@ class Row:
     peer: Ratio | None
     peer_name: str
     peer_parameters: int | None
+
+
+def spec(memory: str, sizes: Sizes) -> dict[str, Any]:
+    """The memory with its options at these sizes."""
+    return {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
 
 
 def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
@@ -133,8 +138,7 @@ def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], No
 
 def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
     """All that is measured of one memory."""
-    spec = {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
-    model, tokens = build(spec, sizes), random_tokens(sizes)
+    model, tokens = build(spec(memory, sizes), sizes), random_tokens(sizes)
     bptt = sizes.segments if memory in ACROSS else 1
     cases = {"ours": our_step(model, sizes, tokens, bptt), "plain": our_step(build(None, sizes), sizes, tokens, 1)}
     peer, peer_name = _peer(memory, sizes)
@@ -172,8 +176,7 @@ def _peer(memory: str, sizes: Sizes) -> tuple[Peer | None, str]:
     try:
         return PEERS[memory].build(sizes), name
     except ModuleNotFoundError as error:
-        missing = name if error.name == name.replace("-", "_") else f"{error.name}, which {name} needs,"
-        return None, f"{missing} is not installed"
+        return None, lacking(name, error)
 
 
 def run(rounds: int, only: str = "all") -> list[Row]:

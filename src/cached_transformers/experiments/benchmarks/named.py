@@ -16,7 +16,8 @@ from cached_transformers.experiments.reports.figures.curves import cost_against_
 from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
 
-from . import attentions, grc, loading, memories, memorizing, translation, vision
+from . import attentions, generation, grc, loading, memories, memorizing, translation, vision
+from .peers import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,25 @@ class Options:
     released: bool
     workers: tuple[int, ...]
     path: str | None
-    memories: str
+    memories: str | None
     attentions: str
     lengths: tuple[int, ...] | None
-    tokens: int
+    dtype: str
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    rows: tuple[int, ...]
+    segments: tuple[int, ...]
+    prompt: int
+    tokens: int | None
+    profile: str | None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype itself."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +135,37 @@ def _translation(options: Options, device: str) -> Measured:
 
 
 def _memories(options: Options, device: str) -> Measured:
-    rows = memories.run(options.rounds, options.memories)
+    rows = memories.run(options.rounds, options.memories or "all")
     return Measured(rows, memories.as_markdown(rows))
 
 
 def _memorizing(options: Options, device: str) -> Measured:
-    stores, text = memorizing.run(options.rounds, options.lengths or memorizing.KEYS, options.tokens)
+    stores, text = memorizing.run(
+        options.rounds, options.lengths or memorizing.KEYS, options.tokens or memorizing.TOKENS
+    )
     return Measured([*stores, *text], memorizing.as_markdown(stores, text))
+
+
+def _generation(options: Options, device: str) -> Measured:
+    of_models = ("vocabulary", "width", "depth", "heads")
+    sizes = Sizes(**{name: getattr(options, name) for name in of_models})
+    tokens = options.tokens or generation.TOKENS
+    settings = {name: getattr(options, name) for name in ("dtype", *of_models, "prompt")} | {"tokens": tokens}
+    if options.profile is not None:
+        seen = generation.Text(options.rows[0], options.segments[0], options.prompt, tokens)
+        return Measured([], generation.profile(options.profile, device, sizes, seen, options.precision), settings)
+    rows, missing = generation.run(
+        options.rounds,
+        device,
+        only=options.memories,
+        sizes=sizes,
+        batches=options.rows,
+        segments=options.segments,
+        prompt=options.prompt,
+        tokens=tokens,
+        dtype=options.precision,
+    )
+    return Measured(rows, generation.as_markdown(rows, missing), settings)
 
 
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
@@ -136,4 +176,5 @@ BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "translation": _translation,
     "memories": _memories,
     "memorizing": _memorizing,
+    "generation": _generation,
 }

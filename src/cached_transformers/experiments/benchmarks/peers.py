@@ -190,6 +190,14 @@ PEERS: dict[str, Published] = {
 """The peer of each of our memories that has one."""
 
 
+def lacking(distribution: str, error: ImportError) -> str:
+    """What is not installed, of a peer that could not be built for it."""
+    missing = distribution
+    if error.name != distribution.replace("-", "_"):
+        missing = f"{error.name}, which {distribution} needs,"
+    return f"{missing} is not installed"
+
+
 def detached(memory: Any) -> Any:
     """The memory of a peer, cut from the graph, whatever it is made of."""
     if isinstance(memory, Tensor):
