@@ -17,6 +17,7 @@ BENCHMARKS = {
     "translation": "encoder-decoder, plain and with GRC, beside transformers' BART and Marian: training, beam search",
     "memories": "every stream memory as a language model, beside published implementations where installed",
     "memorizing": "a large store: memory, reading and writing beside its products alone, and a long text",
+    "all": "a bit of all on one card, in minutes: eager and compiled, two precisions, of the card's measured peaks",
     "generation": "tokens a second that language models write, beside GPT-2 of transformers and x-transformers",
 }
 
@@ -54,7 +55,10 @@ def add_parser(subparsers: Any) -> None:
         "--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas; memorizing: of keys"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="generation: of weights (default: float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="generation: of weights; attentions: of inputs; others: bfloat16 is autocast (default: float32)",
     )
     for name, value in {"vocabulary": 256, "width": 256, "depth": 4, "heads": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"generation: of all models (default: {value})")
@@ -67,7 +71,14 @@ def add_parser(subparsers: Any) -> None:
         help="generation: new ones of each row (default: 384); memorizing: of the text (default: 5,000,000)",
     )
     parser.add_argument("--profile", metavar="MEMORY", help="generation: show the operators of one instead, or of none")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the numbers with the environment")
+    parser.add_argument("--minutes", type=float, default=8.0, help="all: after which nothing is begun (default: 8)")
+    parser.add_argument("--quick", action="store_true", help="all: tiny sizes, as a test of the command")
+    parser.add_argument(
+        *("--output", "--out"),
+        type=Path,
+        metavar="FILE.json",
+        help="also write the numbers with the environment, and the table as FILE.md; of all after each part",
+    )
     parser.set_defaults(run=run)
 
 
@@ -78,9 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     counts = ("batch", "rounds", "threads", "image_size", "vocabulary", "width", "depth", "heads", "prompt", "tokens")
     refuse_below_one(arguments, *counts)
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Options)}
-    measured = measure(arguments.name, Options(**given))
+    figure = None
+    for measured in measure(arguments.name, Options(**given)):
+        if arguments.output is not None:
+            figure = measured.write(arguments.output)
     print(measured.text)
-    if arguments.output is not None and (figure := measured.write(arguments.output)) is not None:
+    if figure is not None:
         print(f"drawn: {figure}")
     return 0
 

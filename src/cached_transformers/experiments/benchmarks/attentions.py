@@ -57,21 +57,21 @@ class Row:
     peer_name: str = ""
 
 
-def inputs(length: int, device: str) -> dict[str, Tensor]:
-    """Queries, keys, values (1, H, length, E) and the layer's input, with gradient."""
+def inputs(length: int, device: str, dtype: torch.dtype = torch.float32, rows: int = 1) -> dict[str, Tensor]:
+    """Queries, keys, values (rows, H, length, E) and the layer's input, with gradient."""
     generator = torch.Generator().manual_seed(length)
-    shape = (1, HEADS, length, HEAD_WIDTH)
+    shape = (rows, HEADS, length, HEAD_WIDTH)
     given = {name: torch.randn(shape, generator=generator) for name in "qkv"}
-    given["x"] = torch.randn(1, length, HEADS * HEAD_WIDTH, generator=generator)
-    return {name: t.to(device).requires_grad_() for name, t in given.items()}
+    given["x"] = torch.randn(rows, length, HEADS * HEAD_WIDTH, generator=generator)
+    return {name: t.to(device, dtype).requires_grad_() for name, t in given.items()}
 
 
-def build(name: str, length: int, device: str, **options: Any) -> Attention:
+def build(name: str, length: int, device: str, dtype: torch.dtype = torch.float32, **options: Any) -> Attention:
     """The mechanism at the sizes of its paper, in training mode."""
     torch.manual_seed(0)
     spec = {"name": name, **options}
     facts = {"width": HEADS * HEAD_WIDTH, "heads": HEADS, "length": length, "prefix": 0, "index": 0, "depth": 1}
-    return create_attention(spec, **facts).to(device).train()
+    return create_attention(spec, **facts).to(device, dtype).train()
 
 
 class Projected(nn.Module):
@@ -112,7 +112,9 @@ def slope(seconds: Mapping[int, float]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
 
-def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: str) -> list[Row]:
+def measure(
+    names: Sequence[str], lengths: Sequence[int], rounds: int, device: str, dtype: torch.dtype = torch.float32
+) -> list[Row]:
     """Time the mechanisms, and exact attention with them, length by length; the rows are in order of the names."""
     kinds: dict[str, Any] = {name: ATTENTIONS.entry(name).factory for name in names}
     causal = {name: "bidirectional" not in kind.can for name, kind in kinds.items()}
@@ -120,11 +122,11 @@ def measure(names: Sequence[str], lengths: Sequence[int], rounds: int, device: s
     mebibytes: dict[str, dict[int, float]] = {name: {} for name in names}
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}
     for length in lengths:
-        given = inputs(length, device)
+        given = inputs(length, device, dtype)
         able = [name for name in names if length <= LONGEST.get(name, length)]
-        steps = {name: step_of(build(name, length, device), given, causal[name]) for name in able}
-        steps[EXACT] = step_of(build(EXACT, length, device), given, False)
-        causal_exact = step_of(build(EXACT, length, device), given, True)
+        steps = {name: step_of(build(name, length, device, dtype), given, causal[name]) for name in able}
+        steps[EXACT] = step_of(build(EXACT, length, device, dtype), given, False)
+        causal_exact = step_of(build(EXACT, length, device, dtype), given, True)
         reference = {"exact, causal": causal_exact} if any(causal[name] for name in able) else {}
         ratios = compare({**steps, **reference}, EXACT, rounds)
         for name in able:
@@ -165,8 +167,14 @@ def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: 
         return compare({"ours": ours, "peer": their_step}, "ours", rounds)["peer"]
 
 
-def run(rounds: int, only: str = "all", lengths: Sequence[int] = LENGTHS, device: str = "cpu") -> list[Row]:
-    """Measure every mechanism, or those named in `only` (by commas)."""
+def run(
+    rounds: int,
+    only: str = "all",
+    lengths: Sequence[int] = LENGTHS,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Row]:
+    """Measure every mechanism, or those named in `only` (by commas), on inputs of a dtype; peers always in float32."""
     names = ATTENTIONS.names() if only == "all" else only.split(",")
     for name in names:
         ATTENTIONS.entry(name)
@@ -176,7 +184,7 @@ def run(rounds: int, only: str = "all", lengths: Sequence[int] = LENGTHS, device
         if min(lengths) > LONGEST.get(name, min(lengths)):
             raise ValueError(f"{name} is measured up to {LONGEST[name]} tokens; add a length that is not above it")
     seconds_of(step_of(build(EXACT, 64, device), inputs(64, device), False))  # whatever the first call sets up
-    return measure(names, sorted(lengths), rounds, device)
+    return measure(names, sorted(lengths), rounds, device, dtype)
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

@@ -57,12 +57,14 @@ def build(architecture: str) -> dict[str, nn.Module]:
     }
 
 
-def measure(name: str, architecture: str, batch: int, rounds: int, device: str, compiled: bool) -> list[Row]:
+def measure(
+    name: str, architecture: str, batch: int, rounds: int, device: str, compiled: bool, dtype: torch.dtype
+) -> list[Row]:
     """All rows of one model."""
     models = {case: model.to(device) for case, model in build(architecture).items()}
     images, labels = image_batch(batch, SIDE, device)
     kept = {case: _kept(model.train(), images, labels) for case, model in models.items()}
-    found = timed(models, images, labels, rounds, compiled)
+    found = timed(models, images, labels, rounds, compiled, dtype=dtype)
     return [
         Row(
             name,
@@ -85,16 +87,18 @@ def _kept(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> int:
     return saved_activation_bytes(lambda: F.cross_entropy(model(images), labels), model, images, labels)
 
 
-def run(batch: int, rounds: int, device: str, compiled: bool = False) -> list[Row]:
+def run(batch: int, rounds: int, device: str, compiled: bool = False, dtype: torch.dtype = torch.float32) -> list[Row]:
     """Measure every model of `MODELS`.
 
     Args:
         batch: images in a batch. rounds: counted rounds of training (inference takes three times as many).
         compiled: time all of them through `torch.compile` (FLOPs and kept activations are those of eager mode).
+        dtype: of autocast while time is taken; float32 for none.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torchvision")
-        return [row for name, arch in MODELS.items() for row in measure(name, arch, batch, rounds, device, compiled)]
+        found = [measure(name, arch, batch, rounds, device, compiled, dtype) for name, arch in MODELS.items()]
+    return [row for rows in found for row in rows]
 
 
 def as_markdown(rows: list[Row]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -43,6 +44,13 @@ def seconds_of(fn: Callable[[], object]) -> float:
     begin = time.process_time()
     fn()
     return time.process_time() - begin
+
+
+def precision(device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Autocast to a dtype, under which a forward pass runs; nothing for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype)
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:

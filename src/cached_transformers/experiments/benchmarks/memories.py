@@ -26,7 +26,7 @@ from cached_transformers.models.segments import read_segments
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
-from .interleaved import Ratio, compare, training_step
+from .interleaved import Ratio, compare, precision, training_step
 from .peers import PEERS, Peer, Sizes, detached, lacking, random_tokens, scratch_folder
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
@@ -87,20 +87,25 @@ def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
     )
 
 
-def our_step(model: nn.Module, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
+def our_step(
+    model: nn.Module, sizes: Sizes, tokens: Tensor, bptt: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """One optimiser step over all segments, with the state of the step before, as in training on a stream."""
     loop = SegmentLoop(model, sizes.segment, bptt=bptt)
     state: Any = None
 
     def mean_loss() -> Tensor:
         nonlocal state
-        loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
+        with precision(tokens.device.type, dtype):
+            loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
         return loss
 
     return training_step(model, mean_loss)
 
 
-def peer_step(peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[], None]:
+def peer_step(
+    peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """The same of a peer."""
     memory: Any = None
 
@@ -112,14 +117,15 @@ def peer_step(peer: Peer, sizes: Sizes, tokens: Tensor, bptt: int) -> Callable[[
             if index % bptt == 0:
                 memory = detached(memory)
             inputs, targets = (tokens[:, begin + k : begin + k + sizes.segment] for k in (0, 1))
-            loss, memory = peer.read(inputs, targets, memory)
+            with precision(tokens.device.type, dtype):
+                loss, memory = peer.read(inputs, targets, memory)
             losses.append(loss)
         return torch.stack(losses).mean()
 
     return training_step(peer.module, mean_loss)
 
 
-def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], None]:
+def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
     """All segments without gradient, the state carried on."""
     state: Any = None
 
@@ -129,23 +135,25 @@ def streaming(model: nn.Module, sizes: Sizes, tokens: Tensor) -> Callable[[], No
     def run() -> None:
         nonlocal state
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), precision(tokens.device.type, dtype):
             for out in read_segments(read, tokens[:, :-1].split(sizes.segment, 1), state):
                 state = out.state
 
     return run
 
 
-def measure(memory: str, sizes: Sizes, rounds: int) -> Row:
+def measure(memory: str, sizes: Sizes, rounds: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Row:
     """All that is measured of one memory."""
-    model, tokens = build(spec(memory, sizes), sizes), random_tokens(sizes)
+    model, tokens = build(spec(memory, sizes), sizes).to(device), random_tokens(sizes).to(device)
     bptt = sizes.segments if memory in ACROSS else 1
-    cases = {"ours": our_step(model, sizes, tokens, bptt), "plain": our_step(build(None, sizes), sizes, tokens, 1)}
+    plain = build(None, sizes).to(device)
+    cases = {"ours": our_step(model, sizes, tokens, bptt, dtype), "plain": our_step(plain, sizes, tokens, 1, dtype)}
     peer, peer_name = _peer(memory, sizes)
     if peer is not None:
-        cases["peer"] = peer_step(peer, sizes, tokens, bptt)
+        peer.module.to(device)
+        cases["peer"] = peer_step(peer, sizes, tokens, bptt, dtype)
     train = compare(cases, "ours", rounds)
-    stream = compare({"ours": streaming(model, sizes, tokens)}, "ours", rounds)["ours"]
+    stream = compare({"ours": streaming(model, sizes, tokens, dtype)}, "ours", rounds)["ours"]
     loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)
     kept = saved_activation_bytes(lambda: loop(tokens[:, :-1], tokens[:, 1:])[0], model, tokens)
     per_step = sizes.tokens_per_step
@@ -179,12 +187,12 @@ def _peer(memory: str, sizes: Sizes) -> tuple[Peer | None, str]:
         return None, lacking(name, error)
 
 
-def run(rounds: int, only: str = "all") -> list[Row]:
-    """Measure every stream memory, or those named in `only` (by commas)."""
+def run(rounds: int, only: str = "all", device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row]:
+    """Measure every stream memory, or those named in `only` (by commas); under autocast if `dtype` is not float32."""
     names = stream_memories() if only == "all" else only.split(",")
     with warnings.catch_warnings(), scratch_folder():
         warnings.simplefilter("ignore")  # of the peers
-        return [measure(name, Sizes(), rounds) for name in names]
+        return [measure(name, Sizes(), rounds, device, dtype) for name in names]
 
 
 def as_markdown(rows: list[Row]) -> str:

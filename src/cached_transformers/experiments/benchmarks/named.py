@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from cached_transformers.experiments.environment import environment
 from cached_transformers.experiments.reports.figures.curves import cost_against_length
 from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
+from cached_transformers.files import write_whole
 
-from . import attentions, generation, grc, loading, memories, memorizing, translation, vision
+from . import attentions, everything, generation, grc, loading, memories, memorizing, translation, vision
 from .peers import Sizes
 
 
@@ -48,6 +49,8 @@ class Options:
     prompt: int
     tokens: int | None
     profile: str | None
+    quick: bool
+    minutes: float
 
     @property
     def precision(self) -> torch.dtype:
@@ -63,6 +66,7 @@ class Measured:
     Attributes:
         rows: dataclasses. table: the same as Markdown.
         settings: what of the options changes the numbers.
+        failed, left_out: what could not be measured, and what was not tried, with the reasons.
         curves: seconds and mebibytes by length, for a figure; empty where there is none.
     """
 
@@ -70,6 +74,8 @@ class Measured:
     table: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     curves: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    failed: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
     @property
     def text(self) -> str:
@@ -77,30 +83,37 @@ class Measured:
         return f"{self.table}\n\n{environment_text(dict(self.settings))}"
 
     def write(self, path: Path) -> Path | None:
-        """Write the numbers as JSON, and beside them the figure where there is one, of which the path is returned."""
+        """Write the numbers as JSON, and beside it the table and the figure where there is one; returns its path."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": self.settings, "rows": [dataclasses.asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        found = {"rows": rows, "failed": list(self.failed), "left_out": list(self.left_out)}
+        write_whole(path, (json.dumps({"environment": self.settings, **found}, indent=2) + "\n").encode())
+        write_whole(path.with_suffix(".md"), f"{self.text}\n".encode())
         if not self.curves:
             return None
         return save(cost_against_length(self.curves, attentions.EXACT), path.with_suffix(".png"))
 
 
-def measure(name: str, options: Options) -> Measured:
+def measure(name: str, options: Options) -> Iterator[Measured]:
     """Measure on this machine, with `options.threads` threads from now on.
 
     Args:
-        name: one of `BENCHMARKS`.
+        name: one of `BENCHMARKS`, or "all".
+
+    Returns:
+        the numbers; of "all" what there is of them after each part, the last time the whole.
     """
     torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    found = BENCHMARKS[name](options, device)
-    return dataclasses.replace(found, settings={**environment(device), "rounds": options.rounds, **found.settings})
+    for found in _all(options, device) if name == "all" else [BENCHMARKS[name](options, device)]:
+        yield dataclasses.replace(found, settings={**environment(device), "rounds": options.rounds, **found.settings})
 
 
 def _grc(options: Options, device: str) -> Measured:
-    rows = grc.run(options.batch, options.rounds, device, options.compile)
-    return Measured(rows, grc.as_markdown(rows), {"batch": options.batch, "compile": options.compile})
+    rows = grc.run(options.batch, options.rounds, device, options.compile, options.precision)
+    return Measured(
+        rows, grc.as_markdown(rows), {name: getattr(options, name) for name in ("batch", "compile", "dtype")}
+    )
 
 
 def _vision(options: Options, device: str) -> Measured:
@@ -113,8 +126,9 @@ def _vision(options: Options, device: str) -> Measured:
         released=options.released,
         channels_last=options.channels_last,
         compiled=options.compile,
+        dtype=options.precision,
     )
-    settings = {name: getattr(options, name) for name in ("batch", "image_size", "compile", "channels_last")}
+    settings = {name: getattr(options, name) for name in ("batch", "image_size", "compile", "channels_last", "dtype")}
     return Measured(rows, vision.as_markdown(rows), settings)
 
 
@@ -124,19 +138,20 @@ def _loading(options: Options, device: str) -> Measured:
 
 
 def _attentions(options: Options, device: str) -> Measured:
-    rows = attentions.run(options.rounds, options.attentions, options.lengths or attentions.LENGTHS, device)
+    lengths = options.lengths or attentions.LENGTHS
+    rows = attentions.run(options.rounds, options.attentions, lengths, device, options.precision)
     curves = {row.attention: (row.seconds, row.mebibytes) for row in rows}
-    return Measured(rows, attentions.as_markdown(rows), curves=curves)
+    return Measured(rows, attentions.as_markdown(rows), {"dtype": options.dtype}, curves)
 
 
 def _translation(options: Options, device: str) -> Measured:
-    models, kept = translation.run(options.rounds, device)
-    return Measured([*models, *kept], translation.as_markdown(models, kept))
+    models, kept = translation.run(options.rounds, device, dtype=options.precision)
+    return Measured([*models, *kept], translation.as_markdown(models, kept), {"dtype": options.dtype})
 
 
 def _memories(options: Options, device: str) -> Measured:
-    rows = memories.run(options.rounds, options.memories or "all")
-    return Measured(rows, memories.as_markdown(rows))
+    rows = memories.run(options.rounds, options.memories or "all", device, options.precision)
+    return Measured(rows, memories.as_markdown(rows), {"dtype": options.dtype})
 
 
 def _memorizing(options: Options, device: str) -> Measured:
@@ -154,7 +169,7 @@ def _generation(options: Options, device: str) -> Measured:
     if options.profile is not None:
         seen = generation.Text(options.rows[0], options.segments[0], options.prompt, tokens)
         return Measured([], generation.profile(options.profile, device, sizes, seen, options.precision), settings)
-    rows, missing = generation.run(
+    rows, left_out = generation.run(
         options.rounds,
         device,
         only=options.memories,
@@ -165,7 +180,13 @@ def _generation(options: Options, device: str) -> Measured:
         tokens=tokens,
         dtype=options.precision,
     )
-    return Measured(rows, generation.as_markdown(rows, missing), settings)
+    return Measured(rows, generation.as_markdown(rows, left_out), settings, left_out=left_out)
+
+
+def _all(options: Options, device: str) -> Iterator[Measured]:
+    for report in everything.run(device, rounds=options.rounds, minutes=options.minutes, quick=options.quick):
+        text, settings = everything.as_markdown(report), {"measured peaks": str(report.peaks), "quick": options.quick}
+        yield Measured([*report.rows], text, settings, failed=[*report.failed], left_out=[*report.left_out])
 
 
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {

@@ -23,7 +23,7 @@ from cached_transformers.extras import require
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.tasks.translation.translate import translate
 
-from .interleaved import Ratio, compare, training_step
+from .interleaved import Ratio, compare, precision, training_step
 
 PAD, END, BEGIN, FIRST = 0, 1, 2, 3
 """Tokens with a meaning, and the first without."""
@@ -163,25 +163,35 @@ def theirs(kind: str, sizes: Sizes) -> Case:
     return Case(model, loss, write)
 
 
-def _train_step(case: Case, batch: Batch) -> Callable[[], None]:
-    return training_step(case.model, lambda: case.loss(batch))
+def _train_step(case: Case, batch: Batch, dtype: torch.dtype) -> Callable[[], None]:
+    def loss() -> Tensor:
+        with precision(batch.inputs.device.type, dtype):
+            return case.loss(batch)
+
+    return training_step(case.model, loss)
 
 
-def _writer(case: Case, inputs: Tensor, padding: Tensor, beams: int, tokens: int, **options: Any) -> Callable[[], None]:
+def _writer(
+    case: Case, inputs: Tensor, padding: Tensor, beams: int, tokens: int, dtype: torch.dtype, **options: Any
+) -> Callable[[], None]:
     def write() -> None:
-        found = case.write(inputs, padding, beams, tokens, **options)
+        with precision(inputs.device.type, dtype):
+            found = case.write(inputs, padding, beams, tokens, **options)
         if found != tokens * len(inputs):
             raise ValueError(f"{found} tokens were written, not {tokens} for each of {len(inputs)} sentences")
 
     return write
 
 
-def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = True) -> tuple[list[Row], list[Kept]]:
+def run(
+    rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[list[Row], list[Kept]]:
     """Measure training and beam search of all models, and ours with and without kept keys and values.
 
     Args:
         rounds: counted rounds of training steps; beam search takes a third, that without kept keys a quarter.
         peers: whether transformers' models are measured, too.
+        dtype: of autocast; float32 for none.
     """
     sizes = sizes if sizes is not None else Sizes()
     torch.manual_seed(0)
@@ -191,11 +201,11 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
     for case in cases.values():
         case.model.to(device)
     batch = make_batch(sizes, sizes.rows, device)
-    train = compare({name: _train_step(case, batch) for name, case in cases.items()}, "plain", rounds)
+    train = compare({name: _train_step(case, batch, dtype) for name, case in cases.items()}, "plain", rounds)
     for case in cases.values():
         case.model.eval()
     few = make_batch(sizes, sizes.sentences, device)
-    searched = (few.inputs, few.padding, sizes.beams, sizes.written)
+    searched = (few.inputs, few.padding, sizes.beams, sizes.written, dtype)
     decode = compare({name: _writer(case, *searched) for name, case in cases.items()}, "plain", max(1, rounds // 3))
     rows = [
         Row(
@@ -208,7 +218,7 @@ def run(rounds: int, device: str, sizes: Sizes | None = None, *, peers: bool = T
         )
         for name, case in cases.items()
     ]
-    alone = (few.inputs[: sizes.alone], few.padding[: sizes.alone], sizes.beams, sizes.long)
+    alone = (few.inputs[: sizes.alone], few.padding[: sizes.alone], sizes.beams, sizes.long, dtype)
     writers = {name: _writer(cases["plain"], *alone, cached=cached) for name, cached in KEPT.items()}
     times = compare(writers, "kept", max(1, rounds // 4))
     kept = [Kept(name, sizes.long, t, sizes.alone * sizes.long / t.seconds) for name, t in times.items()]

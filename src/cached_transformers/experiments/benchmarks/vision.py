@@ -27,7 +27,7 @@ from cached_transformers.integrations.timm.hosted import TimmModel
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory
 from cached_transformers.registry import unknown_name
 
-from .interleaved import Ratio, compare, training_step
+from .interleaved import Ratio, compare, precision, training_step
 
 Batch = tuple[Tensor, Tensor]
 
@@ -111,18 +111,34 @@ def image_batch(batch: int, side: int, device: str, form: torch.memory_format = 
     return images, torch.randint(0, 1000, (batch,), generator=generator).to(device)
 
 
+def fold(model: nn.Module) -> None:
+    """Evaluation mode, with the keys and values of caches as constants."""
+    model.eval()
+    for memory in model.modules():
+        if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
+            memory.fold()
+
+
 def timed(
-    models: Mapping[str, nn.Module], images: Tensor, labels: Tensor, rounds: int, compiled: bool, peaks: bool = False
+    models: Mapping[str, nn.Module],
+    images: Tensor,
+    labels: Tensor,
+    rounds: int,
+    compiled: bool,
+    peaks: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Timed:
     """Count and time whole training steps, then inference with folded caches; the models stay in evaluation mode."""
     calls = {case: torch.compile(model) if compiled else model for case, model in models.items()}
 
     def loss(case: str) -> Tensor:
-        return F.cross_entropy(calls[case](images), labels)
+        with precision(images.device.type, dtype):
+            return F.cross_entropy(calls[case](images), labels)
 
     @torch.no_grad()
     def infer(case: str) -> None:
-        calls[case](images)
+        with precision(images.device.type, dtype):
+            calls[case](images)
 
     def peaks_of(work: Mapping[str, Callable[[], object]]) -> dict[str, int]:
         return {case: peak_bytes(call, images.device.type) for case, call in work.items()} if peaks else {}
@@ -131,10 +147,7 @@ def timed(
     steps = {case: training_step(model, functools.partial(loss, case)) for case, model in models.items()}
     train, train_peaks = compare(steps, "plain", rounds), peaks_of(steps)
     for model in models.values():
-        model.eval()
-        for memory in model.modules():
-            if isinstance(memory, SharedCacheMemory) and memory.cache.constant_in_evaluation:
-                memory.fold()
+        fold(model)
     flops = {case: count_flops(model, images) for case, model in models.items()}
     runs = {case: functools.partial(infer, case) for case in models}
     return Timed(train_flops, flops, train, compare(runs, "plain", 3 * rounds), train_peaks, peaks_of(runs))
@@ -150,6 +163,7 @@ def run(
     released: bool = False,
     channels_last: bool = False,
     compiled: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Row]:
     """Measure models.
 
@@ -159,6 +173,7 @@ def run(
         released: measure the released variant of GRC, too.
         channels_last: weights and images in that memory format, plain models too.
         compiled: time all of them through `torch.compile`; peak memory is not measured then.
+        dtype: of autocast; float32 for none.
     """
     for name in models:
         if name not in MODELS:
@@ -173,7 +188,7 @@ def run(
             built = build(MODELS[name], image_size, cases)
             for model in built.values():
                 model.to(device=device, memory_format=form)  # type: ignore[call-overload]
-            rows += _rows(name, built, timed(built, images, labels, rounds, compiled, peaks=not compiled), batch)
+            rows += _rows(name, built, timed(built, images, labels, rounds, compiled, not compiled, dtype), batch)
     return rows
 
 

@@ -48,6 +48,16 @@ def count_flops(model: nn.Module, *inputs: Any, mode: str = "eval", shapes_only:
     return _count(model, mode, inputs, kwargs, shapes_only).get_total_flops()
 
 
+def flops_of(call: Callable[[], object]) -> int:
+    """Operations of whatever `call` runs, backward passes too; what is compiled, or no operator of torch, is not seen.
+
+    The call has the effects that it has.
+    """
+    with _countable_kernels(), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        call()
+    return counter.get_total_flops()
+
+
 def flops_by_operator(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, int]:
     """Operations of the forward pass by operator of torch: "addmm", "convolution", "bmm" (attention's products), ..."""
     counts = _count(model, "eval", inputs, kwargs).get_flop_counts().get(ROOT, {})
