@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch drills long-runs lint bench docs facts support golden-runs notebooks pictures clean
+.PHONY: help demo test test-slow test-peers test-torch test-gpu drills long-runs lint bench docs facts support golden-runs notebooks pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -29,6 +29,7 @@ test: $(VENV)/.installed-dev  ## everything that must hold before a commit: lint
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few seconds
 	$(PYTEST) -m slow
+	$(MAKE) test-gpu DEVICE=cpu
 
 test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers  ## compare with published implementations of the same mechanisms
 	$(PYTEST) -m peers
@@ -42,6 +43,14 @@ test-torch:  ## the fast tests with another torch, in an environment of its own:
 	.venv-torch-$(TORCH)/bin/python -m pip install -q -c .venv-torch-$(TORCH)/constraints.txt -e ".[dev]" \
 		$(if $(filter newest,$(TORCH)),torch torchvision,torch==$(TORCH) torchvision==$(TORCHVISION))
 	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal
+
+# Nothing is installed: a machine with a GPU has its own torch, and perhaps no network.
+DEVICE ?= cuda
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+test-gpu:  ## the tests of devices on a GPU, in float32 and bfloat16, with the Python that is there: DEVICE=cpu tries them without one
+	$(GPU_PYTHON) tests/devices/needs.py $(DEVICE)
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m device --device $(DEVICE) \
+		$$(grep -rl --include='test_*.py' 'pytest.mark.device' tests)
 
 drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results.md
 	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results.md

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -27,6 +28,31 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where tests marked `device` run: cpu (the default) or cuda; see make test-gpu")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """The device of the tests marked `device`."""
+    name: str = pytestconfig.getoption("--device") or "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            pytest.fail("--device cuda: torch sees no CUDA device here", pytrace=False)
+        # Convolutions would be rounded to ten bits, which no tolerance of float32 covers.
+        torch.backends.cudnn.allow_tf32 = False
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """New tensors of a test marked `device` are there; all that is read from files is made by `torch.tensor`."""
+    marked = request.node.get_closest_marker("device") is not None
+    where = request.getfixturevalue("device") if marked else "cpu"
+    with torch.device(where) if where != "cpu" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ class Golden:
         self.meta: dict[str, Any] = json.loads(str(self.arrays["meta"]))
 
     def __getitem__(self, key: str) -> Tensor:
-        return torch.from_numpy(self.arrays[key])
+        return torch.tensor(self.arrays[key])
 
     def __contains__(self, key: str) -> bool:
         return key in self.arrays.files

@@ -37,6 +37,7 @@ def folder(shared: Path) -> Path:
     return shared / "golden" / "grc"
 
 
+@pytest.mark.device
 def test_every_file_has_a_test(folder: Path) -> None:
     tested = (
         {f"paper_r050_{n}.npz" for n in PAPER} | {f"official_{n}.npz" for n in RELEASED} | {"official_minipvt_r050.npz"}
@@ -58,6 +59,7 @@ class Attended:
         memory.branch.keys_values = note  # type: ignore[method-assign]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", PAPER)
 def test_paper(folder: Path, name: str) -> None:
     golden = Golden(folder / f"paper_r050_{name}.npz")
@@ -109,6 +111,7 @@ def step(layer: torch.nn.Module, golden: Golden, places: dict[str, Place], t: in
     check_gradients(layer, golden, places, f"grad/{t}/")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", RELEASED)
 def test_released(folder: Path, name: str) -> None:
     golden = Golden(folder / f"official_{name}.npz")
@@ -160,6 +163,7 @@ def shift(golden: Golden, x: str) -> Tensor:
     return golden["mask"].repeat(images, 1, 1)[:, None]
 
 
+@pytest.mark.device
 def test_released_pyramid(folder: Path) -> None:
     golden = Golden(folder / "official_minipvt_r050.npz")
     model = MiniPVT(golden.meta)

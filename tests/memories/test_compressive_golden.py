@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,10 +39,11 @@ class TablePositions(Positions):
         return (place + self.bias_RH[offset_BNM].permute(0, 3, 1, 2)) / math.sqrt(q_BHNE.shape[-1])
 
 
+@pytest.mark.device
 def test_golden_values_of_an_independent_implementation(shared: Path) -> None:
     """Two pre-norm layers over five segments: outputs, memories, the reconstruction loss and its gradients."""
     golden = {k: v for k, v in np.load(shared / "golden/memories/compressive_labml.npz", allow_pickle=False).items()}
-    weights = {k.removeprefix("param/"): torch.from_numpy(v) for k, v in golden.items() if k.startswith("param/")}
+    weights = {k.removeprefix("param/"): torch.tensor(v) for k, v in golden.items() if k.startswith("param/")}
 
     def conv(weight_OIK: Tensor) -> Tensor:
         return weight_OIK.mT.flatten(1)
@@ -81,17 +83,17 @@ def test_golden_values_of_an_independent_implementation(shared: Path) -> None:
     state = stack.init_state(2, torch.zeros(1, dtype=torch.float64))
 
     def close(got: Tensor, name: str) -> None:
-        torch.testing.assert_close(got, torch.from_numpy(golden[name]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(got, torch.tensor(golden[name]), rtol=0, atol=1e-12)
 
-    for index, x_NBD in enumerate(torch.from_numpy(golden["x"])):
+    for index, x_NBD in enumerate(torch.tensor(golden["x"])):
         out = stack(x_NBD.transpose(0, 1), state)
         close(out.outputs.detach().transpose(0, 1), f"seg{index}/out")
         for layer, (compressed, recent) in enumerate(out.state.layers):
             held = recent.hidden_BMD[:, recent.valid_BM[0]].transpose(0, 1)
-            torch.testing.assert_close(held, torch.from_numpy(golden[f"seg{index}/mem"])[layer], rtol=0, atol=1e-12)
+            torch.testing.assert_close(held, torch.tensor(golden[f"seg{index}/mem"])[layer], rtol=0, atol=1e-12)
             if index:
                 slots = compressed.hidden_BMD[:, compressed.valid_BM[0]].transpose(0, 1)
-                want = torch.from_numpy(golden[f"seg{index}/cmem"])[layer]
+                want = torch.tensor(golden[f"seg{index}/cmem"])[layer]
                 torch.testing.assert_close(slots, want, rtol=0, atol=1e-12)
         state = out.state
         if index == 0:
@@ -103,6 +105,6 @@ def test_golden_values_of_an_independent_implementation(shared: Path) -> None:
         for name, parameter in stack.named_parameters():
             assert ".function." in name or parameter.grad is None or parameter.grad.abs().max() == 0, name
         for layer, memory in enumerate(stack.layer_memories()):
-            want = torch.from_numpy(golden[f"seg{index}/ar_grad/layer{layer}.conv.weight"])
+            want = torch.tensor(golden[f"seg{index}/ar_grad/layer{layer}.conv.weight"])
             torch.testing.assert_close(memory.function.linear.weight.grad, conv(want), rtol=0, atol=1e-12)
             close(memory.function.linear.bias.grad, f"seg{index}/ar_grad/layer{layer}.conv.bias")

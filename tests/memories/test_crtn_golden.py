@@ -30,6 +30,7 @@ def golden(shared: Path, name: str) -> dict[str, Tensor]:
         return {key: torch.tensor(file[key]) for key in file.files}
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("placed", ["slot", "packed"])
 def test_golden_values_of_the_equations(shared: Path, placed: str) -> None:
     """The regions recalled there stand next to the segment, so that both ways of placing them are the same."""
@@ -104,6 +105,7 @@ def after(model: Any, g: dict[str, Tensor], tag: str, segment: int) -> Any:
     return model.init_state(2)._replace(clock_B=torch.full((2,), 4 * (segment + 1)), model=state)
 
 
+@pytest.mark.device
 def test_golden_values_of_the_released_code_with_all_regions(shared: Path) -> None:
     """From the empty memory on; its empty keys are random, but nothing is chosen by them here."""
     g, tag = golden(shared, "crtn_head"), "head_k_eq_N_unweighted"
@@ -115,6 +117,7 @@ def test_golden_values_of_the_released_code_with_all_regions(shared: Path) -> No
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # keys, values, places, sizes
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("tag", ["head_single_last", "head_single_last_unweighted", "head_single_mean"])
 def test_golden_values_of_the_released_code_where_its_distances_are_right(shared: Path, tag: str) -> None:
     """Its shift of relative positions runs over the gaps that unrecalled regions leave.

@@ -70,7 +70,7 @@ class Recorded:
 
     def take(self, name: str) -> Tensor:
         self.unused.discard(f"param/{name}")
-        return torch.from_numpy(self.golden[f"param/{name}"])
+        return torch.tensor(self.golden[f"param/{name}"])
 
     def fill(self, module: Any, name: str, rows: slice | None = None) -> None:
         """Copies a recorded layer into (some rows of) ours; the reference's matrices are transposed."""
@@ -111,11 +111,12 @@ class Recorded:
 
     def inputs(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded tokens, their positions with tasks, and which of them are padding."""
-        ids, tasks, mask = (torch.from_numpy(self.golden[name][step % 3]) for name in ("ids", "task_ids", "mask"))
+        ids, tasks, mask = (torch.tensor(self.golden[name][step % 3]) for name in ("ids", "task_ids", "mask"))
         positions = torch.arange(6).expand(2, -1) + 6 * step
         return self.norm(F.embedding(ids, self.embedding)), torch.stack([positions, tasks], -1), mask == 0
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("feed", "steps"), [("skim", 3), ("retrospective", 6)])
 def test_the_recorded_document_without_its_padding(golden: Any, feed: str, steps: int) -> None:
     """Row 0 in both feeds; row 1 has padding in segment 2, which the reference stores, and which we do not."""
@@ -125,7 +126,7 @@ def test_the_recorded_document_without_its_padding(golden: Any, feed: str, steps
         x, positions, padding = recorded.inputs(step)
         out = recorded.stack(x, state, positions_BNP=positions, padding_BN=padding)
         state = out.state
-        wanted = {name: torch.from_numpy(golden[f"{feed}/step{step}/{name}"]) for name in ("out", "pooled", "mems")}
+        wanted = {name: torch.tensor(golden[f"{feed}/step{step}/{name}"]) for name in ("out", "pooled", "mems")}
         rows = 2 if step < 3 else 1
         for row in range(rows):
             seen = ~padding[row]
@@ -163,6 +164,7 @@ class Added(Attention):
         return AttentionOutput((logits + self.number_BHNK).softmax(-1) @ v)
 
 
+@pytest.mark.device
 def test_the_recorded_document_with_the_reference_way_of_padding(golden: Any) -> None:
     """Padding is a number on the logits there, is stored, and asks too: all six steps, all rows."""
     recorded = Recorded(golden)
@@ -175,9 +177,9 @@ def test_the_recorded_document_with_the_reference_way_of_padding(golden: Any) ->
         for index, block in enumerate(recorded.stack.blocks):
             block.attention.core = Added(recorded, index, bias)  # type: ignore[union-attr]
             x, layers[index], *_ = block(x, positions, state=layers[index])
-        near(x, torch.from_numpy(golden[f"retrospective/step{step}/out"]), 1e-5, f"step {step}")
+        near(x, torch.tensor(golden[f"retrospective/step{step}/out"]), 1e-5, f"step {step}")
         mems = torch.stack([layer.hidden_BMD for layer in layers])
-        near(mems, torch.from_numpy(golden[f"retrospective/step{step}/mems"]), 1e-5, f"memory, step {step}")
+        near(mems, torch.tensor(golden[f"retrospective/step{step}/mems"]), 1e-5, f"memory, step {step}")
 
 
 # --- a twin in loops

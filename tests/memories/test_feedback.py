@@ -179,7 +179,7 @@ def golden_model(golden: dict[str, Any], tag: str) -> tuple[nn.Module, Tensor, d
     """The model with the weights of a reference, its output bias, and the parameters by their name there."""
     config = json.loads(str(golden[f"{tag}/config"]))
     start = f"{tag}/param/"
-    theirs = {k.removeprefix(start): torch.from_numpy(v) for k, v in golden.items() if k.startswith(start)}
+    theirs = {k.removeprefix(start): torch.tensor(v) for k, v in golden.items() if k.startswith(start)}
     pre, shared = config["pre_norm"], config["share_proj_kv"]
     memory = {
         "name": "feedback",
@@ -231,27 +231,29 @@ def golden_model(golden: dict[str, Any], tag: str) -> tuple[nn.Module, Tensor, d
     return model, bias_V, places
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("tag", ["sep_kv", "share_kv", "postnorm"])
 def test_golden_values_of_the_authors_code(shared: Path, tag: str) -> None:
     golden = {k: v for k, v in np.load(shared / "golden/memories/feedback.npz", allow_pickle=False).items()}
     model, bias_V, _ = golden_model(golden, tag)
-    ids, state = torch.from_numpy(golden["ids"]), None
+    ids, state = torch.tensor(golden["ids"]), None
     for segment in range(5):
         out = model(ids[:, 8 * segment : 8 * segment + 8], state)
         state = states.detach(out.state)
-        want = torch.from_numpy(golden[f"{tag}/seg{segment}/logprob"])
+        want = torch.tensor(golden[f"{tag}/seg{segment}/logprob"])
         torch.testing.assert_close((out.outputs + bias_V).log_softmax(-1), want, rtol=0, atol=1e-12)
-        cache = torch.from_numpy(golden[f"{tag}/seg{segment}/cache0"]).transpose(0, 1)
+        cache = torch.tensor(golden[f"{tag}/seg{segment}/cache0"]).transpose(0, 1)
         torch.testing.assert_close(state.model.hidden_BMD, cache, rtol=0, atol=1e-12)
 
 
+@pytest.mark.device
 def test_golden_gradients_of_the_authors_code(shared: Path) -> None:
     golden = {k: v for k, v in np.load(shared / "golden/memories/feedback.npz", allow_pickle=False).items()}
     model, bias_V, places = golden_model(golden, "share_kv")
-    ids = torch.from_numpy(golden["ids"])
+    ids = torch.tensor(golden["ids"])
     logits = model(ids[:, :8]).outputs + bias_V
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:9].flatten())
-    torch.testing.assert_close(loss.detach(), torch.from_numpy(golden["grad_seg0/loss"]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss.detach(), torch.tensor(golden["grad_seg0/loss"]), rtol=0, atol=1e-12)
     loss.backward()
     # A part of the fused projection finds its gradient in that of the whole.
     wholes = {b.attention.qkv.weight.data_ptr(): b.attention.qkv.weight for b in model.stack.blocks}
@@ -261,7 +263,7 @@ def test_golden_gradients_of_the_authors_code(shared: Path) -> None:
         return whole.grad.as_strided(target.shape, target.stride(), target.storage_offset())
 
     for name, targets in places.items():
-        want = torch.from_numpy(golden[f"grad_seg0/{name}"])
+        want = torch.tensor(golden[f"grad_seg0/{name}"])
         torch.testing.assert_close(sum(map(gradient, targets)).view_as(want), want, rtol=0, atol=1e-12)
 
 

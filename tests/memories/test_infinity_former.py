@@ -180,9 +180,10 @@ def test_it_is_what_loops_compute(length: int, chunk: int) -> None:
 @pytest.fixture
 def golden(shared: Path) -> Any:
     arrays = np.load(shared / "golden" / "memories" / "infty_former.npz")
-    return lambda name: torch.from_numpy(arrays[name]).double()
+    return lambda name: torch.tensor(arrays[name]).double()
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("tag", "basis", "widths"),
     [("wide", 8, (0.1, 0.2)), ("wide_mask_kl", 8, (0.1, 0.2)), ("paper_sigma", 16, (0.01, 0.05))],
@@ -225,6 +226,7 @@ def test_recorded_values(golden: Any, tag: str, basis: int, widths: tuple[float,
         close(memory._divergence(Attention(mean, variance, counted)), 1e-6 * kl.mean())
 
 
+@pytest.mark.device
 def test_recorded_continuous_softmax(golden: Any) -> None:
     basis = signal.Bumps(golden("csoftmax/mu_b"), golden("csoftmax/sigma_b"))
     mean, variance = golden("csoftmax/mu"), golden("csoftmax/var")

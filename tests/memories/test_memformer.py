@@ -102,10 +102,11 @@ def build_model(**options: Any) -> nn.Module:
     return create_model("language_model", **sizes, memory=spec, positions="none")
 
 
+@pytest.mark.device
 def test_golden_writes(shared: Path) -> None:
     """Three writes of the paper's equations, attention and forgetting apart."""
     file = np.load(shared / "golden/memories/spec_memformer_crtn.npz")
-    given = {k.removeprefix("memformer/"): torch.from_numpy(file[k]) for k in file.files if k.startswith("memformer/")}
+    given = {k.removeprefix("memformer/"): torch.tensor(file[k]) for k in file.files if k.startswith("memformer/")}
     module = Memformer(WIDTH, HEADS, M, temperature=given["tau"].item(), norm="post").double()
     names = {"query": "Wq", "key": "Wk", "value": "Wv"}
     weights = {f"{mine}.weight": given[theirs].T for mine, theirs in names.items()}

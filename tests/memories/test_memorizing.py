@@ -125,13 +125,14 @@ def test_it_is_what_loops_compute(joint: bool, times: int, monkeypatch: pytest.M
 @pytest.fixture
 def golden(shared: Path) -> Any:
     arrays = np.load(shared / "golden" / "memories" / "memorizing.npz")
-    return lambda name: torch.from_numpy(arrays[name])
+    return lambda name: torch.tensor(arrays[name])
 
 
 def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.device
 def test_recorded_attention_over_neighbours_and_its_mix(golden: Any) -> None:
     """Every query has its own four keys; here they are a row each."""
     keys, values, queries = (golden(f"ext/{n}") for n in ("keys", "values", "queries"))
@@ -149,6 +150,7 @@ def test_recorded_attention_over_neighbours_and_its_mix(golden: Any) -> None:
     close(mixed[:, :, 0].view(golden("ext/out").shape), golden("ext/combined"))
 
 
+@pytest.mark.device
 def test_recorded_joint_attention(golden: Any) -> None:
     """Its local queries and keys are normalised too, and all heads share one key and value."""
     memory = Memorizing(8, 2, length=32, k=3, joint=True)

@@ -199,7 +199,7 @@ def golden_model(weights: dict[str, Tensor], memory: Any) -> nn.Module:
 
 def weights_of(file: Any, tag: str) -> dict[str, Tensor]:
     prefix = f"{tag}/param/"
-    return {k.removeprefix(prefix): torch.from_numpy(file[k]).double() for k in file.files if k.startswith(prefix)}
+    return {k.removeprefix(prefix): torch.tensor(file[k]).double() for k in file.files if k.startswith(prefix)}
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def compare(model: nn.Module, ids: np.ndarray, want: Any, tag: str, tolerance: f
     """Every row of the last layer (memory included), the memory and the caches, over four segments."""
     last: list[Tensor] = []
     model.stack.blocks[-1].register_forward_hook(lambda _m, _i, out: last.append(out[0]))  # type: ignore[index, union-attr, operator]
-    segments = torch.from_numpy(ids).T.split(6, 1)
+    segments = torch.tensor(ids).T.split(6, 1)
     for index, out in enumerate(run(model, segments)):
         names = {"hidden_full": last[index].transpose(0, 1)}
         if f"{tag}/seg{index}/mem_write" in want.files:
@@ -215,10 +215,11 @@ def compare(model: nn.Module, ids: np.ndarray, want: Any, tag: str, tolerance: f
         if levels:
             names |= {f"xlcache{i}": s.hidden_BMD.transpose(0, 1) for i, s in enumerate(out.state.layers)}
         for name, got in names.items():
-            expected = torch.from_numpy(want[f"{tag}/seg{index}/{name}"]).double()
+            expected = torch.tensor(want[f"{tag}/seg{index}/{name}"]).double()
             torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("cache", [0, 5])
 def test_golden_clean_positions(shared: Path, mask: str, cache: int) -> None:
@@ -231,9 +232,10 @@ def test_golden_clean_positions(shared: Path, mask: str, cache: int) -> None:
     compare(model, weights[f"{source}/x"], want, tag, 1e-6)  # their frequencies are float32
     if not cache:
         sees = visible_round(3, 6, 3, torch.device("cpu")) if mask == "full" else torch.ones(12, 12).tril().bool()
-        assert np.array_equal(want[f"{tag}/seg0/allow"], sees.numpy())
+        assert np.array_equal(want[f"{tag}/seg0/allow"], sees.cpu().numpy())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("tag", ["plain", "xl_only"])
 def test_golden_without_memory_tokens(shared: Path, tag: str) -> None:
     file = np.load(shared / "golden/memories/rmt_txl.npz")
@@ -267,6 +269,7 @@ class CachedMemory(RMT):
         return super().enter(*arguments)._replace(segment=None)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("tag", "options"),
     [("rmt", {}), ("rmt_xl_noread", {"cache": 5}), ("rmt_xl_read", {"cache": 5, "read_cache": True})],

@@ -52,7 +52,7 @@ def recorded_model(golden: Any, tag: str, norm: str = "post", **memory: Any) -> 
     if norm == "pre":
         model.stack.norm = nn.Identity()  # the reference has no final norm
     names: dict[str, Any] = {"word_emb.emb_layers.0": model.embedding, "crit.out_layers.0": model.head}
-    frequencies = torch.from_numpy(golden["base/buffer/inv_freq"])
+    frequencies = torch.tensor(golden["base/buffer/inv_freq"])
     first: Any = None
     for index, block in enumerate(model.stack.blocks):
         layer: Any = block.attention
@@ -80,7 +80,7 @@ def recorded_model(golden: Any, tag: str, norm: str = "post", **memory: Any) -> 
     assert {id(p) for p in places.values()} == {id(p) for p in model.parameters()}
     with torch.no_grad():
         for name, parameter in places.items():
-            parameter.copy_(torch.from_numpy(golden[f"{tag}/param/{name}"]))
+            parameter.copy_(torch.tensor(golden[f"{tag}/param/{name}"]))
     return model.eval(), places
 
 
@@ -92,13 +92,13 @@ def check_segment(golden: Any, tag: str, model: LanguageModel, ids: tuple[Tensor
     handle.remove()
     pairs = {"hidden": hidden[0].transpose(0, 1), "nll": losses.T}
     if f"{tag}/mems" in golden.files:
-        mems = torch.from_numpy(golden[f"{tag}/mems"])
+        mems = torch.tensor(golden[f"{tag}/mems"])
         for index, layer in enumerate(state.layers):
             kept = mems.shape[1]
             assert layer.count_B.tolist() == [kept, kept]
             close(layer.hidden_BMD[:, -kept:].transpose(0, 1), mems[index], f"{tag}: memory of layer {index}")
     for name, ours in pairs.items():
-        close(ours, torch.from_numpy(golden[f"{tag}/{name}"]), f"{tag}/{name}")
+        close(ours, torch.tensor(golden[f"{tag}/{name}"]), f"{tag}/{name}")
     return state
 
 
@@ -107,12 +107,13 @@ def close(ours: Tensor, wanted: Tensor, what: str = "", tolerance: float = 1e-12
 
 
 def recorded_segments(golden: Any, cuts: list[int]) -> list[tuple[Tensor, Tensor]]:
-    ids_BN = torch.from_numpy(golden["ids"]).T
+    ids_BN = torch.tensor(golden["ids"]).T
     total = sum(cuts)
     pairs = zip(ids_BN[:, :total].split(cuts, 1), ids_BN[:, 1 : total + 1].split(cuts, 1), strict=True)
     return [(a.contiguous(), b.contiguous()) for a, b in pairs]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("tag", "weights", "norm", "cuts", "options"),
     [
@@ -132,27 +133,30 @@ def test_the_recorded_streams(
         state = check_segment(golden, f"{tag}/seg{index}", model, ids, state)
 
 
+@pytest.mark.device
 def test_the_recorded_gradient_reaches_the_projections_through_the_memory(golden: Any) -> None:
     model, places = recorded_model(golden, "base", length=8)
     state = None
     for ids in recorded_segments(golden, [6] * 3):
         losses, state, _ = token_losses(model, *ids, state)
     loss = losses.mean()  # of the third segment
-    close(loss, torch.from_numpy(golden["base/grad_seg2/loss"]))
+    close(loss, torch.tensor(golden["base/grad_seg2/loss"]))
     loss.backward()
     for name, parameter in places.items():
-        close(parameter.grad, torch.from_numpy(golden[f"base/grad_seg2/{name}"]), name)
+        close(parameter.grad, torch.tensor(golden[f"base/grad_seg2/{name}"]), name)
 
 
+@pytest.mark.device
 def test_our_frequencies_are_the_recorded_ones_before_their_rounding(golden: Any) -> None:
     ours = RelativePositions(2, 8).angles(torch.ones(1, 1, 1, dtype=torch.long))[0, 0]
     assert ours.dtype == torch.float64
-    torch.testing.assert_close(ours, torch.from_numpy(golden["base/buffer/inv_freq"]), rtol=2e-7, atol=0)
+    torch.testing.assert_close(ours, torch.tensor(golden["base/buffer/inv_freq"]), rtol=2e-7, atol=0)
 
 
+@pytest.mark.device
 def test_the_recorded_shift(golden: Any) -> None:
     """With the rows of the identity as queries, the product with the table is the recorded input of the shift."""
-    given, wanted = (torch.from_numpy(golden[f"unit/rel_shift_{way}"]) for way in ("in", "out"))
+    given, wanted = (torch.tensor(golden[f"unit/rel_shift_{way}"]) for way in ("in", "out"))
     scheme = RelativePositions(1, 3, width=4).double()
     nn.init.zeros_(scheme.position_bias)
     scheme.table = lambda distances: given.T[None]  # type: ignore[method-assign]
@@ -163,10 +167,11 @@ def test_the_recorded_shift(golden: Any) -> None:
     close(shifted[seen], wanted[seen].double())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(("queries", "held", "slots"), [(4, 0, 10), (4, 8, 10), (4, 10, 10), (2, 10, 10)])
 def test_the_recorded_masks(golden: Any, queries: int, held: int, slots: int) -> None:
     """Which stored states and tokens an output has a gradient to."""
-    blocked = torch.from_numpy(golden[f"unit/same_length_mask_q{queries}_m{held}_M{slots}"])
+    blocked = torch.tensor(golden[f"unit/same_length_mask_q{queries}_m{held}_M{slots}"])
     memory = TransformerXL(8, 2, slots, same_length=True)
     layer = SelfAttention(8, 2, memory=memory, positions=memory.position_scheme(), causal=True).double()
     stored = torch.randn(1, slots, 8, dtype=torch.double, requires_grad=True)

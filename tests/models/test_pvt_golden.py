@@ -87,6 +87,7 @@ def memories(model: nn.Module) -> dict[str, GRC]:
     return {n.removesuffix(".memory"): m for n, m in model.named_modules() if isinstance(m, GRC)}
 
 
+@pytest.mark.device
 def test_three_steps_and_an_evaluation(shared: Path) -> None:
     golden = Golden(shared / "golden" / "grc" / "official_minipvt_r050.npz")
     model, table = build(golden), places(golden)

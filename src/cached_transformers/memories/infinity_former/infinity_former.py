@@ -175,7 +175,8 @@ class InfinityFormer(LayerMemory):
             "levels_T": signal.uniform_points(samples),
         }
         for name, tensor in self._exact.items():
-            self.register_buffer(name, tensor.to(torch.get_default_dtype()), persistent=False)
+            like = torch.empty(0)  # of the default device and dtype
+            self.register_buffer(name, tensor.to(like), persistent=False)
         self._restore()
 
     def _restore(self) -> None:
