@@ -41,6 +41,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
 from .parts.building_blocks import into_blocks, out_of_blocks
+from .parts.kernels import check_kernel, fla_delta, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
 from .parts.sizes import head_width
 
@@ -63,6 +64,8 @@ class DeltaNet(LinearisedAttention):
         order: of dpfp: how many products each entry is in; 2 * order * E features.
         chunk: C, tokens that are taken at once; changes the cost alone.
         carry: the state goes on from segment to segment; see `LinearisedAttention`.
+        kernel: "plain" or "fla" (flash-linear-attention, on a GPU, which rounds features and values to bfloat16: it is
+            not taken unless it is asked for).
 
     Raises:
         ValueError: width is no multiple of heads, unknown features, an order or a chunk that cannot be.
@@ -79,8 +82,11 @@ class DeltaNet(LinearisedAttention):
         order: int = 1,
         chunk: int = 64,
         carry: bool = False,
+        kernel: Literal["plain", "fla"] = "plain",
     ) -> None:
         super().__init__(carry=carry)
+        check_kernel(kernel, "fla", auto=False)
+        self.kernel = kernel
         size = head_width(width, heads)
         if features not in ("dpfp", "elu", "silu"):
             raise ValueError(f'features={features!r} must be "dpfp", "elu" or "silu"')
@@ -123,7 +129,10 @@ class DeltaNet(LinearisedAttention):
         x_BND: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         beta_BHN1 = torch.sigmoid(head_weights(self.share, x_BND, "beta of delta_net"))[..., None]
-        return delta_scan(q_BHNF, k_BHNF, v_BHNV, hidden(beta_BHN1, seen_BN), state, self.chunk)
+        beta_BHN1 = hidden(beta_BHN1, seen_BN)
+        if takes_fla(self.kernel, q_BHNF):
+            return fla_delta(q_BHNF, k_BHNF, v_BHNV, beta_BHN1, state)
+        return delta_scan(q_BHNF, k_BHNF, v_BHNV, beta_BHN1, state, self.chunk)
 
 
 def delta_scan(

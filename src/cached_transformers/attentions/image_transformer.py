@@ -30,6 +30,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, seen_places
+from .parts.kernels import PatternKernel, check_kernel
 from .parts.pattern import PatternAttention
 from .parts.windows import beside_class_tokens, local_attention
 
@@ -53,10 +54,11 @@ class ImageTransformerAttention(PatternAttention):
         size: (rows, columns) of the map, for blocks on a map. A shorter sequence is the beginning of a map.
         order: how the sequence goes through the map, "raster" or "blocks".
         prefix: class tokens before the others, which see all and are seen by all.
+        kernel: of blocks along the sequence: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
 
     Raises:
         ValueError: a block below 1 or a negative memory; one of them a number and the other a pair; blocks on a map of
-            unknown size; an unknown order.
+            unknown size, or with kernel="flex"; an unknown order.
     """
 
     can = PatternAttention.can | {"causal"}
@@ -70,9 +72,11 @@ class ImageTransformerAttention(PatternAttention):
         size: Sequence[int] | None = None,
         order: str = "raster",
         prefix: int = 0,
+        kernel: PatternKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
+        check_kernel(kernel, "flex")
         flat = isinstance(block, int)
         if flat != isinstance(memory, int):
             raise ValueError(f"block={block} and memory={memory} must both be numbers (1-D) or both be pairs (2-D)")
@@ -85,6 +89,9 @@ class ImageTransformerAttention(PatternAttention):
             raise ValueError(f"order={order!r} must be 'raster' (row by row) or 'blocks' (block by block)")
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must be a number of class tokens, or 0")
+        if kernel == "flex" and not flat:
+            raise ValueError(f'kernel="flex" is for blocks along the sequence, not on a map as block={block}')
+        self.kernel = kernel
         self.size = None if flat or size is None else pair(size)
         if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
             raise ValueError(f"size={size} must be (rows, columns) of a map")
@@ -105,16 +112,25 @@ class ImageTransformerAttention(PatternAttention):
         return beside_class_tokens(body, self.prefix, q_BHNE, k_BHNE, v_BHNV, call, dropout=self.drop)
 
     def _along_the_sequence(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        size, reach = self.block[0], self.memory[0]
+        size, reach, causal = self.block[0], self.memory[0], call.causal
 
         def sees(i: Tensor, j: Tensor) -> Tensor:
             first = i // size * size
-            last = i if call.causal else first + size - 1 + reach
+            last = i if causal else first + size - 1 + reach
             return (j >= first - reach) & (j <= last)
 
-        after = 0 if call.causal else reach
+        after = 0 if causal else reach
         return local_attention(
-            q_BHNE, k_BHNE, v_BHNV, call, sees, size=size, before=reach, after=after, dropout=self.drop
+            q_BHNE,
+            k_BHNE,
+            v_BHNV,
+            call,
+            sees,
+            size=size,
+            before=reach,
+            after=after,
+            dropout=self.drop,
+            kernel=self.kernel,
         )
 
     def _on_the_map(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:

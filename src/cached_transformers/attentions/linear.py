@@ -22,6 +22,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
 from .parts.building_blocks import causal_scan
+from .parts.kernels import LinearKernel, check_kernel, fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
 
 
@@ -41,13 +42,18 @@ class LinearAttention(LinearisedAttention):
         chunk: C, tokens that the causal form takes at once; changes the cost alone.
         epsilon: added to the normaliser; 1e-6 in the original implementation.
         carry: the state goes on from segment to segment; see `LinearisedAttention`.
+        kernel: of the causal form: "plain", "fla" (flash-linear-attention, on a GPU) or "auto".
 
     Raises:
-        ValueError: a chunk below 1, or a negative epsilon.
+        ValueError: a chunk below 1, a negative epsilon, or an unknown kernel.
     """
 
-    def __init__(self, *, chunk: int = 64, epsilon: float = 0.0, carry: bool = False) -> None:
+    def __init__(
+        self, *, chunk: int = 64, epsilon: float = 0.0, carry: bool = False, kernel: LinearKernel = "plain"
+    ) -> None:
         super().__init__(carry=carry)
+        check_kernel(kernel, "fla")
+        self.kernel = kernel
         at_least_one(chunk=chunk)
         if epsilon < 0:
             raise ValueError(f"epsilon={epsilon} must be at least 0: the normaliser is a sum of positive numbers")
@@ -75,5 +81,9 @@ class LinearAttention(LinearisedAttention):
         seen_BN: Tensor | None,
         x_BND: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        sums, state = causal_scan(q_BHNF, hidden(k_BHNF, seen_BN), with_ones(v_BHNV), state, chunk=self.chunk)
+        k_BHNF, v_BHNV = hidden(k_BHNF, seen_BN), with_ones(v_BHNV)
+        if takes_fla(self.kernel, q_BHNF):
+            sums, state = fla_scan(q_BHNF, k_BHNF, v_BHNV, state)
+        else:
+            sums, state = causal_scan(q_BHNF, k_BHNF, v_BHNV, state, chunk=self.chunk)
         return quotient(sums, self.epsilon), state

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
+from .parts.kernels import PatternKernel, check_kernel
 from .parts.pattern import PatternAttention
 from .parts.windows import attend_all, local_attention
 
@@ -57,6 +58,7 @@ class LongformerAttention(PatternAttention):
             Positions that the layer applies to queries and keys (rotary) are not applied to these.
         width: D, and heads: H; needed with global projections.
         index: of the layer.
+        kernel: of the windows: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
 
     Raises:
         ValueError: an odd window or one below 2; a dilation below 1; sequences that do not fit layers or heads; a
@@ -78,9 +80,12 @@ class LongformerAttention(PatternAttention):
         width: int | None = None,
         heads: int | None = None,
         index: int = 0,
+        kernel: PatternKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
         super().__init__(dropout=dropout)
+        check_kernel(kernel, "flex")
+        self.kernel = kernel
         self.window: int = of_layer("window", window, index)
         if self.window < 2 or self.window % 2:
             raise ValueError(f"window={self.window} must be even and at least 2: as many tokens on each side")
@@ -155,6 +160,7 @@ class LongformerAttention(PatternAttention):
                 stride=step,
                 everywhere_G=place_G,
                 dropout=self.drop,
+                kernel=self.kernel,
             )
 
         if len(set(steps)) == 1:

@@ -30,6 +30,13 @@ Part = Callable[[str, bool], Iterator[Group]]
 Inputs = Callable[[], dict[str, Tensor]]
 DTYPES = (torch.bfloat16, torch.float32)
 EXACT, EXACT_CAUSAL, LINEAR, DELTA = "SDPA", "SDPA, causal", "linear, causal", "delta_net of silu, causal"
+KERNELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "longformer by FlexAttention": ("longformer", False, {"kernel": "flex"}),
+    "image_transformer by FlexAttention": ("image_transformer", False, {"kernel": "flex"}),
+    f"{LINEAR} by fla": ("linear", True, {"kernel": "fla"}),
+    f"{DELTA} by fla": ("delta_net", True, {"kernel": "fla", "features": "silu"}),
+}
+"""Ours through kernels of others, each beside its plain form."""
 WINDOW = 512
 MODELS = ("ViT-S", "PVT-Tiny", "Swin-T")
 LANGUAGE = (None, *generation.STANDARD)
@@ -54,6 +61,11 @@ def attention_part(device: str, quick: bool) -> Iterator[Group]:
                 cases[f"{name}, causal" if causal else name] = Case(functools.partial(core, name, causal))
         cases[LINEAR] = Case(functools.partial(core, "linear", True))
         cases[DELTA] = Case(functools.partial(core, "delta_net", True, features="silu"))
+        for title, (name, causal, options) in KERNELS.items():
+            kernel = functools.partial(core, name, causal, **options)
+            cases[title] = Case(
+                functools.partial(_by_kernel, kernel, options["kernel"], device), title.split(" by ")[0]
+            )
         cases["fla's linear, causal"] = Case(functools.partial(_fla_linear, inputs, device), LINEAR)
         if dtype != torch.float32:  # which it does not take
             cases["fla's delta rule, causal"] = Case(functools.partial(_fla_delta, inputs, device), DELTA)
@@ -75,6 +87,14 @@ def _core(
     name: str, causal: bool, *, inputs: Inputs, length: int, device: str, dtype: torch.dtype, **options: Any
 ) -> Call:
     return attentions.step_of(attentions.build(name, length, device, dtype, **options), inputs(), causal)
+
+
+def _by_kernel(make: Callable[[], Call], kernel: str, device: str) -> Call:
+    if device != "cuda":
+        raise Unavailable("kernels need a GPU")
+    if kernel == "fla":
+        _fla(device)
+    return make()
 
 
 def _flex(inputs: Inputs, length: int, device: str, window: int) -> Call:
