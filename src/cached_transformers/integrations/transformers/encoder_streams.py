@@ -70,11 +70,16 @@ def image_stream(site: Site, surrounds: bool) -> Stream:
 
 def _separate(site: Site) -> tuple[tuple[nn.Module, ...], Split]:
     """A projection each for queries, keys and values, which their families name alike."""
-    layer = site.layer
-    sources = tuple(
-        first_of(layer, part, f"{part[0]}_proj", f"{part[0]}_lin", f"{part}_proj", part[0])
-        for part in ("query", "key", "value")
-    )
+
+    def found(layer: Any) -> tuple[Any, ...]:
+        return tuple(
+            first_of(layer, part, f"{part[0]}_proj", f"{part[0]}_lin", f"{part}_proj", part[0])
+            for part in ("query", "key", "value")
+        )
+
+    sources = found(site.layer)
+    if None in sources:  # DINOv2 before transformers 5.18 keeps them in a module of its own
+        sources = found(site.layer.attention)
     return sources, partial(_split, int(config_of(site).num_attention_heads))
 
 

@@ -34,6 +34,8 @@ def patch_host(site: Site, prefix: int, *, bias: bool = False, surrounds: bool =
     facts = {"length": grid[0] * grid[1] + prefix, "size": grid, "prefix": prefix}
     query = partial(_biased_query if bias else _patch_query, grid, prefix)
     projection: Any = first_of(site.layer, "o_proj", "out_proj")
+    if projection is None:  # DINOv2 before transformers 5.18
+        projection = site.layer.output.dense  # type: ignore[union-attr]
     attention = softmax_of(site, bias=bias)
     return Host(
         *(config.hidden_size, config.num_attention_heads, projection, query, facts),

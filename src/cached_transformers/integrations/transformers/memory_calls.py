@@ -139,7 +139,10 @@ class Expand:
         self.model: Any = model
 
     def __call__(self, expand_size: int = 1, *args: Any, memory_state: State | None = None, **kwargs: Any) -> Any:
-        ids, kwargs = type(self.model)._expand_inputs_for_generation(self.model, expand_size, *args, **kwargs)
+        kind = type(self.model)
+        # A method, or a static one before transformers 5.18: bound as the class would bind it.
+        own = inspect.getattr_static(kind, "_expand_inputs_for_generation").__get__(self.model, kind)
+        ids, kwargs = own(expand_size, *args, **kwargs)
         if memory_state is not None:
             kwargs[OUTPUT] = repeat(memory_state, expand_size)
         return ids, kwargs
