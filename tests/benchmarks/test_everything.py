@@ -79,6 +79,18 @@ def test_a_case_that_fails_or_lacks_something_costs_the_others_nothing() -> None
     assert plain.peak_mib == 4 * SIDE**2 / 2**20 and alike.peak_mib is None
 
 
+def test_a_group_that_fails_while_it_is_timed_costs_the_next_one_nothing() -> None:
+    def tired() -> Callable[[], object]:
+        calls = iter(range(5))  # to set up, to count operations and bytes, for the peak, and once for the time
+        return lambda: next(calls)
+
+    report = Report(PEAKS)
+    for cases in ({"tired": Case(tired)}, {"product": Case(product)}):
+        measure(group(**cases), report, 3, "cpu", later())
+    assert report.failed == ["some, product, float32, all in turn: StopIteration: "]
+    assert [row.case for row in report.rows] == ["product"]
+
+
 def test_nothing_is_begun_when_time_is_up() -> None:
     report = Report(PEAKS)
     measure(group(product=Case(product)), report, 3, "cpu", later(-1))
@@ -134,6 +146,12 @@ def test_the_command_writes_as_it_goes(
     capsys.readouterr()
     assert main(command) == 0
     assert capsys.readouterr().out.count("| product |") == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without CUDA lacks")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "all", "--device", "cuda"]) == 2
+    assert "--device cuda: this machine has no CUDA device" in capsys.readouterr().err
 
 
 def test_every_part_can_be_built_and_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,14 +244,9 @@ def generation_part(device: str, quick: bool) -> Iterator[Group]:
             yield Group("generation", f"{text}, width {sizes.width}", dtype, cases)
 
 
-def _prompt(sizes: peers.Sizes, text: generation.Text, device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, sizes.vocabulary, (text.rows, text.prompt), generator=generator).to(device)
-
-
 def _our_writer(name: str, sizes: peers.Sizes, text: generation.Text, device: str, dtype: torch.dtype) -> Call:
     model = generation.build(name, sizes, text).to(device, dtype)
-    return generation.our_writer(model, _prompt(sizes, text, device), text)
+    return generation.our_writer(model, text.given(sizes.vocabulary, device), text)
 
 
 def _their_writer(name: str, sizes: peers.Sizes, text: generation.Text, device: str, dtype: torch.dtype) -> Call:
@@ -260,7 +255,7 @@ def _their_writer(name: str, sizes: peers.Sizes, text: generation.Text, device: 
     except ImportError as error:
         raise Unavailable(peers.lacking(WRITERS[name].distribution, error)) from error
     model.to(device, dtype).eval()
-    return functools.partial(write, _prompt(sizes, text, device), text.tokens)
+    return functools.partial(write, text.given(sizes.vocabulary, device), text.tokens)
 
 
 def compiled_part(device: str, quick: bool) -> Iterator[Group]:

@@ -45,6 +45,11 @@ class Text:
     prompt: int = 16
     tokens: int = TOKENS
 
+    def given(self, vocabulary: int, device: str) -> Tensor:
+        """A prompt (B, N), the same for all models."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, vocabulary, (self.rows, self.prompt), generator=generator).to(device)
+
     def __str__(self) -> str:
         return f"{self.tokens} tokens for {self.rows} rows by segments of {self.segment}"
 
@@ -109,15 +114,14 @@ def build(name: str, sizes: Sizes, text: Text) -> nn.Module:
 
 
 def measure(
-    text: Text, names: Sequence[str], sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, *, peers: bool = True
+    text: Text, names: Sequence[str], sizes: Sizes, rounds: int, device: str, dtype: torch.dtype
 ) -> tuple[list[Row], list[str]]:
     """All rows of one setting, and which peers it lacks."""
-    prompt_BN = torch.randint(0, sizes.vocabulary, (text.rows, text.prompt), generator=torch.Generator().manual_seed(0))
-    prompt_BN = prompt_BN.to(device)
+    prompt_BN = text.given(sizes.vocabulary, device)
     models: dict[str, nn.Module] = {}
     writers: dict[str, Writer] = {}
     missing = []
-    for name, peer in PEERS.items() if peers else ():
+    for name, peer in PEERS.items():
         torch.manual_seed(0)
         try:
             model, write = peer.build(sizes, text.prompt + text.tokens)
@@ -166,7 +170,6 @@ def run(
     prompt: int = 16,
     tokens: int = TOKENS,
     dtype: torch.dtype = torch.float32,
-    peers: bool = True,
 ) -> tuple[list[Row], list[str]]:
     """Measure all settings; the rows, and what is not installed.
 
@@ -174,7 +177,7 @@ def run(
         rounds: counted rounds; reading again takes a quarter.
         only: names of memories with commas between them; None for `STANDARD`, "all" for all that a causal model takes.
         batches: numbers of rows that are written at once. segments: lengths. prompt, tokens: given, and new ones.
-        dtype: of the weights. peers: whether others' models are measured, too.
+        dtype: of the weights.
 
     Raises:
         ValueError: an unknown memory, or numbers below 1.
@@ -191,7 +194,7 @@ def run(
         for batch in batches:
             for segment in segments:
                 text = Text(batch, segment, prompt, tokens)
-                found, lacks = measure(text, names, sizes or Sizes(), rounds, device, dtype, peers=peers)
+                found, lacks = measure(text, names, sizes or Sizes(), rounds, device, dtype)
                 rows += found
                 missing |= dict.fromkeys(lacks)
     return rows, list(missing)
@@ -216,8 +219,8 @@ def profile(name: str, device: str, sizes: Sizes, text: Text, dtype: torch.dtype
     if name != "none":
         chosen(name)
     model = build(NO_MEMORY if name == "none" else name, sizes, text).to(device, dtype)
-    prompt_BN = torch.zeros(text.rows, text.prompt, dtype=torch.long, device=device)
-    return f"{name}, {text}:\n\n{profiled.operators(our_writer(model, prompt_BN, text), device)}"
+    write = our_writer(model, text.given(sizes.vocabulary, device), text)
+    return f"{name}, {text}:\n\n{profiled.operators(write, device)}"
 
 
 def as_markdown(rows: Sequence[Row], missing: Sequence[str] = ()) -> str:

@@ -113,7 +113,7 @@ def measure(group: Group, report: Report, rounds: int, device: str, clock: Clock
     """Build, count and time the cases that time allows, and write them into the report."""
     ready: dict[str, _Ready] = {}
     for name, case in group.cases.items():
-        title = f"{group.part}, {group.work}, {_named(group.dtype)}, {name}"
+        title = f"{title_of(group)}, {name}"
         if clock.left <= 0:
             report.left_out.append(f"{title}: no time was left")
             continue
@@ -129,10 +129,19 @@ def measure(group: Group, report: Report, rounds: int, device: str, clock: Clock
     reference = next(iter(ready))
     round_seconds = sum(case.seconds for case in ready.values())
     rounds = max(1, min(rounds, int(clock.left / 2 / max(round_seconds, 1e-6)) - 1))
-    times = compare({name: case.call for name, case in ready.items()}, reference, rounds)
-    torch.compiler.reset()  # what was compiled here counts against no limit of the next group
-    torch.compiler.reset()  # what was compiled here counts against no limit of the next group
+    try:
+        times = compare({name: case.call for name, case in ready.items()}, reference, rounds)
+    except Exception as error:
+        report.failed.append(f"{title_of(group)}, all in turn: {described(error)}")
+        return
+    finally:
+        torch.compiler.reset()  # what was compiled here counts against no limit of the next group
     report.rows += [_row(group, name, case, times[name], reference, report.peaks) for name, case in ready.items()]
+
+
+def title_of(group: Group) -> str:
+    """What a report calls it."""
+    return f"{group.part}, {group.work}, {_named(group.dtype)}"
 
 
 def _prepare(case: Case, ready: Mapping[str, _Ready], device: str) -> _Ready:

@@ -105,6 +105,8 @@ def measure(name: str, options: Options) -> Iterator[Measured]:
     """
     torch.set_num_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device; take --device cpu")
     for found in _all(options, device) if name == "all" else [BENCHMARKS[name](options, device)]:
         yield dataclasses.replace(found, settings={**environment(device), "rounds": options.rounds, **found.settings})
 
