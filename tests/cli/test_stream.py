@@ -92,6 +92,22 @@ def test_going_on_gives_the_numbers_of_an_uninterrupted_reading(
     assert "nothing new to read" in capsys.readouterr().out
 
 
+def test_along_diagonals_it_reads_the_same(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a state goes on in either order. Of one layer there is nothing to run at once."""
+    book, deep = tmp_path / "book.txt", train_on_bytes(tmp_path, "model.depth=2")
+    book.write_text(TEXT[:700])
+    words = [str(book), "--every", "200"]
+    diagonal = ["--schedule", "diagonal"]
+    capsys.readouterr()
+    assert main(["stream", str(deep), *words, "--state", str(tmp_path / "a.safetensors")]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    parts = ["stream", str(deep), *words, "--state", str(tmp_path / "b.safetensors")]
+    assert main([*parts, *diagonal, "--tokens", "300"]) == main(parts) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == plain[-2]
+    assert main(["stream", str(run), *words, *diagonal, "--state", str(tmp_path / "c.safetensors")]) == 2
+    assert "no two layers could run at once: there is one alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -218,7 +218,7 @@ class ReformerAttention(PatternAttention):
         for bucket_BHN in bucket_BHNR.unbind(-1):
             order_BHN = bucket_BHN.argsort(dim=-1, stable=True)
             place = torch.arange(order_BHN.shape[-1], device=order_BHN.device).expand_as(order_BHN)
-            placed.append(Sorted(bucket_BHN, torch.empty_like(order_BHN).scatter_(2, order_BHN, place), order_BHN))
+            placed.append(Sorted(bucket_BHN, torch.zeros_like(order_BHN).scatter(2, order_BHN, place), order_BHN))
         return placed
 
     @torch.no_grad()
@@ -251,9 +251,9 @@ class ReformerAttention(PatternAttention):
             seen = seen & (query >= key)
         if key.shape[-1] > size:
             # A first chunk whose predecessor is itself would see each key twice.
-            twice = torch.zeros(len(there_BN), key.shape[2], key.shape[-1], dtype=torch.bool, device=seen.device)
-            twice[:, 0, :size] = (last_B == 0)[:, None]
-            seen = seen & ~twice[:, None, :, None]
+            own_B1S = (last_B == 0)[:, None, None].expand(-1, -1, size)
+            twice_BQS = F.pad(own_B1S, (0, key.shape[-1] - size, 0, key.shape[2] - 1))
+            seen = seen & ~twice_BQS[:, None, :, None]
         if self.count_once:
             for earlier in placed[:-1]:
                 seen = seen & ~near(earlier)

@@ -213,7 +213,7 @@ class RoutingAttention(PatternAttention):
         cluster_BHN = torch.where(there_BN[:, None], cluster_BHN, self.clusters)
         order_BHN = cluster_BHN.argsort(dim=-1, stable=True)
         place_BHN = torch.arange(tokens, device=order_BHN.device).expand_as(order_BHN)
-        rank_BHN = torch.empty_like(order_BHN).scatter_(2, order_BHN, place_BHN)
+        rank_BHN = torch.zeros_like(order_BHN).scatter(2, order_BHN, place_BHN)
         kind = into_blocks(pick_rows(cluster_BHN, order_BHN)[..., None], size)
         q, k, v = (into_blocks(pick_rows(t, order_BHN), size) for t in (q_BHNE, k_BHNE, v_BHNV))
         before = int(tokens > size)

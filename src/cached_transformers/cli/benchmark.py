@@ -19,6 +19,7 @@ BENCHMARKS = {
     "memorizing": "a large store: memory, reading and writing beside its products alone, and a long text",
     "all": "a bit of all on one card, in minutes: eager and compiled, two precisions, of the card's measured peaks",
     "generation": "tokens a second that language models write, beside GPT-2 of transformers and x-transformers",
+    "diagonal": "layers on different segments at once, beside one segment after the other",
 }
 
 
@@ -48,11 +49,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--path", help="loading: an image folder or archive (default: made images of 500 x 375 pixels)")
     parser.add_argument(
         "--memories",
-        help="memories, generation: names, separated by commas, or all (default: all; transformer_xl,grc_stream,rmt)",
+        help="memories, generation, diagonal: names, separated by commas, or all "
+        "(default: all; transformer_xl,grc_stream,rmt; transformer_xl,grc_stream)",
     )
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
     parser.add_argument(
-        "--lengths", type=_numbers, help="attentions: numbers of tokens, separated by commas; memorizing: of keys"
+        "--lengths",
+        type=_numbers,
+        help="attentions, diagonal: numbers of tokens, separated by commas; memorizing: of keys",
     )
     parser.add_argument(
         "--dtype",

@@ -27,6 +27,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a text, plain or .xz, .gz, .bz2")
     parser.add_argument("--state", type=Path, help="file of the state (default: RUN/stream_FILE.safetensors)")
     parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: the run's)")
+    parser.add_argument(
+        "--schedule",
+        choices=("segments", "diagonal"),
+        default="segments",
+        help="order of the work: segment after segment, or layers on different segments at once, with the same result",
+    )
     parser.add_argument("--every", type=int, default=50_000, metavar="TOKENS", help="tokens between lines and saves")
     parser.add_argument("--tokens", type=int, metavar="N", help="stop after about so many tokens; the state is kept")
     add_weights(parser, device="cpu")
@@ -61,7 +67,13 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     named = checkpoint in ("best", "last")
     weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
     reader = TextReader(
-        model.to(pick_device(arguments.device)), tokenizer, file, length, path, fingerprint(weights, file, length)
+        model.to(pick_device(arguments.device)),
+        tokenizer,
+        file,
+        length,
+        path,
+        fingerprint(weights, file, length),
+        arguments.schedule,
     )
     if reader.now is not None:
         print(f"going on behind token {reader.first:,} ({path})")

@@ -169,6 +169,27 @@ class Stack(nn.Module):
             steps = ((~padding_BN).cumsum(1) - 1).clamp(min=0)
         return (state.clock_B[:, None] + steps)[..., None]
 
+    @staticmethod
+    def clock_after(state: StackState, tokens: Tokens) -> Tensor:
+        """(B,): where each row's clock stands behind the tokens."""
+        padding_BN = tokens.padding_BN
+        return state.clock_B + (tokens.x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1))
+
+    def placed(
+        self,
+        state: StackState,
+        x_BND: Tensor,
+        *,
+        positions_BNP: Tensor | None = None,
+        padding_BN: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tokens:
+        """Embedded tokens with their positions, as the blocks take them; arguments as of `forward`."""
+        consecutive = positions_BNP is None and padding_BN is None
+        if positions_BNP is None:
+            positions_BNP = self.clock_positions(state, x_BND.shape[1], padding_BN)
+        return Tokens(x_BND, positions_BNP, padding_BN, inputs, consecutive)
+
     def forward(
         self,
         x_BND: Tensor,
@@ -191,19 +212,17 @@ class Stack(nn.Module):
         """
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
-        clocked = self.clock_positions(state, x_BND.shape[1], padding_BN) if positions_BNP is None else positions_BNP
-        consecutive = positions_BNP is None and padding_BN is None
+        tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
         passage = Passage(self, state.layers, size)
-        tokens = Tokens(x_BND, clocked, padding_BN, inputs, consecutive)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
-        counted = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
-        after = seal(StackState(state.clock_B + counted, model_state, tuple(passage.states)))
+        after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(passage.states)))
         outputs = [self.norm(x) for x in steps]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return ModelOutput(out, after, passage.auxiliary_loss(loss, x_BND.new_zeros(())))
 
-    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The result of one block, whose activations are computed again in backward where that was asked."""
+    def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a block, or of several at once, whose activations are computed again in backward where that was
+        asked."""
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)

@@ -18,12 +18,12 @@ from cached_transformers.layers.open_stack import OpenStack, is_watched, passed_
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
-from cached_transformers.state import reset as reset_rows
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
 from .initial_weights import initialise
 from .inputs import check_padding, check_targets, check_tokens
+from .segments import begun
 from .stack_model import StackModel, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
 
@@ -150,16 +150,23 @@ class LanguageModel(StackModel):
             ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
                 assertion of the device later elsewhere) a token that the vocabulary has not.
         """
-        rows = inputs_BN.shape[0]
-        self._check(inputs_BN, state, reset, padding, targets)
-        if state is None:
-            state = self.init_state(rows)
-        if reset is not None:
-            state = reset_rows(state, self.init_state(rows), reset)
+        self.check_call(inputs_BN, state, reset, padding, targets)
+        state = begun(self, state, reset, inputs_BN.shape[0])
+        x_BND, options = self.embed(inputs_BN, state, padding)
+        out = self.stack(x_BND, state, **options)
+        return out._replace(outputs=self.answer(out.outputs[:, -1:] if last_only else out.outputs, targets))
+
+    def embed(
+        self, inputs_BN: Tensor, state: StackState, padding: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the stack is called with, beside the state before the segment: embedded tokens, and options."""
         x_BND = self._embed(inputs_BN, self.stack.clock_positions(state, inputs_BN.shape[1], padding))
-        out = self.stack(x_BND, state, padding_BN=padding, inputs=inputs_BN)
-        h_BND = self.output_dropout(out.outputs[:, -1:] if last_only else out.outputs)
-        return out._replace(outputs=self.head(h_BND) if targets is None else self._losses(h_BND, targets))
+        return x_BND, {"padding_BN": padding, "inputs": inputs_BN}
+
+    def answer(self, h_BND: Tensor, targets: Tensor | None = None) -> Tensor:
+        """What `forward` gives for the stack's result."""
+        h_BND = self.output_dropout(h_BND)
+        return self.head(h_BND) if targets is None else self._losses(h_BND, targets)  # type: ignore[no-any-return]
 
     def _embed(self, inputs_BN: Tensor, places_BN1: Tensor) -> Tensor:
         x_BND = self.embedding(inputs_BN)
@@ -201,14 +208,15 @@ class LanguageModel(StackModel):
         losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
         return losses.view_as(targets_BN)
 
-    def _check(
+    def check_call(
         self,
         inputs_BN: Tensor,
-        state: StackState | None,
-        reset: Tensor | None,
-        padding: Tensor | None,
-        targets: Tensor | None,
+        state: StackState | None = None,
+        reset: Tensor | None = None,
+        padding: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> None:
+        """Refuse (ValueError) what `forward` refuses."""
         check_tokens("inputs", inputs_BN, self.vocabulary)
         if padding is not None:
             check_padding(padding, inputs_BN)

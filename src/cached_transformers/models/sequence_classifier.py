@@ -112,16 +112,21 @@ class SequenceClassifier(StackModel):
                 (on the CPU, outside compiled code; an assertion of the device later elsewhere), more than `max_length`
                 tokens; or, with learned positions, a stream that is longer.
         """
-        check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
+        self.check_call(inputs_BN, state, padding=padding)
+        if state is None and self._carries:
+            state = self.stack.init_state(inputs_BN.shape[0], self.class_token)
+        x_BND, options = self.embed(inputs_BN, state, padding)
+        out = self.stack(x_BND, state, **options)
+        return out._replace(outputs=self.answer(out.outputs))
+
+    def embed(
+        self, inputs_BN: Tensor, state: StackState | None, padding: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the stack is called with, beside the state before the segment: embedded tokens, and options."""
         rows, n = inputs_BN.shape
-        self.check_state(state, rows)
-        if padding is not None:
-            check_padding(padding, inputs_BN)
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
             padding = F.pad(padding, (1, 0), value=False)
-        if state is None and self._carries:
-            state = self.stack.init_state(rows, x_BND)
         if state is None:
             places_BN1 = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
         else:
@@ -129,8 +134,27 @@ class SequenceClassifier(StackModel):
             self._check_learned(places_BN1)
         x_BND = self.dropout(embed_places(x_BND, self.positions, places_BN1))
         ids_BN = F.pad(inputs_BN, (1, 0), value=NO_TOKEN)
-        out = self.stack(x_BND, state, positions_BNP=places_BN1, padding_BN=padding, inputs=ids_BN)
-        return out._replace(outputs=self.head(out.outputs[:, 0]))
+        return x_BND, {"positions_BNP": places_BN1, "padding_BN": padding, "inputs": ids_BN}
+
+    def answer(self, h_BND: Tensor, targets: None = None) -> Tensor:
+        """What `forward` gives for the stack's result."""
+        return self.head(h_BND[:, 0])  # type: ignore[no-any-return]
+
+    def check_call(
+        self,
+        inputs_BN: Tensor,
+        state: StackState | None = None,
+        reset: None = None,
+        padding: Tensor | None = None,
+        targets: None = None,
+    ) -> None:
+        """Refuse (ValueError) what `forward` refuses, and targets, of which a class has none."""
+        check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
+        self.check_state(state, inputs_BN.shape[0])
+        if padding is not None:
+            check_padding(padding, inputs_BN)
+        if targets is not None:
+            raise ValueError("SequenceClassifier gives logits of classes, not losses of tokens; leave targets out")
 
     def _check_learned(self, places_BN1: Tensor) -> None:
         if isinstance(self.positions, LearnedPositions):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.layers.stack import ModelOutput
@@ -39,11 +39,24 @@ class ReplayLoop(SegmentLoop):
     Kept for each segment: its inputs, targets and padding, the state before it, and the random state. Between forward
     and backward the model has to stay as it is (weights, buffers, training or evaluation), since it is run again then.
 
+    Raises:
+        ValueError: as `SegmentLoop`, and for another schedule than "segments", whose states follow one another.
+
     Example:
         >>> loop = ReplayLoop(model, segment_length=64, bptt=32)
         >>> loss, state = loop(tokens[:, :-1], tokens[:, 1:], state)
         >>> loss.backward()
     """
+
+    def __init__(
+        self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1, schedule: str = "segments"
+    ) -> None:
+        if schedule != "segments":
+            raise ValueError(
+                f"ReplayLoop runs one segment after the other again and cannot have schedule={schedule!r}; take "
+                "SegmentLoop, with set_activation_checkpointing() to save memory"
+            )
+        super().__init__(model, segment_length, bptt, passes)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         inputs_BN, targets_BN, padding_BN = piece

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.diagonal import check_schedule, read_diagonally
 from cached_transformers.models.segments import (
     begun,
     cut,
@@ -46,12 +47,16 @@ class SegmentLoop(nn.Module):
             targets must not be among them (classes, tags, answers): no next-token loss and no perplexity, unless the
             memory says `rereads`. The loop cannot know what the targets are, and does not ask. The gradient crosses
             from pass to pass where `bptt` covers all segments of the batch.
+        schedule: "segments", one after the other; or "diagonal", where layers work on different segments at once, with
+            the same loss, state and gradients (`models/diagonal.py`): for our models whose memory lives in the layers,
+            and one pass.
 
     Attributes:
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
 
     Raises:
-        ValueError: a size below 1, several passes over a model without a stack, or a model of transformers alone.
+        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, or a
+            schedule that does not suit the model.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -59,7 +64,9 @@ class SegmentLoop(nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1, schedule: str = "segments"
+    ) -> None:
         super().__init__()
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
             if value < 1:
@@ -67,7 +74,14 @@ class SegmentLoop(nn.Module):
         model = for_loops(model)
         if passes > 1:
             model_memory(model, passes)
+            if schedule == "diagonal":
+                raise ValueError(
+                    f"passes={passes} begin with what a memory that spans the layers makes of all states; take "
+                    "schedule='segments', or passes=1"
+                )
+        check_schedule(schedule, model)
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
+        self.schedule = schedule
         self.auxiliary_loss = torch.zeros(())
 
     def forward(
@@ -126,6 +140,8 @@ class SegmentLoop(nn.Module):
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
         resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        if self.schedule == "diagonal":
+            return read_diagonally(self.model, pieces, state, resets, self.bptt)
         return read_segments(self._segment, pieces, state, resets, self.bptt)
 
     def earlier_passes(

@@ -17,7 +17,7 @@ from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
 from cached_transformers.files import write_whole
 
-from . import attentions, everything, generation, grc, loading, memories, memorizing, translation, vision
+from . import attentions, diagonal, everything, generation, grc, loading, memories, memorizing, translation, vision
 from .peers import Sizes
 
 
@@ -191,6 +191,12 @@ def _all(options: Options, device: str) -> Iterator[Measured]:
         yield Measured([*report.rows], text, settings, failed=[*report.failed], left_out=[*report.left_out])
 
 
+def _diagonal(options: Options, device: str) -> Measured:
+    names = diagonal.MEMORIES if options.memories in (None, "all") else tuple(options.memories.split(","))
+    rows = diagonal.run(options.rounds, device, names, options.lengths or diagonal.LENGTHS)
+    return Measured(rows, diagonal.as_markdown(rows))
+
+
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "grc": _grc,
     "vision": _vision,
@@ -200,4 +206,5 @@ BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "memories": _memories,
     "memorizing": _memorizing,
     "generation": _generation,
+    "diagonal": _diagonal,
 }

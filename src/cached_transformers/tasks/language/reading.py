@@ -84,6 +84,7 @@ class TextReader:
         model: a language model. tokenizer: of the model.
         file: the text. length: tokens of a segment.
         path: file of the state. what: its `fingerprint`; a state of another is refused.
+        schedule: as of `read_stream`; a state goes on with either.
 
     Attributes:
         first: tokens that were read before.
@@ -94,9 +95,17 @@ class TextReader:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Tokenizer, file: Path, length: int, path: Path, what: Tensor
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        file: Path,
+        length: int,
+        path: Path,
+        what: Tensor,
+        schedule: str = "segments",
     ) -> None:
         self.model, self.file, self.length, self.path, self.what = model.eval(), file, length, path, what
+        self.schedule = schedule
         self.now: Progress | None = None
         begin = skip = 0
         if (before := _load(path, model, what)) is not None:
@@ -113,7 +122,10 @@ class TextReader:
         """
         done, nats = self.first, 0.0 if self.now is None else self.now.nats
         clock = time.perf_counter()
-        for now in read_stream(self.model, self.places, self.length, start=self.now, in_place=True):
+        stream = read_stream(
+            self.model, self.places, self.length, start=self.now, in_place=True, schedule=self.schedule
+        )
+        for now in stream:
             self.now = now
             if now.tokens - done >= every:
                 count = now.tokens - done

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cached_transformers.data.text import perplexity
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.diagonal import check_schedule, read_diagonally
 from cached_transformers.models.segments import as_language_model, read_segments
 from cached_transformers.state import State, seal
 from cached_transformers.training.segments import token_losses
@@ -53,6 +54,7 @@ def read_stream(
     *,
     start: Progress | None = None,
     in_place: bool = False,
+    schedule: str = "segments",
 ) -> Iterator[Progress]:
     """Read tokens and yield after every segment.
 
@@ -65,25 +67,34 @@ def read_stream(
         start: the last `Progress` of an earlier call, to go on behind it; `pieces` then begin after its `consumed`.
         in_place: a promise that no state is looked at once the next `Progress` was asked for. Large stores are then
             written where they lie instead of being copied for each segment; the state of `start` is copied once.
+        schedule: as of `SegmentLoop`; with "diagonal" as many segments are held as the model has layers, and their
+            states, so that none is written in place.
 
     Raises:
-        ValueError: the segment is shorter than one token.
+        ValueError: the segment is shorter than one token, or the schedule does not suit the model.
     """
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1 token")
-    model = as_language_model(model).eval()
+    model = as_language_model(model)
+    check_schedule(schedule, model)
+    model.eval()
     device = next(model.parameters()).device
 
-    @torch.no_grad()
-    def read(tokens: list[int], state: State | None, reset_1: Tensor | None) -> ModelOutput:
-        ids_1N: Tensor = torch.tensor(tokens, device=device)[None]
-        return token_losses(model, ids_1N[:, :-1], ids_1N[:, 1:], state)
+    def read(piece: tuple[Tensor, Tensor, None], state: State | None, reset_1: Tensor | None) -> ModelOutput:
+        return token_losses(model, *piece[:2], state)
 
     now = start if start is not None else Progress(0, 0.0, 0, 0.0, 0, None)
     begun: State | None = now.state
-    if in_place:
-        begun = model.init_state(1) if begun is None else seal(begun)  # type: ignore[operator]  # it may be kept
-    for losses_1N, state, _ in read_segments(read, _segments(pieces, segment_length), begun, in_place=in_place):
+    ids = (torch.tensor(tokens, device=device)[None] for tokens in _segments(pieces, segment_length))
+    parts = ((ids_1N[:, :-1], ids_1N[:, 1:], None) for ids_1N in ids)
+    # Not a block of no_grad, in which the caller would go on after each yield.
+    if schedule == "diagonal":
+        outputs = torch.no_grad()(read_diagonally)(model, parts, begun)
+    else:
+        if in_place:
+            begun = model.init_state(1) if begun is None else seal(begun)  # type: ignore[operator]  # it may be kept
+        outputs = torch.no_grad()(read_segments)(read, parts, begun, in_place=in_place)
+    for losses_1N, state, _ in outputs:
         nats, count = losses_1N.double().sum().item(), losses_1N.shape[1]
         now = Progress(now.tokens + count, now.nats + nats, count, nats, now.consumed + count, state)
         yield now

@@ -1,0 +1,170 @@
+"""Whom diagonals refuse, by name, and which layers they take for alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract.contract_cases import ROWS, SEGMENT, VOCABULARY
+from torch import Tensor, nn
+
+from cached_transformers.layers.alike import difference
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.diagonal import read_diagonally
+from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.tasks import create_model
+from cached_transformers.tasks.language.streaming import read_stream
+from cached_transformers.training.replay import ReplayLoop
+from cached_transformers.training.segments import SegmentLoop
+
+SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "width": 16, "heads": 2, "feed_forward": 16}
+
+
+def batch(tokens: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, VOCABULARY, (ROWS, tokens + 1), generator=torch.Generator().manual_seed(3))
+    return text[:, :-1], text[:, 1:]
+
+
+def made(depth: int = 2, name: str = "language_model", **options: Any) -> Any:
+    return create_model(name, **{**SIZES, "depth": depth, **options})
+
+
+def hooked() -> nn.Module:
+    model = made()
+    model.stack.register_forward_hook(lambda *_: None)
+    return model
+
+
+def one_watched() -> nn.Module:
+    model = made()
+    model.stack.blocks[1].feed_forward.register_forward_hook(lambda *_: None)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "model memory": (lambda: made(memory="rmt"), "memory RMT spans the layers"),
+    "feedback": (lambda: made(memory="feedback"), "memory Feedback spans the layers"),
+    "shared": (
+        lambda: made(name="sequence_classifier", classes=2, max_length=8, memory="grc"),
+        "memory GRC is one for all rows and steps",
+    ),
+    "reversible": (lambda: made(reversible=True), "reversible=True computes activations again"),
+    "one layer": (lambda: made(depth=1), "there is one alone"),
+    "unlike layers": (
+        lambda: made(name="language_model", depth=2, attention={"name": "sparse_transformer"}),
+        r"they differ, e\.g\. in 'attention\.core\.index'",
+    ),
+    "other models": (
+        lambda: made(name="encoder_decoder", max_length=8),
+        "EncoderDecoder does not offer its parts",
+    ),
+    "compiled": (lambda: torch.compile(made()), "would leave out its compiled forward"),
+    "hooks": (hooked, "would leave out the hooks on its own calls"),
+    "hooks inside": (one_watched, r"they differ, e\.g\. in 'feed_forward\._forward_hooks'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_crosses_the_layers_is_refused_by_name(kind: str) -> None:
+    build_model, message = REFUSED[kind]
+    model = build_model()
+    with pytest.raises(ValueError, match=f"schedule='diagonal'.*{message}.*(schedule='segments'|compile the loop)"):
+        SegmentLoop(model, SEGMENT, schedule="diagonal")
+    with pytest.raises(ValueError, match=message):
+        next(read_stream(model, [[1, 2, 3]], SEGMENT, schedule="diagonal"))
+
+
+def test_other_loops_and_words_are_refused() -> None:
+    model = made()
+    with pytest.raises(ValueError, match="unknown schedule 'diagonals'"):
+        SegmentLoop(model, SEGMENT, schedule="diagonals")
+    with pytest.raises(ValueError, match=r"passes=2 begin with .*; take schedule='segments', or passes=1"):
+        SegmentLoop(model, SEGMENT, passes=2, schedule="diagonal")
+    with pytest.raises(ValueError, match="ReplayLoop runs one segment after the other again"):
+        ReplayLoop(model, SEGMENT, schedule="diagonal")
+    loop = SegmentLoop(model, SEGMENT, schedule="diagonal")
+    model.stack.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="would leave out the hooks"):
+        loop(*batch(SEGMENT))  # registered since
+    with pytest.raises(ValueError, match="targets of shape"):
+        next(read_diagonally(made(), [(batch(6)[0], batch(5)[1], None)]))
+
+
+def test_a_stream_keeps_its_rows() -> None:
+    inputs, _ = batch(2 * SEGMENT)
+    first, second = inputs.split(SEGMENT, 1)
+    with pytest.raises(ValueError, match=r"the state has 3 rows .*, the segment 2"):
+        list(read_diagonally(made(), [(first, None, None), (second[:2], None, None)]))
+
+
+def test_a_forward_that_is_not_made_of_the_parts_is_refused() -> None:
+    class Louder(LanguageModel):
+        def forward(self, *given: Any, **options: Any) -> ModelOutput:
+            out = super().forward(*given, **options)
+            return out._replace(outputs=2 * out.outputs)
+
+    class Whole(Louder):
+        def answer(self, h_BND: Tensor, targets: Tensor | None = None) -> Tensor:
+            return 2 * super().answer(h_BND, targets)
+
+    with pytest.raises(ValueError, match="Louder has a forward that is newer than they are; write embed and answer"):
+        SegmentLoop(Louder(VOCABULARY, 16, 2, 2, 16), SEGMENT, schedule="diagonal")
+    SegmentLoop(Whole(VOCABULARY, 16, 2, 2, 16), SEGMENT, schedule="diagonal")
+
+
+class Exchanging(nn.Module):
+    """A feed-forward that puts another tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + x.mean()
+        return x
+
+
+def test_buffers_that_would_be_lost_are_refused() -> None:
+    model = made()
+    for block in model.stack.blocks:
+        block.feed_forward = Exchanging()
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] at once.*buffer feed_forward\.count is exchanged"):
+        SegmentLoop(model, SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
+
+
+def test_other_errors_in_a_group_stay_what_they_are() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] == SEGMENT:
+                raise RuntimeError("out of luck")
+            return x
+
+    model = made()
+    for block in model.stack.blocks:
+        block.feed_forward = Failing()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        SegmentLoop(model, SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
+
+
+def test_what_makes_two_modules_unlike() -> None:
+    a, b = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1)), nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1))
+    assert difference(a, b) is None
+    b[1].p = 0.2
+    assert difference(a, b) == "1.p"
+    b[1].p = 0.1
+    b[0].table = torch.ones(2)
+    assert difference(a, b) == "0.table"
+    a[0].table = torch.ones(2)
+    assert difference(a, b) is None
+    b.eval()
+    assert difference(a, b) == "training"
+    assert difference(nn.Linear(2, 3), nn.Linear(2, 3, bias=False)) in ("_parameters", "bias")
+    assert difference(nn.Linear(2, 3), nn.Linear(2, 4)) is not None
+    assert difference(nn.GELU(), nn.ReLU()) == ""
+
+
+def test_the_output_is_that_of_a_model() -> None:
+    out = next(read_diagonally(made(), [(batch(SEGMENT)[0], None, None)]))
+    assert isinstance(out, ModelOutput) and out.outputs.shape == (ROWS, SEGMENT, VOCABULARY)
