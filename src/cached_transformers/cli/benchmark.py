@@ -74,7 +74,9 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         help="generation: new ones of each row (default: 384); memorizing: of the text (default: 5,000,000)",
     )
-    parser.add_argument("--profile", metavar="MEMORY", help="generation: show the operators of one instead, or of none")
+    parser.add_argument(
+        "--profile", metavar="MEMORY", help="memories, generation: where the time of one goes, by operators; or of none"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="all: after which nothing is begun (default: 8)")
     parser.add_argument("--quick", action="store_true", help="all: tiny sizes, as a test of the command")
     parser.add_argument(

@@ -324,10 +324,12 @@ class SelfAttention(nn.Module):
         """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
         slots = 0
         if context is not None:
-            keep, slots = context.valid_BM[:, None, :, None], context.k_BHME.shape[2]
-            # A NaN in an empty slot would survive a mask on the logits.
-            k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
-            context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
+            slots = context.k_BHME.shape[2]
+            if not context.clean:
+                # A NaN in an empty slot would survive a mask on the logits.
+                keep = context.valid_BM[:, None, :, None]
+                k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
+                context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
         if positions_BNP is None:
             return q, k, bias, context
         if context is not None:

@@ -198,7 +198,8 @@ class Compressive(LayerMemory):
         if self.positions == "slots":
             steps_M = torch.arange(-k_BHME.shape[2], 0, device=k_BHME.device)
             positions_BMP = first_B1P + steps_M[None, :, None]
-        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=self.positions == "slots")
+        run = self.positions == "slots"
+        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive=run, clean=True)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened, carry=project_kv)

@@ -24,7 +24,7 @@ from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.options import one_of
-from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, keys_values, push, push_pairs, refuse_training
+from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
 
 
 class ErnieDocPositions(Positions):
@@ -184,11 +184,7 @@ class ErnieDoc(LayerMemory):
 
     def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
-        if isinstance(state, Pairs):
-            refuse_training(self.training, type(self).__name__)
-            k_BHME, v_BHME = keys_values(state.pairs_BMW, self.heads)
-        else:
-            k_BHME, v_BHME = project_kv(state.clean_BMD)
+        k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
         positions_BMP = state.positions_BMP
         if first_B1P is not None:
             # The newest slot stands right before the first token, also where a model counts anew in each segment. Of
@@ -196,7 +192,7 @@ class ErnieDoc(LayerMemory):
             placed_BM1 = positions_BMP - positions_BMP[:, -1:] + first_B1P[..., :1] - 1
             others_BMP = first_B1P[..., 1:].expand(-1, self.length, -1)
             positions_BMP = torch.cat([placed_BM1, others_BMP], -1)
-        return Context(k_BHME, v_BHME, positions_BMP, state.valid_BM, consecutive=True)
+        return Context(k_BHME, v_BHME, positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened, carry=project_kv)

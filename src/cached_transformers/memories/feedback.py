@@ -68,14 +68,14 @@ class LearnedDistances(Positions):
 
 
 class Opened(NamedTuple):
-    """During a segment: mixtures (None where only keys and values are kept), keys and values of the same tokens.
+    """During a segment: keys and values of the last tokens, in empty slots those of a vector of zeros (`zero_11W`).
 
-    `zero_11W` are those of a vector of zeros; `written_B` counts the tokens of this segment.
+    `new` holds mixture, position and padding of each token of this segment, `written_B` counts those that are real.
     """
 
-    mixtures: Rows | None
     pairs: Rows
     zero_11W: Tensor
+    new: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
     written_B: Tensor
     layers: Sequence[Projections]
 
@@ -174,19 +174,21 @@ class Feedback(ModelMemory):
             x_BND, traces = through(self.enter(opened, token))
             opened = self.go_on(opened, x_BND, traces)
             outputs.append(x_BND)
-        return outputs, self._close(opened), None
+        return outputs, self._close(state, opened), None
 
     def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
         zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
-        written_B = torch.zeros_like(state.count_B)
-        if self.keep == "kv":
-            return Opened(None, state, zero_11W, written_B, layers)
-        pairs = state._replace(hidden_BMD=self._pairs(state.clean_BMD, layers))
-        return Opened(state, pairs, zero_11W, written_B, layers)
+        made_BMW = state.hidden_BMD if self.keep == "kv" else self._pairs(state.clean_BMD, layers)
+        pairs = _filled(state._replace(hidden_BMD=made_BMW), zero_11W)
+        return Opened(pairs, zero_11W, (), torch.zeros_like(state.count_B), layers)
 
-    def _close(self, opened: Opened) -> Rows:
+    def _close(self, state: Rows, opened: Opened) -> Rows:
         """The state after the segment."""
-        rows = opened.pairs if opened.mixtures is None else opened.mixtures
+        if self.keep == "kv":
+            return opened.pairs._replace(hidden_BMD=opened.pairs.clean_BMD)
+        mixtures, positions, paddings = zip(*opened.new, strict=True)
+        padding_BN = None if paddings[0] is None else torch.cat(paddings, 1)
+        rows = push(state, torch.cat(mixtures, 1), torch.cat(positions, 1), padding_BN)
         if not self.official_renorm:
             return rows
         new_BM = torch.arange(self.length, device=rows.count_B.device) >= self.length - opened.written_B[:, None]
@@ -199,16 +201,15 @@ class Feedback(ModelMemory):
 
     def enter(self, opened: Opened, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
-        pairs_BMW = torch.where(valid_BM[..., None], pairs.hidden_BMD, opened.zero_11W.to(pairs.hidden_BMD.dtype))
         # An empty slot that is attended stands where a token would have stood.
         steps_M = torch.arange(-self.length, 0, device=valid_BM.device)
         before_BMP = tokens.positions_BNP[:, :1] + steps_M[None, :, None]
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
         if self.start == "zeros":
             valid_BM = torch.ones_like(valid_BM)
-        heads = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs_BMW.chunk(2 * self.sets, -1)]
+        heads = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs.hidden_BMD.chunk(2 * self.sets, -1)]
         contexts = [
-            Context(k, v, positions_BMP, valid_BM, consecutive=True)
+            Context(k, v, positions_BMP, valid_BM, consecutive=True, clean=True)
             for k, v in zip(heads[::2], heads[1::2], strict=True)
         ]
         return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
@@ -218,9 +219,15 @@ class Feedback(ModelMemory):
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])
         mixture_BND = (self.weight.softmax(0)[:, None, None, None] * layers_LBND).sum(0)
-        mixtures = opened.mixtures
-        if mixtures is not None:
-            mixtures = push(mixtures, mixture_BND, positions_BNP, padding_BN)
         pairs = push(opened.pairs, self._pairs(mixture_BND, opened.layers), positions_BNP, padding_BN)
+        if padding_BN is not None:
+            pairs = _filled(pairs, opened.zero_11W)  # padding leaves rows that are not full with zeros
         written = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
-        return opened._replace(mixtures=mixtures, pairs=pairs, written_B=opened.written_B + written)
+        new = (*opened.new, (mixture_BND, positions_BNP, padding_BN))
+        return opened._replace(pairs=pairs, new=new, written_B=opened.written_B + written)
+
+
+def _filled(pairs: Rows, zero_11W: Tensor) -> Rows:
+    """With keys and values of a vector of zeros in the empty slots."""
+    hidden_BMD = torch.where(pairs.valid_BM[..., None], pairs.hidden_BMD, zero_11W.to(pairs.hidden_BMD.dtype))
+    return pairs._replace(hidden_BMD=hidden_BMD)

@@ -23,7 +23,7 @@ from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.options import NO_MEMORY, one_of
-from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, keys_values, push, push_pairs, refuse_training
+from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
 
 
 @MEMORIES.register(
@@ -101,12 +101,8 @@ class TransformerXL(LayerMemory):
 
     def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None
-        if isinstance(state, Pairs):
-            refuse_training(self.training, type(self).__name__)
-            k_BHME, v_BHME = keys_values(state.pairs_BMW, self.heads)
-        else:
-            k_BHME, v_BHME = project_kv(state.clean_BMD)
-        return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True)
+        k_BHME, v_BHME, clean = read_store(state, self, self.heads, project_kv)
+        return Context(k_BHME, v_BHME, state.positions_BMP, state.valid_BM, consecutive=True, clean=clean)
 
     def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
         return Reading(opened)

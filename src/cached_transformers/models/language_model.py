@@ -197,8 +197,7 @@ class LanguageModel(StackModel):
         if opened.read == 0:
             check_tokens("inputs", inputs_BN, self.vocabulary)
         h_BND = opened(self._embed(inputs_BN, opened.positions(inputs_BN.shape[1])), inputs_BN)
-        logits_BV: Tensor = self.head(h_BND[:, -1])
-        return logits_BV
+        return self.answer(h_BND[:, -1])
 
     def _losses(self, h_BND: Tensor, targets_BN: Tensor) -> Tensor:
         if isinstance(self.head, AdaptiveSoftmax):

@@ -72,7 +72,10 @@ class StackModel(Published):
         known = self.__dict__.setdefault("_layouts", {})  # no attribute that models would have to make
         kind = like.dtype, self.training
         if kind not in known:
-            empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))  # takes no memory
+            try:
+                empty = self.stack.init_state(1, torch.empty_like(like, device="meta"))  # takes no memory
+            except (RuntimeError, NotImplementedError):  # somebody's memory computes what meta tensors cannot
+                empty = self.stack.init_state(1)
             known[kind] = map_state(lambda t: t.to("meta"), empty)
         layout: State = known[kind]
         return layout

@@ -35,7 +35,15 @@ def join(first: Context | None, second: Context | None) -> Context | None:
     visible = None
     if first.visible_BHNM is not None or second.visible_BHNM is not None:
         visible = torch.cat(_alike(first, second), -1)
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible, gather=first.gather or second.gather)
+    return Context(
+        k_BHME,
+        v_BHME,
+        positions_BMP,
+        valid_BM,
+        visible_BHNM=visible,
+        gather=first.gather or second.gather,
+        clean=first.clean and second.clean,
+    )
 
 
 def widened(v_BHNE: Tensor, width: int) -> Tensor:

@@ -50,6 +50,7 @@ class Context(NamedTuple):
         visible_BHNM: bool, (B or 1, 1, N, M), the slots that each token sees; None for all.
         gather: makes (B, H, N, E) of the core's result where values are wider than a head. The values of the segment
             and of other contexts then stand in the last E channels.
+        clean: a promise that what stands in empty slots is finite, so that hiding them is enough.
     """
 
     k_BHME: Tensor
@@ -59,6 +60,7 @@ class Context(NamedTuple):
     consecutive: bool = False
     visible_BHNM: Tensor | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    clean: bool = False
 
 
 class Projections(Protocol):

@@ -14,6 +14,8 @@ Legend: B rows, H heads, N tokens, M keys of a context, E key width, V value wid
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -116,7 +118,7 @@ class LinearisedAttention(Attention):
             like: has the device and the dtype of the inputs; the state is float32 or wider.
             context: keys and values that every token sees; slots that are not valid add nothing.
         """
-        with torch.autocast(like.device.type, enabled=False):
+        with contextlib.nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False):
             # Of `like`, only the device and the dtype are wanted.
             state = self.empty(rows, heads, width, value_width, wide(like[..., :0]))
             return self._with_context(state, context, self.maps(), rows)

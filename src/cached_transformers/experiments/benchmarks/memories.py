@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers import state as states
-from cached_transformers.experiments.costs.flops import count_parameters, saved_activation_bytes
+from cached_transformers.experiments.costs.flops import count_parameters, flops_of, saved_activation_bytes
 from cached_transformers.experiments.probes.settings import stream_memories
 from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.layers.stack import ModelOutput
@@ -28,6 +28,7 @@ from cached_transformers.training.segments import SegmentLoop
 
 from .interleaved import Ratio, compare, precision, training_step
 from .peers import PEERS, Peer, Sizes, detached, lacking, random_tokens, scratch_folder
+from .profiled import operators
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
@@ -52,20 +53,27 @@ ACROSS = frozenset({"grc_stream", "memformer", "read_twice", "rmt"})
 class Row:
     """Measurements of one memory; speeds in tokens a second of processor time.
 
-    `plain` is the time of a training step over that of the model without a memory, `peer` the time of the peer's step
-    over ours: above 1 ours is faster. `peer_name` of a peer that could not be measured says why.
+    `plain` is the time of a training step over that of the model without a memory, `flops` the same of counted
+    operations, and `overhead` the one by the other: what a step costs beyond its products. `peer` is the time of the
+    peer's step over ours: above 1 ours is faster. `peer_name` of a peer that could not be measured says why.
     """
 
     memory: str
     parameters: int
     train_speed: float
     plain: Ratio
+    flops: float
     stream_speed: float
     activations_mib: float
     state_kib: float
     peer: Ratio | None
     peer_name: str
     peer_parameters: int | None
+
+    @property
+    def overhead(self) -> float:
+        """Ratio of times by ratio of operations; 1 where all that is not a product were free."""
+        return self.plain.median / self.flops
 
 
 def spec(memory: str, sizes: Sizes) -> dict[str, Any]:
@@ -153,6 +161,7 @@ def measure(memory: str, sizes: Sizes, rounds: int, device: str = "cpu", dtype: 
         peer.module.to(device)
         cases["peer"] = peer_step(peer, sizes, tokens, bptt, dtype)
     train = compare(cases, "ours", rounds)
+    flops = flops_of(cases["ours"]) / flops_of(cases["plain"])  # of steps that find a state
     stream = compare({"ours": streaming(model, sizes, tokens, dtype)}, "ours", rounds)["ours"]
     loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)
     kept = saved_activation_bytes(lambda: loop(tokens[:, :-1], tokens[:, 1:])[0], model, tokens)
@@ -163,6 +172,7 @@ def measure(memory: str, sizes: Sizes, rounds: int, device: str = "cpu", dtype: 
         count_parameters(model),
         per_step / seconds,
         _inverse(train["plain"]),
+        flops,
         per_step / stream.seconds,
         kept / 2**20,
         states.nbytes(model.init_state(1)) / 2**10,  # type: ignore[operator]
@@ -195,10 +205,19 @@ def run(rounds: int, only: str = "all", device: str = "cpu", dtype: torch.dtype 
         return [measure(name, Sizes(), rounds, device, dtype) for name in names]
 
 
+def profile(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """Where the time of a training step goes, with one memory or with none ("none"), as Markdown."""
+    sizes = Sizes()
+    model = build(None if name == "none" else spec(name, sizes), sizes).to(device)
+    step = our_step(model, sizes, random_tokens(sizes).to(device), sizes.segments if name in ACROSS else 1, dtype)
+    return f"a training step, memory {name}:\n\n{operators(step, device)}"
+
+
 def as_markdown(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     head = (
-        "memory | parameters (M) | training (tokens/s) | step, no memory = 1 | streaming (tokens/s) | "
+        "memory | parameters (M) | training (tokens/s) | step, no memory = 1 | its FLOPs | overhead | "
+        "streaming (tokens/s) | "
         "kept activations (MiB) | state a row (KiB) | peer's step, ours = 1 | peer"
     )
     lines = []
@@ -212,6 +231,8 @@ def as_markdown(rows: list[Row]) -> str:
                 f"{r.parameters / 1e6:.2f}",
                 f"{r.train_speed:,.0f}",
                 str(r.plain),
+                f"{r.flops:.3f}x",
+                f"{r.overhead:.2f}",
                 f"{r.stream_speed:,.0f}",
                 f"{r.activations_mib:.0f}",
                 f"{r.state_kib:,.1f}",

@@ -152,6 +152,8 @@ def _translation(options: Options, device: str) -> Measured:
 
 
 def _memories(options: Options, device: str) -> Measured:
+    if options.profile is not None:
+        return Measured([], memories.profile(options.profile, device, options.precision), {"dtype": options.dtype})
     rows = memories.run(options.rounds, options.memories or "all", device, options.precision)
     return Measured(rows, memories.as_markdown(rows), {"dtype": options.dtype})
 

@@ -206,7 +206,8 @@ class InfinityFormer(LayerMemory):
     def open(self, state: InfinityState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
         assert project_kv is not None
         recent = state.recent
-        context = Context(*project_kv(recent.clean_BMD), recent.positions_BMP, recent.valid_BM, consecutive=True)
+        k_BHME, v_BHME = project_kv(recent.clean_BMD)
+        context = Context(k_BHME, v_BHME, recent.positions_BMP, recent.valid_BM, consecutive=True, clean=True)
         with torch.autocast(recent.hidden_BMD.device.type, enabled=False):
             return InfinityOpened(context, *self.keys_values(_clean(state)), state.fits_B > 0)
 

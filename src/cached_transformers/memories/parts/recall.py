@@ -27,4 +27,4 @@ def recalled(
     k_BHME, v_BHME = project_kv(torch.where(valid_BM[..., None], hidden_BMD, 0))
     if weight_BM is not None:
         v_BHME = v_BHME * weight_BM[:, None, :, None]
-    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive)
+    return Context(k_BHME, v_BHME, positions_BMP, valid_BM, consecutive, clean=weight_BM is None)

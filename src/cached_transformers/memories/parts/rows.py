@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from cached_transformers.seam.memory import ProjectKV
 
 KEEP = ("hidden", "kv")
 """What a state that was made in evaluation mode may hold; see `Pairs`."""
@@ -82,6 +84,16 @@ def keys_values(pairs_BMW: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values (B, H, M, E) again."""
     k_BHME, v_BHME = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in pairs_BMW.chunk(2, -1))
     return k_BHME, v_BHME
+
+
+def read_store(
+    state: Rows | Pairs, memory: nn.Module, heads: int, project_kv: ProjectKV
+) -> tuple[Tensor, Tensor, bool]:
+    """Keys and values (B, H, M, E) of what a store holds, and whether those of empty slots are finite, too."""
+    if not isinstance(state, Pairs):
+        return *project_kv(state.clean_BMD), True
+    refuse_training(memory.training, type(memory).__name__)
+    return *keys_values(state.pairs_BMW, heads), False
 
 
 def refuse_training(training: bool, memory: str) -> None:
