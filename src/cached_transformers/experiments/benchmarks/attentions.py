@@ -7,7 +7,6 @@ the lengths. Published implementations that are installed are timed at their own
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.attentions import Attention, create_attention
+from cached_transformers.experiments.costs.flops import flops_of
 from cached_transformers.experiments.costs.live_bytes import peak_bytes
 from cached_transformers.experiments.reports.markdown import table
 from cached_transformers.registry import ATTENTIONS
@@ -25,6 +25,7 @@ from cached_transformers.seam.attention import AttentionOutput
 
 from .attention_peers import PEERS, Peer
 from .interleaved import Ratio, compare, seconds_of
+from .peers import lacking
 
 EXACT = "softmax"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -43,7 +44,8 @@ class Row:
         seconds: of one forward and backward, by length. mebibytes: most that was alive at once.
         exact: the time over that of exact attention in the same round.
         slope: of log time over log length, over the longer half of the lengths.
-        peer: time of the peer over ours at the length where both were timed.
+        flops: counted operations over those of exact attention, at `compared_at`; none where it was not timed there.
+        peer: time of the peer over ours at that length. `peer_name` of a peer that could not be built says why.
     """
 
     attention: str
@@ -53,6 +55,7 @@ class Row:
     mebibytes: dict[int, float]
     exact: dict[int, Ratio]
     slope: float
+    flops: float | None = None
     peer: Ratio | None = None
     peer_name: str = ""
 
@@ -121,6 +124,7 @@ def measure(
     seconds: dict[str, dict[int, float]] = {name: {} for name in names}
     mebibytes: dict[str, dict[int, float]] = {name: {} for name in names}
     exact: dict[str, dict[int, Ratio]] = {name: {} for name in names}
+    flops: dict[str, float] = {}
     for length in lengths:
         given = inputs(length, device, dtype)
         able = [name for name in names if length <= LONGEST.get(name, length)]
@@ -135,27 +139,33 @@ def measure(
                 timed = compare({name: steps[name], "exact": causal_exact}, "exact", rounds)[name]
             seconds[name][length], exact[name][length] = timed.seconds, timed
             mebibytes[name][length] = peak_bytes(steps[name], device) / 2**20
+        if length == compared_at(lengths):
+            of_exact = {False: flops_of(steps[EXACT]), True: flops_of(causal_exact)}
+            flops = {name: flops_of(steps[name]) / of_exact[causal[name]] for name in able}
     rows = []
     for name in names:
         order = str(ATTENTIONS.entry(name).info.get("order", ""))
         peer = PEERS.get(name)
-        beside = None if peer is None else _beside(name, peer, lengths, rounds, device)
-        grows, peer_name = slope(seconds[name]), "" if peer is None else peer.distribution
-        rows.append(
-            Row(name, order, causal[name], seconds[name], mebibytes[name], exact[name], grows, beside, peer_name)
-        )
+        beside, peer_name = (None, "") if peer is None else _beside(name, peer, compared_at(lengths), rounds, device)
+        measured = seconds[name], mebibytes[name], exact[name], slope(seconds[name])
+        rows.append(Row(name, order, causal[name], *measured, flops.get(name), beside, peer_name))
     return rows
 
 
-def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: str) -> Ratio | None:
-    """Time of the peer over ours, at the length of 4096 or the longest that is shorter."""
-    if importlib.util.find_spec(peer.module) is None:
-        return None
-    length = max([n for n in lengths if n <= 4096] or [min(lengths)])
+def compared_at(lengths: Sequence[int]) -> int:
+    """The length of 4096, or the longest that is shorter, at which peers are timed and operations counted."""
+    return max([n for n in lengths if n <= 4096] or [min(lengths)])
+
+
+def _beside(name: str, peer: Peer, length: int, rounds: int, device: str) -> tuple[Ratio | None, str]:
+    """Time of the peer over ours, and what the peer is called; or none, and what it lacks."""
     given = inputs(length, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        other = peer.build(length, HEADS, HEAD_WIDTH, device)
+        try:
+            other = peer.build(length, HEADS, HEAD_WIDTH, device)
+        except ModuleNotFoundError as error:
+            return None, lacking(peer.distribution, error)
 
         def their_step() -> None:
             other(given).sum().backward()
@@ -164,7 +174,7 @@ def _beside(name: str, peer: Peer, lengths: Sequence[int], rounds: int, device: 
 
         core = build(name, length, device, **peer.options)
         ours = step_of(Projected(core).to(device) if peer.projects else core, given, peer.causal)
-        return compare({"ours": ours, "peer": their_step}, "ours", rounds)["peer"]
+        return compare({"ours": ours, "peer": their_step}, "ours", rounds)["peer"], peer.distribution
 
 
 def run(
@@ -190,12 +200,15 @@ def run(
 def as_markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table: time over that of exact attention at each length, and how it grows."""
     lengths = sorted({n for row in rows for n in row.exact})
-    head = ["attention", "order", *(f"{n:,}" for n in lengths), "slope", f"MiB at {lengths[-1]:,}", "peer, ours = 1"]
+    counted = f"FLOPs at {compared_at(lengths):,}"
+    at_end = f"MiB at {lengths[-1]:,}"
+    head = ["attention", "order", *(f"{n:,}" for n in lengths), counted, "slope", at_end, "peer, ours = 1"]
     cells = []
     for row in rows:
         times = [f"{row.exact[n].median:.2f}" if n in row.exact else "" for n in lengths]
-        peer = row.peer_name and (f"{row.peer} {row.peer_name}" if row.peer else f"{row.peer_name} is not installed")
+        peer = f"{row.peer} {row.peer_name}" if row.peer else row.peer_name
+        flops = "" if row.flops is None else f"{row.flops:.3f}"
         name = f"{row.attention}, causal" if row.causal else row.attention
         memory = f"{row.mebibytes[lengths[-1]]:,.0f}" if lengths[-1] in row.mebibytes else ""
-        cells.append([name, row.order, *times, f"{row.slope:.2f}", memory, peer])
+        cells.append([name, row.order, *times, flops, f"{row.slope:.2f}", memory, peer])
     return table(head, cells)
