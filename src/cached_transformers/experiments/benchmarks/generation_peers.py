@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cached_transformers.extras import require
 
-from .peers import Sizes
+from .peers import Sizes, x_decoder
 
 Write = Callable[[Tensor, int], Tensor]
 """New tokens (B, T) after a prompt (B, N), greedily: T is the second argument."""
@@ -54,16 +54,8 @@ def gpt2(sizes: Sizes, length: int) -> tuple[nn.Module, Write]:
 def x_transformers(sizes: Sizes, length: int) -> tuple[nn.Module, Write]:
     """x-transformers with rotary positions, fused attention and its cache."""
     library = importlib.import_module("x_transformers")
-    decoder = library.Decoder(
-        dim=sizes.width,
-        depth=sizes.depth,
-        heads=sizes.heads,
-        attn_dim_head=sizes.head_width,
-        rotary_pos_emb=True,
-        attn_flash=True,
-    )
     module = library.TransformerWrapper(
-        num_tokens=sizes.vocabulary, max_seq_len=length, use_abs_pos_emb=False, attn_layers=decoder
+        num_tokens=sizes.vocabulary, max_seq_len=length, use_abs_pos_emb=False, attn_layers=x_decoder(library, sizes)
     )
     wrapper = library.AutoregressiveWrapper(module)
 

@@ -72,10 +72,9 @@ class Peer(NamedTuple):
         return loss + sum(part.sum() for part in auxiliary), memory
 
 
-def transformer_xl(sizes: Sizes) -> Peer:
-    """x-transformers with its recurrence and rotary positions."""
-    library = importlib.import_module("x_transformers")
-    decoder = library.Decoder(
+def x_decoder(library: Any, sizes: Sizes) -> nn.Module:
+    """The layers of x-transformers, with rotary positions and fused attention."""
+    return library.Decoder(  # type: ignore[no-any-return]
         dim=sizes.width,
         depth=sizes.depth,
         heads=sizes.heads,
@@ -83,8 +82,16 @@ def transformer_xl(sizes: Sizes) -> Peer:
         rotary_pos_emb=True,
         attn_flash=True,
     )
+
+
+def transformer_xl(sizes: Sizes) -> Peer:
+    """x-transformers with its recurrence and rotary positions."""
+    library = importlib.import_module("x_transformers")
     module = library.TransformerWrapper(
-        num_tokens=sizes.vocabulary, max_seq_len=sizes.segment, max_mem_len=sizes.memory, attn_layers=decoder
+        num_tokens=sizes.vocabulary,
+        max_seq_len=sizes.segment,
+        max_mem_len=sizes.memory,
+        attn_layers=x_decoder(library, sizes),
     )
 
     return Peer(module, lambda inputs_BN, memory: module(inputs_BN, mems=memory, return_mems=True))

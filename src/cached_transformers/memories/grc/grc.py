@@ -202,12 +202,13 @@ class StreamGRCState(NamedTuple):
 
 
 class StreamGRCOpened(NamedTuple):
-    """During a segment: the cache updated by the last one, its keys and values, and its share in each row and head."""
+    """During a segment: the cache updated by the last one, its keys and values, and what it and the layer have of each head."""
 
     cache_BMC: Tensor
     k_BHMF: Tensor
     v_BHMF: Tensor
     ratio_B1H1: Tensor
+    rest_B1H1: Tensor
 
 
 @MEMORIES.register(
@@ -278,8 +279,8 @@ class StreamGRC(LayerMemory):
         source_BMC = torch.where(segments_B11 > 0, state.source_BMC, 0)
         updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
         cache_BMC = torch.where(segments_B11 > 0, updated_BMC, cache_BMC)
-        ratio_B1H1 = self.branch.ratio(state.segments_B > 0)
-        return StreamGRCOpened(cache_BMC, *self.branch.keys_values(cache_BMC), ratio_B1H1)
+        k_BHMF, v_BHMF = self.branch.keys_values(cache_BMC)
+        return StreamGRCOpened(cache_BMC, k_BHMF, v_BHMF, *self.branch.shares(k_BHMF.dtype, state.segments_B > 0))
 
     def read(self, opened: StreamGRCOpened, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         output = self.branch(query.x_BND[..., : self.gates.width], opened.k_BHMF, opened.v_BHMF)
@@ -287,7 +288,7 @@ class StreamGRC(LayerMemory):
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry.ratio_B1H1)
+        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry[3:])
 
     def write(self, state: StreamGRCState, trace: Trace) -> tuple[StreamGRCState, None]:
         cache_BMC = trace.reading.carry.cache_BMC

@@ -124,18 +124,29 @@ class MemoryBranch(nn.Module):
         merged = self.projection(o_BHNF.transpose(1, 2).flatten(2))
         return merged.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def ratio(self, weight_B: Tensor | None = None) -> Tensor:
-        """sigmoid(lambda), (H, 1) or (B, 1, H, 1): the share of the memory, 0 in rows where `weight_B` is."""
-        ratio = torch.sigmoid(self.gate_H)[:, None]
-        return ratio if weight_B is None else ratio * weight_B[:, None, None, None]
+    def shares(self, dtype: torch.dtype, weight_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """sigmoid(lambda), and what it leaves, (H, 1) or (B, 1, H, 1): what the memory has of each head, and the layer.
 
-    def blend(self, y_BHNE: Tensor, o_BHNF: Tensor, ratio: Tensor | None = None) -> Tensor:
-        """ratio o + (1 - ratio) y per head; `ratio` is that of `ratio()` when None."""
+        The memory has nothing in rows where `weight_B` is 0.
+        """
+        ratio = torch.sigmoid(self.gate_H)[:, None]
+        ratio = (ratio if weight_B is None else ratio * weight_B[:, None, None, None]).to(dtype)
+        return ratio, 1 - ratio
+
+    def blend(self, y_BHNE: Tensor, o_BHNF: Tensor, shares: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """sigmoid(lambda) o + (1 - sigmoid(lambda)) y per head; `shares` are those of `shares()` when None."""
         if self.record is not None:
             self.record(y_BHNE, o_BHNF)
-        ratio = (self.ratio() if ratio is None else ratio).to(y_BHNE.dtype)  # against (B, N, H, E)
-        o_BHNE = F.pad(o_BHNF.to(y_BHNE.dtype), (0, y_BHNE.shape[-1] - o_BHNF.shape[-1]))
-        return (y_BHNE.transpose(1, 2) * (1 - ratio) + o_BHNE.transpose(1, 2) * ratio).transpose(1, 2)
+        ratio, rest = self.shares(y_BHNE.dtype) if shares is None else shares  # against (B, N, H, E)
+        if ratio.dtype != y_BHNE.dtype:  # opened outside of autocast
+            ratio = ratio.to(y_BHNE.dtype)
+            rest = 1 - ratio
+        y_BNHE, o_BNHF = y_BHNE.transpose(1, 2), o_BHNF.to(y_BHNE.dtype).transpose(1, 2)
+        if torch.is_grad_enabled():
+            return (y_BNHE * rest + F.pad(o_BNHF, (0, y_BHNE.shape[-1] - o_BHNF.shape[-1])) * ratio).transpose(1, 2)
+        mixed_BNHE = y_BNHE * rest
+        mixed_BNHE[..., : o_BHNF.shape[-1]] += o_BNHF * ratio
+        return mixed_BNHE.transpose(1, 2)
 
     def blend_and_project(self, y_BHNE: Tensor, o_BHNF: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output projection of the merged mix, (B, N, D); keeps y and o for the backward, not their mix."""
