@@ -202,7 +202,7 @@ class StreamGRCState(NamedTuple):
 
 
 class StreamGRCOpened(NamedTuple):
-    """During a segment: the cache updated by the last one, its keys and values, and what it and the layer have of each head."""
+    """During a segment: the cache updated by the last one, its keys and values, and the shares of each head."""
 
     cache_BMC: Tensor
     k_BHMF: Tensor
