@@ -280,6 +280,8 @@ class StreamGRC(LayerMemory):
         updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
         cache_BMC = torch.where(segments_B11 > 0, updated_BMC, cache_BMC)
         k_BHMF, v_BHMF = self.branch.keys_values(cache_BMC)
+        if not torch.is_grad_enabled():  # read again and again where a text is written token by token
+            k_BHMF, v_BHMF = k_BHMF.contiguous(), v_BHMF.contiguous()
         return StreamGRCOpened(cache_BMC, k_BHMF, v_BHMF, *self.branch.shares(k_BHMF.dtype, state.segments_B > 0))
 
     def read(self, opened: StreamGRCOpened, query: Query, project_kv: ProjectKV | None = None) -> Reading:
