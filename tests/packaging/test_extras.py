@@ -25,7 +25,7 @@ def project_table() -> dict[str, list[str]]:
     assert section is not None
     uncommented = re.sub(r"^#.*$", "", section.group(1), flags=re.M)
     return {
-        name: ast.literal_eval(value) for name, value in re.findall(r"^(\w+) = (\[.*?\])$", uncommented, re.M | re.S)
+        name: ast.literal_eval(value) for name, value in re.findall(r"^([\w-]+) = (\[.*?\])$", uncommented, re.M | re.S)
     }
 
 
