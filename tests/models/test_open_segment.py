@@ -188,6 +188,27 @@ def test_beams_find_the_same_texts(memory: str) -> None:
         torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("memory", ["grc_stream", "memorizing"])
+@torch.no_grad()
+def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a segment, by the first tokens; when it has been written, by every token, of every row."""
+    model = build({"name": memory, **OPTIONS[memory][0]})
+    reader = next(b.attention.memory for b in reversed(model.stack.blocks) if b.attention.memory.needs)
+    calls: list[int] = []
+    read = type(reader).read
+    monkeypatch.setattr(
+        type(reader), "read", lambda self, *a: (calls.append(1) if self is reader else None, read(self, *a))[1]
+    )
+    text = Text(model, torch.zeros(2, 2, dtype=torch.long), model.init_state(2), SEGMENT)
+    counts = []
+    for _ in range(SEGMENT + 3):
+        before = len(calls)
+        text.append(text.read().argmax(-1))
+        counts.append(len(calls) - before)
+    # The first prompt, tokens of an empty memory; the segment as a whole, before the token that opens the next one.
+    assert counts == [1, *[0] * (SEGMENT - 3), 1, *[1] * 4]
+
+
 def test_bfloat16() -> None:
     compare(build({"name": "transformer_xl", "length": 7}).bfloat16(), tolerance=0.1)
 

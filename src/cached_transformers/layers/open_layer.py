@@ -58,6 +58,8 @@ class OpenLayer:
         self.positions, self.open_positions = attention.positions, open_positions
         self.patterned = type(attention.core).sees is not Attention.sees
         self.memory: LayerMemory = attention.memory
+        self.reader = self.memory
+        """What later tokens read; one that remembers nothing where there is nothing to read in any row."""
         self.begun, self.opened, self.core_state = False, None, ()
         self.kept = KeptKeys(steps)
         self.context: Context | None = None
@@ -102,6 +104,8 @@ class OpenLayer:
         self.opened = self.memory.open(state, query.positions_BNP[:, :1], self.attention.project_kv)
         reading = self.memory.read(self.opened, query, self.attention.project_kv)
         self.keys_read = _keys_of(self.memory, reading)
+        if reading.context is None and reading.any_B is not None and not bool(reading.any_B.any()):
+            self.reader = LayerMemory()
         return reading
 
     def take(self, k_BHNE: Tensor, v_BHNE: Tensor, context: Context | None, core_state: State) -> None:
@@ -140,7 +144,7 @@ class OpenLayer:
             q = q * layer.query_factor
         query = Query(h_BKD, q, positions_BKP, None, None, k, v)
         reading, asked = self._read(query)
-        keys = _keys_of(self.memory, reading)
+        keys = _keys_of(self.reader, reading)
         self.keys_read = keys if self.keys_read is None else self.keys_read
         if offer is not self.offer or any(a is not b for a, b in zip(keys, self.keys_read, strict=True)):
             raise ValueError(
@@ -156,7 +160,7 @@ class OpenLayer:
                 reading = reading._replace(lse_BHN=lse_BHK if asked is query else _as_rows(lse_BHK[..., None])[..., 0])
         rows = asked is not query
         y = _as_rows(y_BHKE) if rows else y_BHKE
-        y_BKD = self.memory.project(y, asked, reading, layer.output, plain_weights(layer.output))
+        y_BKD = self.reader.project(y, asked, reading, layer.output, plain_weights(layer.output))
         return Attended(y_BKD.view_as(x_BKD) if rows else y_BKD, query, reading, None)
 
     def _read(self, query: Query) -> tuple[Reading, Query]:
@@ -168,7 +172,7 @@ class OpenLayer:
             assert query.positions_BNP is not None
             x, places = (t.flatten(0, 1)[:, None] for t in (query.x_BND, query.positions_BNP))
             asked = Query(x, q, places, None, None, k, v)
-        return self.memory.read(self.opened, asked, self.attention.project_kv), asked
+        return self.reader.read(self.opened, asked, self.attention.project_kv), asked
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, h_BKD: Tensor) -> tuple[Tensor, State]:
         q, k, v = (_as_rows(t) for t in (q, k, v))
@@ -188,7 +192,7 @@ class OpenLayer:
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-        lse = log_sum_exp(placed_q, k, mask) if "lse" in self.memory.needs else None
+        lse = log_sum_exp(placed_q, k, mask) if "lse" in self.reader.needs else None
         return F.scaled_dot_product_attention(placed_q, k, v, attn_mask=mask), lse
 
     def _visible(self, positions_BKP: Tensor) -> Tensor | None:

@@ -253,7 +253,8 @@ class Memorizing(LayerMemory):
             else:
                 index_BHNK = self.index.search(*asked, state.written_B, neighbours)
             output_BHNE, lse_BHN = attend(q_BHNE.to(state.k_BHME.dtype), state, index_BHNK, scale_H)
-        return Reading(output_BHNE=output_BHNE, carry=Found(state.written_B > 0, lse_BHN))
+        any_B = state.written_B > 0
+        return Reading(None, output_BHNE, Found(any_B, lse_BHN), any_B=None if self.empty == "zero" else any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:

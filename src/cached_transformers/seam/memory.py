@@ -109,13 +109,16 @@ class Query(NamedTuple):
 class Reading(NamedTuple):
     """What a memory answers: a context, a per-head result, and what it wants to see again in `combine` and `write`.
 
-    `lse_BHN` is filled in by the layer, for a memory that needs "lse": the log-sum-exp of the core's logits.
+    `lse_BHN` is filled in by the layer, for a memory that needs "lse": the log-sum-exp of the core's logits. `any_B`
+    marks the rows in which there was something to read; the others are as they would be without the memory. None says
+    nothing of it.
     """
 
     context: Context | None = None
     output_BHNE: Tensor | None = None
     carry: Any = None
     lse_BHN: Tensor | None = None
+    any_B: Tensor | None = None
 
 
 class Trace(NamedTuple):

@@ -202,13 +202,15 @@ class StreamGRCState(NamedTuple):
 
 
 class StreamGRCOpened(NamedTuple):
-    """During a segment: the cache updated by the last one, its keys and values, and the shares of each head."""
+    """During a segment: the cache updated by the last one, its keys and values, the shares of each head, and the rows
+    that have seen a segment."""
 
     cache_BMC: Tensor
     k_BHMF: Tensor
     v_BHMF: Tensor
     ratio_B1H1: Tensor
     rest_B1H1: Tensor
+    any_B: Tensor
 
 
 @MEMORIES.register(
@@ -282,15 +284,16 @@ class StreamGRC(LayerMemory):
         k_BHMF, v_BHMF = self.branch.keys_values(cache_BMC)
         if not torch.is_grad_enabled():  # read again and again where a text is written token by token
             k_BHMF, v_BHMF = k_BHMF.contiguous(), v_BHMF.contiguous()
-        return StreamGRCOpened(cache_BMC, k_BHMF, v_BHMF, *self.branch.shares(k_BHMF.dtype, state.segments_B > 0))
+        any_B = state.segments_B > 0
+        return StreamGRCOpened(cache_BMC, k_BHMF, v_BHMF, *self.branch.shares(k_BHMF.dtype, any_B), any_B)
 
     def read(self, opened: StreamGRCOpened, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         output = self.branch(query.x_BND[..., : self.gates.width], opened.k_BHMF, opened.v_BHMF)
-        return Reading(output_BHNE=output, carry=opened)
+        return Reading(output_BHNE=output, carry=opened, any_B=opened.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         assert reading.output_BHNE is not None
-        return self.branch.blend(y_BHNE, reading.output_BHNE, reading.carry[3:])
+        return self.branch.blend(y_BHNE, reading.output_BHNE, (reading.carry.ratio_B1H1, reading.carry.rest_B1H1))
 
     def write(self, state: StreamGRCState, trace: Trace) -> tuple[StreamGRCState, None]:
         cache_BMC = trace.reading.carry.cache_BMC
