@@ -18,9 +18,9 @@ def members() -> dict[str, list[str]]:
     return found | {kind.__name__: list(kind._fields) for kind in RECORDS}
 
 
-def test_the_seam_has_at_most_61_members_and_the_page_says_how_many() -> None:
+def test_the_seam_has_at_most_62_members_and_the_page_says_how_many() -> None:
     count = sum(map(len, members().values()))
-    assert count <= 61
+    assert count <= 62
     assert f"{count} members" in PAGE.read_text(encoding="utf-8")
 
 

@@ -23,6 +23,7 @@ from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.contexts import join, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
+from cached_transformers.seam.late_gradients import mapped
 from cached_transformers.seam.linear_maps import matrix_of, plain_weights
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
 from cached_transformers.seam.positions import Positions
@@ -190,10 +191,10 @@ class SelfAttention(nn.Module):
 
     def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
         """Rows first..last of the fused projection."""
-        weight, bias = matrix_of(self.qkv)
-        weight, bias = weight[first:last], None if bias is None else bias[first:last]
-        if frozen:
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        if not frozen:
+            return mapped(self.qkv, x, first, last)
+        weight, bias = (None if t is None else t[first:last].detach() for t in matrix_of(self.qkv))
+        assert weight is not None
         return F.linear(x, weight, bias)
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
@@ -264,7 +265,7 @@ class SelfAttention(nn.Module):
             others: what the tokens round the segment have in place of norm and projections; None for the same.
             keep: takes what later tokens of the segment need; the state is then not written.
         """
-        output: Linear = self.output
+        output: Linear = functools.partial(mapped, self.output)
         if segment is None or others is None:
             h_BND = self.norm(x_BND)
             q, k, v = self._project(h_BND, size)
@@ -304,7 +305,7 @@ class SelfAttention(nn.Module):
             y_BHNE = context.gather(y_BHNE)
         if "lse" in self.memory.needs:
             reading = reading._replace(lse_BHN=result.lse_BHN)
-        plain = plain_weights(self.output) if output is self.output else None
+        plain = plain_weights(self.output) if segment is None or others is None else None
         y_BND = self.dropout(self.memory.project(y_BHNE, query, reading, output, plain))
         return Attended(y_BND, query, reading, result.auxiliary_loss, weights, result.state)
 
@@ -329,14 +330,17 @@ class SelfAttention(nn.Module):
                 # A NaN in an empty slot would survive a mask on the logits.
                 keep = context.valid_BM[:, None, :, None]
                 k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
-                context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME)
+                context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME, attend=None)
         if positions_BNP is None:
             return q, k, bias, context
         if context is not None:
-            context = context._replace(k_BHME=self.positions.rotate(context.k_BHME, context.positions_BMP))
+            k_BHME = self.positions.rotate(context.k_BHME, context.positions_BMP)
+            if k_BHME is not context.k_BHME:
+                context = context._replace(k_BHME=k_BHME, attend=None)
         placed = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
         if placed is not None:
-            placed = placed[..., : slots + k.shape[2]]
+            if placed.shape[-1] > slots + k.shape[2]:
+                placed = placed[..., : slots + k.shape[2]]
             bias = placed if bias is None else placed + bias
         placed_k = self.positions.rotate(k, positions_BNP[:, : k.shape[2]])
         return self.positions.query(q, positions_BNP), placed_k, bias, context

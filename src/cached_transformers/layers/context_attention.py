@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.seam.attention import AttentionOutput
 
 from .attention import SelfAttention
@@ -65,4 +66,6 @@ class ContextAttention(SelfAttention):
         context = mask["context"]
         if context is None:
             return AttentionOutput(torch.zeros_like(q))
+        if context.attend is not None and type(self.core) is SoftmaxAttention and not self.core.drop:
+            return AttentionOutput(context.attend(q, mask["bias_BHNM"]))
         return self.core(q, k, v, context=context, bias_BHNM=mask["bias_BHNM"], **more)

@@ -10,6 +10,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from cached_transformers.seam.late_gradients import mapped
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),  # what Flax and TensorFlow call gelu
@@ -59,13 +61,13 @@ class FeedForward(nn.Module):
         self.activation_dropout = nn.Dropout(dropout if activation_dropout is None else activation_dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        hidden = self.enter(self.norm(x_BND))
+        hidden = mapped(self.enter, self.norm(x_BND))
         if self.gated:
             hidden, factor = hidden.chunk(2, -1)
             hidden = self.activation(hidden) * factor
         else:
             hidden = self.activation(hidden)
-        return self.dropout(self.leave(self.activation_dropout(hidden)))
+        return self.dropout(mapped(self.leave, self.activation_dropout(hidden)))
 
 
 def run_feed_forward(

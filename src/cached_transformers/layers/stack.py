@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
+from cached_transformers.seam.late_gradients import late_gradients
 from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tokens, Trace
 from cached_transformers.state import State, seal, used_again
 
@@ -224,7 +225,8 @@ class Stack(nn.Module):
         """The result of a block, or of several at once, whose activations are computed again in backward where that was
         asked."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+            with late_gradients(False):  # the second time it is called from the backward, where nothing is put off
+                return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
 
 

@@ -23,11 +23,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.late_gradients import late_gradients
 from cached_transformers.seam.memory import (
+    Attend,
     Context,
     Entry,
     LayerMemory,
@@ -42,6 +43,7 @@ from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.options import NO_MEMORY, check_choices
 from .parts.rows import Rows, empty_rows, push, side_by_side
+from .parts.sliding import Window
 
 
 class LearnedDistances(Positions):
@@ -61,7 +63,7 @@ class LearnedDistances(Positions):
         logits_BHNM = q_BHNE @ self.table_EM / math.sqrt(q_BHNE.shape[-1])
         length, n, keys = self.table_EM.shape[1], q_BHNE.shape[2], k_positions_BMP.shape[1]
         if causal_run and n == 1 and keys == length + 1:
-            return F.pad(logits_BHNM, (0, 1))  # distances M .. 1, and the token itself, which nobody asks for
+            return logits_BHNM  # distances M .. 1; of the token itself nobody asks
         distance_BNM = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).clamp(1, length)
         index_BHNM = (length - distance_BNM)[:, None].expand(*logits_BHNM.shape[:3], keys)
         return logits_BHNM.gather(-1, index_BHNM)
@@ -70,10 +72,12 @@ class LearnedDistances(Positions):
 class Opened(NamedTuple):
     """During a segment: keys and values of the last tokens, in empty slots those of a vector of zeros (`zero_11W`).
 
-    `new` holds mixture, position and padding of each token of this segment, `written_B` counts those that are real.
+    Where there is a `window`, they stand there, and of `pairs` nothing counts but positions and counter. `new` holds
+    mixture, position and padding of each token of this segment, `written_B` counts those that are real.
     """
 
     pairs: Rows
+    window: Window | None
     zero_11W: Tensor
     new: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
     written_B: Tensor
@@ -101,8 +105,10 @@ class Feedback(ModelMemory):
     A layer attends with 3 M D multiply-adds per token. Keys and values of the M mixtures are made anew at each segment,
     so that their projections learn from them: 2 D^2 M / N per token and set, beside 2 D^2 for the new mixture.
 
-    Training keeps keys and values of all slots for each token and layer (8 L M D bytes a token in float32), and
-    a compiled step holds the graph of every token: take short segments.
+    Training keeps the weights of all slots for each token and layer (4 L M H bytes a token in float32). With padding,
+    with another attention than softmax, with attention dropout, or where positions turn the keys, it keeps their keys
+    and values (8 M D bytes a token, turned ones for each layer). A compiled step holds the graph of every token: take
+    short segments.
 
     Args:
         width: D. heads: H. depth: layers, of the model. length: M, tokens that are attended.
@@ -170,22 +176,28 @@ class Feedback(ModelMemory):
 
     def run(self, state: Rows, tokens: Tokens, through: Through) -> tuple[list[Tensor], Rows, None]:
         opened, outputs = self.open(state, tokens, through.layers), []
-        for token in tokens.split(1):
-            x_BND, traces = through(self.enter(opened, token))
-            opened = self.go_on(opened, x_BND, traces)
-            outputs.append(x_BND)
+        if tokens.padding_BN is None and not torch.compiler.is_compiling():
+            opened = opened._replace(window=Window(self._by_head(opened.pairs), tokens.x_BND.shape[1]))
+        with late_gradients():
+            for token in tokens.split(1):
+                x_BND, traces = through(self.enter(opened, token))
+                opened = self.go_on(opened, x_BND, traces)
+                outputs.append(x_BND)
         return outputs, self._close(state, opened), None
 
     def open(self, state: Rows, tokens: Tokens, layers: Sequence[Projections]) -> Opened:
         zero_11W = self._pairs(state.hidden_BMD.new_zeros(1, 1, self.width), layers)
         made_BMW = state.hidden_BMD if self.keep == "kv" else self._pairs(state.clean_BMD, layers)
         pairs = _filled(state._replace(hidden_BMD=made_BMW), zero_11W)
-        return Opened(pairs, zero_11W, (), torch.zeros_like(state.count_B), layers)
+        return Opened(pairs, None, zero_11W, (), torch.zeros_like(state.count_B), layers)
 
     def _close(self, state: Rows, opened: Opened) -> Rows:
         """The state after the segment."""
         if self.keep == "kv":
-            return opened.pairs._replace(hidden_BMD=opened.pairs.clean_BMD)
+            pairs = opened.pairs
+            if opened.window is not None:
+                pairs = pairs._replace(hidden_BMD=side_by_side(*opened.window.seen))
+            return pairs._replace(hidden_BMD=pairs.clean_BMD)
         mixtures, positions, paddings = zip(*opened.new, strict=True)
         padding_BN = None if paddings[0] is None else torch.cat(paddings, 1)
         rows = push(state, torch.cat(mixtures, 1), torch.cat(positions, 1), padding_BN)
@@ -197,7 +209,15 @@ class Feedback(ModelMemory):
 
     def _pairs(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> Tensor:
         """(B, N, W): keys and values of each set, side by side."""
-        return side_by_side(*(t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)))
+        return side_by_side(*self._projected(mixture_BND, layers))
+
+    def _projected(self, mixture_BND: Tensor, layers: Sequence[Projections]) -> list[Tensor]:
+        """(B, H, N, E) each: keys and values of each set."""
+        return [t for layer in layers[: self.sets] for t in layer.project_kv(mixture_BND)]
+
+    def _by_head(self, pairs: Rows) -> list[Tensor]:
+        """The same of what is stored."""
+        return [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs.hidden_BMD.chunk(2 * self.sets, -1)]
 
     def enter(self, opened: Opened, tokens: Tokens) -> Entry:
         pairs, valid_BM = opened.pairs, opened.pairs.valid_BM
@@ -207,10 +227,13 @@ class Feedback(ModelMemory):
         positions_BMP = torch.where(valid_BM[..., None], pairs.positions_BMP, before_BMP)
         if self.start == "zeros":
             valid_BM = torch.ones_like(valid_BM)
-        heads = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in pairs.hidden_BMD.chunk(2 * self.sets, -1)]
+        heads = self._by_head(pairs) if opened.window is None else opened.window.seen
+        attends: Sequence[Attend | None] = (
+            [None] * self.sets if opened.window is None else opened.window.attends(valid_BM)
+        )
         contexts = [
-            Context(k, v, positions_BMP, valid_BM, consecutive=True, clean=True)
-            for k, v in zip(heads[::2], heads[1::2], strict=True)
+            Context(k, v, positions_BMP, valid_BM, consecutive=True, clean=True, attend=attend)
+            for k, v, attend in zip(heads[::2], heads[1::2], attends, strict=True)
         ]
         return Entry(tokens, contexts * len(opened.layers) if self.shared_kv else contexts)
 
@@ -219,12 +242,19 @@ class Feedback(ModelMemory):
         assert positions_BNP is not None
         layers_LBND = torch.stack([traces[0].x_BND, *(trace.y_BND for trace in traces)])
         mixture_BND = (self.weight.softmax(0)[:, None, None, None] * layers_LBND).sum(0)
-        pairs = push(opened.pairs, self._pairs(mixture_BND, opened.layers), positions_BNP, padding_BN)
+        new = self._projected(mixture_BND, opened.layers)
+        if opened.window is not None:
+            opened.window.slide(new)
+            pairs = push(
+                opened.pairs._replace(hidden_BMD=opened.pairs.hidden_BMD[..., :0]), x_BND[..., :0], positions_BNP
+            )
+        else:
+            pairs = push(opened.pairs, side_by_side(*new), positions_BNP, padding_BN)
         if padding_BN is not None:
             pairs = _filled(pairs, opened.zero_11W)  # padding leaves rows that are not full with zeros
         written = x_BND.shape[1] if padding_BN is None else (~padding_BN).sum(1)
-        new = (*opened.new, (mixture_BND, positions_BNP, padding_BN))
-        return opened._replace(pairs=pairs, new=new, written_B=opened.written_B + written)
+        mixtures = (*opened.new, (mixture_BND, positions_BNP, padding_BN))
+        return opened._replace(pairs=pairs, new=mixtures, written_B=opened.written_B + written)
 
 
 def _filled(pairs: Rows, zero_11W: Tensor) -> Rows:

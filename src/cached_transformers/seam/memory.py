@@ -41,6 +41,10 @@ Linear = Callable[[Tensor], Tensor]
 """An output projection, (B, N, D) -> (B, N, D)."""
 
 
+Attend = Callable[[Tensor, Tensor | None], Tensor]
+"""(B, H, N, E) of queries (B, H, N, E) and what is added to their logits (B, H, N, M)."""
+
+
 class Context(NamedTuple):
     """Keys and values that a memory offers to attention. Keys are unrotated: the layer applies their positions.
 
@@ -51,6 +55,7 @@ class Context(NamedTuple):
         gather: makes (B, H, N, E) of the core's result where values are wider than a head. The values of the segment
             and of other contexts then stand in the last E channels.
         clean: a promise that what stands in empty slots is finite, so that hiding them is enough.
+        attend: softmax attention over these slots alone, which costs less than a core that is given keys and values.
     """
 
     k_BHME: Tensor
@@ -61,6 +66,7 @@ class Context(NamedTuple):
     visible_BHNM: Tensor | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     clean: bool = False
+    attend: Attend | None = None
 
 
 class Projections(Protocol):

@@ -251,7 +251,9 @@ class RelativePositions(Positions):
         with_cos = sine_BHNF * q_sin + cosine_BHNF * q_cos
         with_sin = cosine_BHNF * q_sin - sine_BHNF * q_cos
         k_code = torch.cat([k_angle.cos(), k_angle.sin()], -1).to(q_BHNE.dtype)
-        return torch.cat([with_cos, with_sin], -1) @ k_code.mT
+        # All heads meet the same codes, which a product of batches would first copy for each.
+        q_code = torch.cat([with_cos, with_sin], -1)
+        return (q_code.flatten(1, 2) @ k_code[:, 0].mT).unflatten(1, q_code.shape[1:3])
 
     def _gathered(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
         limit = self.clamp or 0

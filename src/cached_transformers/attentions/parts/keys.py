@@ -17,6 +17,8 @@ def with_context(k_BHNE: Tensor, v_BHNV: Tensor, context: Context | None) -> tup
     """Keys and values of context and segment; a context of one row serves all."""
     if context is None:
         return k_BHNE, v_BHNV
+    if k_BHNE.shape[2] == 0:  # nothing of the segment: no copies
+        return context.k_BHME.expand(len(k_BHNE), -1, -1, -1), context.v_BHME.expand(len(k_BHNE), -1, -1, -1)
     before = (t.expand(len(k_BHNE), -1, -1, -1) for t in (context.k_BHME, context.v_BHME))
     k_BHME, v_BHMV = (torch.cat(pair, 2) for pair in zip(before, (k_BHNE, v_BHNV), strict=True))
     return k_BHME, v_BHMV

@@ -109,7 +109,13 @@ def compressive(sizes: Sizes) -> Peer:
         gru_gated_residual=False,
     )
 
-    return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memories=memory))
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
+        result: Sequence[Any] = module(inputs_BN, memories=memory)
+        # It detaches the weights of keys and values themselves for its own loss, and would train them no more.
+        module.requires_grad_(True)
+        return result
+
+    return Peer(module, call)
 
 
 def recurrent_memory(sizes: Sizes) -> Peer:
