@@ -279,6 +279,19 @@ def test_how_a_stream_is_cut_changes_nothing(name: str) -> None:
         torch.testing.assert_close(other, whole, rtol=0, atol=1e-6 if "relative" in name else 1e-12)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_those_of_a_run_that_puts_off_and_shares_nothing(name: str) -> None:
+    """With padding that pads nothing, every token has a copy of the store; and activations may be computed again."""
+    stack, x_BTD = make(**OPTIONS[name]), torch.randn(2, 6, D, dtype=torch.float64)
+    nothing_BN, grads = torch.zeros(2, 6, dtype=torch.bool), []
+    for again, padding_BN in ((False, nothing_BN), (False, None), (True, None)):
+        stack.activation_checkpointing = again
+        loss = stack(x_BTD, positions_BNP=torch.arange(6).expand(2, 6)[..., None], padding_BN=padding_BN).outputs.sin()
+        grads.append(torch.autograd.grad(loss.sum(), list(stack.parameters()), allow_unused=True))
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-6 if "relative" in name else 1e-12)
+    torch.testing.assert_close(grads[2], grads[1], rtol=0, atol=1e-12)
+
+
 def test_with_the_authors_second_norm_the_cut_matters() -> None:
     x_BTD = torch.randn(2, 12, D, dtype=torch.float64)
     for norm, matters in (("pre", True), ("post", False)):
