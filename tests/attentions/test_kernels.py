@@ -1,4 +1,5 @@
-"""Kernels of others against the plain form: on a GPU, and what of FlexAttention is no kernel, its masks, on the CPU.
+"""Which kernel of others is taken, and flash-linear-attention against the plain form on a GPU (`test_flex.py` has
+FlexAttention).
 
 flash-linear-attention has Triton kernels alone. That it is called as documented is shown with a stand-in, which is its
 documentation as loops.
@@ -10,38 +11,18 @@ import importlib
 import importlib.util
 import sys
 import types
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.parts import kernels
-from cached_transformers.seam.memory import Context
 
 B, H, E = 2, 2, 16
-PATTERNS: dict[str, dict[str, Any]] = {
-    "window": {"name": "longformer", "window": 24},
-    "dilated": {"name": "longformer", "window": 12, "dilation": (1, 3)},
-    "global": {"name": "longformer", "window": 24, "prefix": 2, "global_tokens": (60, 200)},
-    "blocks": {"name": "image_transformer", "block": 32, "memory": 16},
-    "class token": {"name": "image_transformer", "block": 32, "memory": 40, "prefix": 1},
-}
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlexAttention as torch operations: the compiler takes half a minute on the CPU."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
-    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex)
-    monkeypatch.setattr(kernels, "_flex_lacks", lambda *call: None)  # that it is no GPU
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+WINDOW = {"name": "longformer", "window": 24}
 
 
 def core(spec: dict[str, Any], kernel: str) -> Any:
@@ -58,94 +39,36 @@ def both(spec: dict[str, Any], kernel: str, *given: Tensor, **call: Any) -> list
     return [core(spec, name).to(given[0].device)(*given, **call) for name in (kernel, "plain")]
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "tokens"), [("window", 128), *((name, 300) for name in PATTERNS)])
-def test_flex_is_the_plain_form(name: str, causal: bool, tokens: int) -> None:
-    padding = torch.arange(tokens) >= torch.tensor([tokens, tokens - 40])[:, None]
-    for mask in (None, padding):
-        call = {"causal": causal, "key_padding_mask": mask, "want_lse": True}
-        got, want = both(PATTERNS[name], "flex", *inputs(tokens), **call)
-        torch.testing.assert_close(got.out_BHNV, want.out_BHNV, rtol=0, atol=2e-6)
-        torch.testing.assert_close(got.lse_BHN, want.lse_BHN, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_flex_beside_a_context_and_for_rows_of_padding_alone() -> None:
-    q, k, v = inputs(150)
-    slots = torch.randn(2, B, H, 5, E)
-    context = Context(*slots, torch.zeros(B, 5, 1), torch.rand(B, 5) < 0.6)
-    got, want = both(PATTERNS["window"], "flex", q, k, v, causal=True, context=context)
-    torch.testing.assert_close(got.out_BHNV, want.out_BHNV, rtol=0, atol=2e-6)
-    padding = torch.tensor([[False], [True]]).expand(B, 150)
-    got, want = both(PATTERNS["window"], "flex", q, k, v, key_padding_mask=padding, want_lse=True)
-    assert (got.out_BHNV[1] == 0).all() and torch.equal(got.lse_BHN[1], want.lse_BHN[1])
-
-
-def test_the_block_mask_leaves_nothing_out_and_no_block_too_many() -> None:
-    for before, after in ((0, 0), (1, 0), (127, 128), (128, 127), (300, 5)):
-        got = kernels.near_blocks(700, before, after, torch.device("cpu"))
-        i, j = torch.arange(768)[:, None], torch.arange(768)
-        near = (i - j <= before) & (j - i <= after)
-        assert torch.equal(got, near.view(6, 128, 6, 128).any(3).any(1))
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_new_masks_of_a_pattern_need_no_new_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a few for lengths and for padding; the compiler gives up after eight."""
-    counter = CompileCounter()
-    flex = torch.compile(kernels._compiled_flex(), fullgraph=True, backend=counter)
-    monkeypatch.setattr(kernels, "_compiled_flex", lambda: flex)
-    for tokens in (128, 256, 300, 500):
-        for padding in (None, torch.rand(B, tokens) < 0.2, torch.rand(B, tokens) < 0.2):
-            core(PATTERNS["window"], "flex")(*inputs(tokens), key_padding_mask=padding)
-    assert 1 <= counter.frame_count <= 5
-    torch.compiler.reset()
-
-
-@pytest.mark.device
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_values_and_gradients_of_flex_on_a_gpu(name: str, causal: bool, device: str) -> None:
-    if device != "cuda":
-        pytest.skip("FlexAttention runs on a GPU")
-    results = []
-    for kernel in ("flex", "auto", "plain"):
-        given = [t.requires_grad_() for t in inputs(300, device)]
-        out = core(PATTERNS[name], kernel).to(device)(*given, causal=causal).out_BHNV
-        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    for got in results[:2]:
-        torch.testing.assert_close(got, results[2], rtol=1e-4, atol=1e-4)
-    torch.compiler.reset()
-
-
 def test_auto_is_plain_without_a_gpu_and_what_is_asked_for_by_name_is_refused() -> None:
     given = inputs(150)
-    auto, plain = both(PATTERNS["window"], "auto", *given)
+    auto, plain = both(WINDOW, "auto", *given)
     assert torch.equal(auto.out_BHNV, plain.out_BHNV)
-    flex = core(PATTERNS["window"], "flex")
+    flex = core(WINDOW, "flex")
     with pytest.raises(
         ValueError, match=r"kernel='flex' cannot take this call: .* runs on a GPU, not on cpu: .*; take"
     ):
         flex(*given)
-    dropping = create_attention({**PATTERNS["window"], "kernel": "flex", "dropout": 0.5}).train()
+    dropping = create_attention({**WINDOW, "kernel": "flex", "dropout": 0.5}).train()
     with pytest.raises(ValueError, match=r"has no dropout of the weights, here 0\.5"):
         dropping(*inputs(150))
     with pytest.raises(ValueError, match="kernel='flash' must be one of plain, flex, auto"):
-        core(PATTERNS["window"], "flash")
-    with pytest.raises(ValueError, match='kernel="flex" is for blocks along the sequence, not on a map'):
-        core({"name": "image_transformer", "block": (2, 2), "memory": (1, 1), "size": (4, 4)}, "flex")
+        core(WINDOW, "flash")
+    with pytest.raises(ValueError, match="mode='sum' is of two softmaxes, of which kernel='flex' has one"):
+        core({"name": "axial", "mode": "sum", "columns": 4}, "flex")
+    assert core({"name": "axial", "mode": "sum", "columns": 4}, "auto").kernel == "plain"
 
 
 def test_what_stands_in_the_way_of_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, shape=(1, 2, 8, 16), is_cuda=True)
-    narrow = types.SimpleNamespace(**{**vars(on_gpu), "dtype": torch.float32, "shape": (1, 2, 8, 8)})
-    given: Any = ((on_gpu,) * 3, (narrow,) * 3)
+    with FakeTensorMode():  # as on a GPU
+        kinds = ((16, torch.float64), (8, torch.float32), (16, torch.bfloat16))
+        wide, narrow, fine = (torch.empty(1, 2, 8, width, dtype=dtype, device="cuda") for width, dtype in kinds)
+    given: Any = ((wide,) * 3, (narrow,) * 3)
     with pytest.raises(ValueError, match="nothing wider than float32"):
         kernels.takes_flex("flex", *given[0], 0.0)
     with pytest.raises(ValueError, match="heads of at least 16 channels, not 8"):
         kernels.takes_flex("flex", *given[1], 0.0)
-    fine = types.SimpleNamespace(**{**vars(on_gpu), "dtype": torch.bfloat16})
+    with pytest.raises(ValueError, match=r"has no rule for torch\.vmap, under which schedule='diagonal'"):
+        torch.vmap(lambda t: kernels.takes_flex("flex", t, t, t, 0.0))(fine)
     some: Any = (fine,) * 3
     assert kernels.takes_flex("auto", *some, 0.0) and not kernels.takes_flex("auto", *given[0], 0.0)
     assert not kernels.takes_flex("plain", *some, 0.0)

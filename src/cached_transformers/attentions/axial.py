@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, into_blocks, merge, paired_logits, seen_places
+from .parts.flex import Sees
+from .parts.kernels import FlexKernel
 from .parts.pattern import PatternAttention, in_sequence
 from .parts.windows import beside_class_tokens
 
@@ -84,9 +87,10 @@ class AxialAttention(PatternAttention):
         length: int | None = None,
         index: int = 0,
         prefix: int = 0,
+        kernel: FlexKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout=dropout, kernel=kernel)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
         if prefix < 0:
@@ -109,26 +113,28 @@ class AxialAttention(PatternAttention):
         if mode in ("sum", "sequential"):
             self.can = self.can - {"context", "lse"}
             self.steps_from = None  # of two softmaxes
+            if kernel == "flex":
+                raise ValueError(
+                    f"mode={mode!r} is of two softmaxes, of which kernel='flex' has one; take kernel='plain'"
+                )
+            self.kernel = "plain"
 
-    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
-        if place < self.prefix:
-            return None
-        i, j_S = place - self.prefix, place_S - self.prefix
-        if self.mode == "row":
-            line_S = i // self.columns == j_S // self.columns
-        else:
-            line_S = i % self.columns == j_S % self.columns
-        return line_S | (place_S < self.prefix)
+    def rule(self, heads: int, tokens: int, causal: bool) -> _Axis:
+        self._check_fits(tokens)
+        return _Axis(self.mode, self.columns, self.prefix)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
-        if self.places is not None and q_BHNE.shape[2] - self.prefix > self.places:
-            raise ValueError(f"{q_BHNE.shape[2] - self.prefix} tokens do not fit the map of {self.places} places")
+        self._check_fits(q_BHNE.shape[2])
         if self.mode == "sum":
             row, col = (self._axis(axis, q_BHNE, k_BHNE, v_BHNV, call) for axis in ("row", "col"))
             return AttentionOutput(row.out_BHNV + col.out_BHNV)
         if self.mode == "sequential":
             return AttentionOutput(self._sequential(q_BHNE, k_BHNE, v_BHNV, call))
         return self._axis(self.mode, q_BHNE, k_BHNE, v_BHNV, call)
+
+    def _check_fits(self, tokens: int) -> None:
+        if self.places is not None and tokens - self.prefix > self.places:
+            raise ValueError(f"{tokens - self.prefix} tokens do not fit the map of {self.places} places")
 
     def _axis(
         self, axis: str, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, *, ordered: bool = True
@@ -188,3 +194,20 @@ class AxialAttention(PatternAttention):
         if axis == "col":
             out, lse = out.transpose(2, 3), None if lse is None else lse.transpose(2, 3)
         return in_sequence(out, lse, tokens)
+
+
+class _Axis(NamedTuple):
+    """The line of a query on one axis; class tokens see all and are seen by all."""
+
+    axis: str
+    columns: int
+    prefix: int
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        columns, prefix = self.columns, self.prefix
+
+        def sees(row: Any, head: Any, i: Any, j: Any) -> Tensor:
+            apart = (i - prefix) // columns - (j - prefix) // columns if self.axis == "row" else (i - j) % columns
+            return (apart == 0) | (i < prefix) | (j < prefix)
+
+        return sees

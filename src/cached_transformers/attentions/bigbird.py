@@ -23,7 +23,7 @@ blocks, K blocks that one sees.
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, gather_blocks, into_blocks
+from .parts.flex import Lengths, Sees, Shown, by_blocks, shown_blocks
+from .parts.kernels import FlexKernel
 from .parts.keys import visible
 from .parts.pattern import PatternAttention, in_sequence
 
@@ -86,9 +88,10 @@ class BigBird(PatternAttention):
         window: int = 3,
         random: int = 3,
         seed: int = 0,
+        kernel: FlexKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout=dropout, kernel=kernel)
         if block < 1:
             raise ValueError(f"block={block} must be at least 1 token")
         if window < 1 or window % 2 == 0:
@@ -144,9 +147,35 @@ class BigBird(PatternAttention):
             return None
         last_B111 = place_S.new_full((1, 1, 1, 1), blocks - 1)
         ids_HK, counts_HK = (t[0, :, -1] for t in self.table(blocks, last_B111, causal=True))
-        nowhere_HK = torch.where(counts_HK, ids_HK, blocks)
-        seen_HQ = place_S.new_zeros(self.heads, blocks + 1, dtype=torch.bool).scatter(1, nowhere_HK, True)
-        return seen_HQ[:, place_S // self.block]
+        return _named(ids_HK, counts_HK, blocks)[:, place_S // self.block]
+
+    def seen_blocks(self, blocks: int, last_B111: Tensor, causal: bool) -> Tensor:
+        """(B, H, Q, Q): which blocks each block sees."""
+        if self.sees_all(blocks, causal):
+            return last_B111.new_ones(1, self.heads, blocks, blocks, dtype=torch.bool)
+        ids_BHQK, counts_B1QK = self.table(blocks, last_B111, causal)
+        seen_BHQQ = _named(ids_BHQK, counts_B1QK.expand_as(ids_BHQK), blocks)
+        if causal:
+            return seen_BHQQ
+        place_Q = torch.arange(blocks, device=last_B111.device)[:, None]
+        return seen_BHQQ | (place_Q == 0) | (place_Q == last_B111)
+
+    def rule(self, heads: int, tokens: int, causal: bool) -> _Blocks:
+        settings = (self.heads, self.index, self.block, self.window, self.random, self.seed)
+        return _Blocks(*settings, -(-tokens // self.block), causal)
+
+    def shown(self, lengths: Lengths, call: Call) -> Shown:
+        if call.key_padding_mask is None:
+            return super().shown(lengths, call)
+        # A row ends where its padding begins, and what is drawn depends on its end.
+        rows, blocks = len(call.key_padding_mask), -(-lengths.keys // self.block)
+        seen_BHQQ = self.seen_blocks(blocks, self._last(call.key_padding_mask), call.causal).expand(rows, -1, -1, -1)
+        return shown_blocks(seen_BHQQ, self.block, lengths)
+
+    def _last(self, padding_BN: Tensor) -> Tensor:
+        """(B, 1, 1, 1): the last block of each row in which there is a token."""
+        place_N = torch.arange(padding_BN.shape[1], device=padding_BN.device)
+        return torch.where(padding_BN, 0, place_N).amax(1)[:, None, None, None] // self.block
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         tokens, padding_BN, causal = k_BHNE.shape[2], call.key_padding_mask, call.causal
@@ -163,7 +192,7 @@ class BigBird(PatternAttention):
         else:
             padding_BN = F.pad(padding_BN, (0, blocks * self.block - tokens), value=True)
             absent_BQW = padding_BN.unflatten(1, (blocks, -1))
-            last_B111 = torch.where(padding_BN, 0, place_1N).amax(1)[:, None, None, None] // self.block
+            last_B111 = self._last(padding_BN)
         # Global blocks have a result of their own; with padding, which block is the last differs from row to row.
         one_last = padding_BN is None
         first, stop = (0, blocks) if causal else (1, blocks - 1 if one_last else blocks)
@@ -185,6 +214,31 @@ class BigBird(PatternAttention):
             if lse is not None and ends_lse is not None:
                 lse = _joined(ends_lse[..., None], lse[..., None], last)[..., 0]
         return in_sequence(out, lse, tokens)
+
+
+class _Blocks(NamedTuple):
+    """What rows without padding see: the settings of a core, of which `bind` makes the table once more."""
+
+    heads: int
+    layer: int
+    block: int
+    window: int
+    random: int
+    seed: int
+    blocks: int
+    causal: bool
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        heads, layer, block, window, random, seed = self[:6]
+        core = BigBird(heads, index=layer, block=block, window=window, random=random, seed=seed)
+        last_1111 = torch.full((1, 1, 1, 1), self.blocks - 1, device=device)
+        return by_blocks(core.seen_blocks(self.blocks, last_1111, self.causal), self.block)
+
+
+def _named(ids: Tensor, counts: Tensor, blocks: int) -> Tensor:
+    """(..., Q): whether a table (..., K) names each block in an entry that counts."""
+    nowhere = torch.where(counts, ids, blocks)
+    return ids.new_zeros(*ids.shape[:-1], blocks + 1, dtype=torch.bool).scatter(-1, nowhere, True)[..., :blocks]
 
 
 def _rows(t: Tensor) -> Tensor:

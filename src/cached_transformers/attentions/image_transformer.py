@@ -22,6 +22,7 @@ Legend: B rows, H heads, N tokens, E key width, V value width, Q blocks, W queri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, seen_places
-from .parts.kernels import PatternKernel, check_kernel
+from .parts.flex import Sees
+from .parts.kernels import FlexKernel
 from .parts.pattern import PatternAttention
 from .parts.windows import beside_class_tokens, local_attention
 
@@ -54,11 +56,10 @@ class ImageTransformerAttention(PatternAttention):
         size: (rows, columns) of the map, for blocks on a map. A shorter sequence is the beginning of a map.
         order: how the sequence goes through the map, "raster" or "blocks".
         prefix: class tokens before the others, which see all and are seen by all.
-        kernel: of blocks along the sequence: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
 
     Raises:
         ValueError: a block below 1 or a negative memory; one of them a number and the other a pair; blocks on a map of
-            unknown size, or with kernel="flex"; an unknown order.
+            unknown size; an unknown order.
     """
 
     can = PatternAttention.can | {"causal"}
@@ -72,11 +73,10 @@ class ImageTransformerAttention(PatternAttention):
         size: Sequence[int] | None = None,
         order: str = "raster",
         prefix: int = 0,
-        kernel: PatternKernel = "plain",
+        kernel: FlexKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(dropout=dropout)
-        check_kernel(kernel, "flex")
+        super().__init__(dropout=dropout, kernel=kernel)
         flat = isinstance(block, int)
         if flat != isinstance(memory, int):
             raise ValueError(f"block={block} and memory={memory} must both be numbers (1-D) or both be pairs (2-D)")
@@ -89,9 +89,6 @@ class ImageTransformerAttention(PatternAttention):
             raise ValueError(f"order={order!r} must be 'raster' (row by row) or 'blocks' (block by block)")
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must be a number of class tokens, or 0")
-        if kernel == "flex" and not flat:
-            raise ValueError(f'kernel="flex" is for blocks along the sequence, not on a map as block={block}')
-        self.kernel = kernel
         self.size = None if flat or size is None else pair(size)
         if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
             raise ValueError(f"size={size} must be (rows, columns) of a map")
@@ -101,11 +98,12 @@ class ImageTransformerAttention(PatternAttention):
         if self.size is not None:
             self.steps_from = None  # blocks of a map have no place in a text
 
-    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
-        if place < self.prefix:
-            return None
-        first = (place - self.prefix) // self.block[0] * self.block[0]
-        return (place_S - self.prefix >= first - self.memory[0]) | (place_S < self.prefix)
+    def rule(self, heads: int, tokens: int, causal: bool) -> _Line | _Map:
+        (block, _), (memory, _) = self.block, self.memory
+        if self.size is None:
+            return _Line(block, memory, 0 if causal else memory, self.prefix)
+        self._check_fits(tokens - self.prefix)
+        return _Map(self.size, self.block, self.memory, self.order, self.prefix, causal)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         body = self._along_the_sequence if self.size is None else self._on_the_map
@@ -121,16 +119,7 @@ class ImageTransformerAttention(PatternAttention):
 
         after = 0 if causal else reach
         return local_attention(
-            q_BHNE,
-            k_BHNE,
-            v_BHNV,
-            call,
-            sees,
-            size=size,
-            before=reach,
-            after=after,
-            dropout=self.drop,
-            kernel=self.kernel,
+            q_BHNE, k_BHNE, v_BHNV, call, sees, size=size, before=reach, after=after, dropout=self.drop
         )
 
     def _on_the_map(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
@@ -166,9 +155,8 @@ class ImageTransformerAttention(PatternAttention):
     def _tables(self, tokens: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Places in the sequence of the queries (Q, W), `tokens` where there is none, and of the keys (Q, S), or -1."""
         assert self.size is not None
+        self._check_fits(tokens)
         rows, columns = self.size
-        if tokens > rows * columns:
-            raise ValueError(f"{tokens} tokens do not fit the map of size={self.size}; give the size of the whole map")
         high, wide = self.block
         bands, across = -(-tokens // (high * columns)), -(-columns // wide)  # only the bands that the sequence reaches
         above, aside = min(self.memory[0], (bands - 1) * high), min(self.memory[1], (across - 1) * wide)
@@ -179,7 +167,7 @@ class ImageTransformerAttention(PatternAttention):
 
         def table(row: Tensor, column: Tensor, nowhere: int) -> Tensor:
             row, column = row[:, None, :, None], column[None, :, None]
-            place = self._place(row, column, rows, columns)
+            place = place_on_map(row, column, (rows, columns), self.block, self.order)
             inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns) & (place < tokens)
             return torch.where(inside, place, nowhere).flatten(2).flatten(0, 1)
 
@@ -187,14 +175,64 @@ class ImageTransformerAttention(PatternAttention):
         below = 0 if causal else above
         return query_QW, table(line(bands, high, above, below), line(across, wide, aside, aside), -1)
 
-    def _place(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
-        """Where in the sequence a cell of the map is."""
-        if self.order == "raster":
-            return row * columns + column
-        top, left = row // self.block[0] * self.block[0], column // self.block[1] * self.block[1]
-        # The last band and the last block of a band may be cut off by the edge of the map.
-        high, wide = (rows - top).clamp(max=self.block[0]), (columns - left).clamp(max=self.block[1])
-        return top * columns + left * high + (row - top) * wide + column - left
+    def _check_fits(self, tokens: int) -> None:
+        if self.size is not None and tokens > self.size[0] * self.size[1]:
+            raise ValueError(f"{tokens} tokens do not fit the map of size={self.size}; give the size of the whole map")
+
+
+class _Line(NamedTuple):
+    """The block of a query, and so many tokens before and after it; class tokens see all and are seen by all."""
+
+    block: int
+    before: int
+    after: int
+    prefix: int
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        def sees(row: Any, head: Any, i: Any, j: Any) -> Tensor:
+            first = (i - self.prefix) // self.block * self.block + self.prefix
+            near = (j >= first - self.before) & (j < first + self.block + self.after)
+            return near | (i < self.prefix) | (j < self.prefix)
+
+        return sees
+
+
+class _Map(NamedTuple):
+    """The block of a query on a map, and the memory round it; causally not below it."""
+
+    size: tuple[int, ...]
+    block: tuple[int, ...]
+    memory: tuple[int, ...]
+    order: str
+    prefix: int
+    causal: bool
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        (rows, columns), (high, wide), (above, aside) = self.size, self.block, self.memory
+        below = 0 if self.causal else above
+        row_N, column_N = torch.zeros(2, max(length, rows * columns + self.prefix), dtype=torch.long, device=device)
+        row_R1, column_C = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+        place_RC = place_on_map(row_R1, column_C, self.size, self.block, self.order) + self.prefix
+        row_N[place_RC], column_N[place_RC] = row_R1.expand_as(place_RC), column_C.expand_as(place_RC)
+
+        def sees(row: Any, head: Any, i: Any, j: Any) -> Tensor:
+            top, left = row_N[i] // high * high, column_N[i] // wide * wide
+            near = (row_N[j] >= top - above) & (row_N[j] < top + high + below)
+            near = near & (column_N[j] >= left - aside) & (column_N[j] < left + wide + aside)
+            return near | (i < self.prefix) | (j < self.prefix)
+
+        return sees
+
+
+def place_on_map(row: Tensor, column: Tensor, size: Sequence[int], block: Sequence[int], order: str) -> Tensor:
+    """Where in the sequence a cell of the map is."""
+    rows, columns = size
+    if order == "raster":
+        return row * columns + column
+    top, left = row // block[0] * block[0], column // block[1] * block[1]
+    # The last band and the last block of a band may be cut off by the edge of the map.
+    high, wide = (rows - top).clamp(max=block[0]), (columns - left).clamp(max=block[1])
+    return top * columns + left * high + (row - top) * wide + column - left
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, ...]:

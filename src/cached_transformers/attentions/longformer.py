@@ -22,7 +22,7 @@ Legend: B rows, H heads, N tokens, D model width, E key width, V value width, G 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
-from .parts.kernels import PatternKernel, check_kernel
+from .parts.flex import Sees
+from .parts.kernels import FlexKernel
 from .parts.pattern import PatternAttention
 from .parts.windows import attend_all, local_attention
 
@@ -58,7 +59,6 @@ class LongformerAttention(PatternAttention):
             Positions that the layer applies to queries and keys (rotary) are not applied to these.
         width: D, and heads: H; needed with global projections.
         index: of the layer.
-        kernel: of the windows: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
 
     Raises:
         ValueError: an odd window or one below 2; a dilation below 1; sequences that do not fit layers or heads; a
@@ -80,12 +80,10 @@ class LongformerAttention(PatternAttention):
         width: int | None = None,
         heads: int | None = None,
         index: int = 0,
-        kernel: PatternKernel = "plain",
+        kernel: FlexKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(dropout=dropout)
-        check_kernel(kernel, "flex")
-        self.kernel = kernel
+        super().__init__(dropout=dropout, kernel=kernel)
         self.window: int = of_layer("window", window, index)
         if self.window < 2 or self.window % 2:
             raise ValueError(f"window={self.window} must be even and at least 2: as many tokens on each side")
@@ -93,6 +91,7 @@ class LongformerAttention(PatternAttention):
         if not isinstance(steps, int) and steps and not isinstance(steps[0], int):
             steps = of_layer("dilation", steps, index)
         self.dilations: tuple[int, ...] = (steps,) if isinstance(steps, int) else tuple(steps)
+        self.told_heads = len(self.dilations)
         if not self.dilations or not all(isinstance(step, int) and step >= 1 for step in self.dilations):
             raise ValueError(f"dilation={dilation} must be at least 1 for each head; 1 is a window without gaps")
         if heads is not None and len(self.dilations) not in (1, heads):
@@ -114,13 +113,17 @@ class LongformerAttention(PatternAttention):
             self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
             self.steps_from = None  # other keys than those that are kept
 
-    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
-        if place in self.places:
-            return None
-        step_H1 = torch.tensor(self.dilations, device=place_S.device)[:, None]
-        behind_S = place - place_S
-        near_HS = (behind_S <= self.window * step_H1) & (behind_S % step_H1 == 0)
-        return near_HS | torch.isin(place_S, self.place_P)
+    def rule(self, heads: int, tokens: int, causal: bool) -> _Windows:
+        if len(self.dilations) not in (1, heads):
+            raise ValueError(
+                f"dilation={self.dilations} must have one number, or one for each of the {heads} heads of this call"
+            )
+        before, after = (self.window, 0) if causal else (self.window // 2, self.window // 2)
+        return _Windows(before, after, self.dilations, self.places)
+
+    def takes_flex(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
+        # With projections of their own, global tokens have a softmax of their own: only the windows are for the kernel.
+        return self.query is None and super().takes_flex(q_BHNE, k_BHNE, v_BHNV)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         tokens = q_BHNE.shape[2]
@@ -133,7 +136,9 @@ class LongformerAttention(PatternAttention):
         if count == tokens:
             return seeing_all
         # The windows of global tokens are computed in vain: leaving them out would cut blocks into pieces.
-        near = self._windows(q_BHNE, k_BHNE, v_BHNV, call, place_G)
+        by_flex = self.query is not None and super().takes_flex(q_BHNE, k_BHNE, v_BHNV)
+        qkv = q_BHNE, k_BHNE, v_BHNV
+        near = self.by_flex(*qkv, call) if by_flex else self._windows(*qkv, call, place_G)
         out = near.out_BHNV.index_copy(2, place_G, seeing_all.out_BHNV)
         if near.lse_BHN is None or seeing_all.lse_BHN is None:
             return AttentionOutput(out)
@@ -142,10 +147,8 @@ class LongformerAttention(PatternAttention):
     def _windows(
         self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call, place_G: Tensor | None
     ) -> AttentionOutput:
-        heads, steps = q_BHNE.shape[1], self.dilations
-        if len(steps) not in (1, heads):
-            raise ValueError(f"dilation={steps} must have one number, or one for each of the {heads} heads")
-        before, after = (self.window, 0) if call.causal else (self.window // 2, self.window // 2)
+        heads = q_BHNE.shape[1]
+        before, after, steps, _ = self.rule(heads, q_BHNE.shape[2], call.causal)
 
         def of_heads(step: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
             return local_attention(
@@ -160,7 +163,6 @@ class LongformerAttention(PatternAttention):
                 stride=step,
                 everywhere_G=place_G,
                 dropout=self.drop,
-                kernel=self.kernel,
             )
 
         if len(set(steps)) == 1:
@@ -188,6 +190,29 @@ class LongformerAttention(PatternAttention):
         q, kv = self.query(x_BND[:, place_G]), self.key_value(x_BND)
         q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1)))
         return q, k, v
+
+
+class _Windows(NamedTuple):
+    """So many tokens before and after a query, in steps by head, and places that see all and are seen by all."""
+
+    before: int
+    after: int
+    steps: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        step_H, only = torch.tensor(self.steps, device=device), self.steps[0]
+        everywhere_N = torch.zeros(length, dtype=torch.bool, device=device)
+        everywhere_N[[place for place in self.places if place < length]] = True
+        several, dilated = len(self.steps) > 1, max(self.steps) > 1
+
+        def sees(row: Any, head: Any, i: Any, j: Any) -> Tensor:
+            apart, step = i - j, step_H[head] if several else only
+            near = (apart <= self.before * step) & (-apart <= self.after * step)
+            near = near & (apart % step == 0) if dilated else near
+            return near | everywhere_N[i] | everywhere_N[j] if self.places else near
+
+        return sees
 
 
 def of_layer(name: str, value: Any, index: int) -> Any:

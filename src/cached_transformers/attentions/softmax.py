@@ -1,6 +1,8 @@
 """Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, eq. 1), by PyTorch's fused kernels.
 
-out = softmax(q k^T / sqrt(E) + bias) v. A query that sees no key gives 0.
+out = softmax(q k^T / sqrt(E) + bias) v. A query that sees no key gives 0. By FlexAttention positions need no bias:
+logits by distance are looked up where the pairs are made.
+
 Cost: N (M + N) (E + V) multiply-adds a head and row; memory O(N V) with the fused kernels.
 
 Legend: B rows, H heads, N tokens, M keys of a context, E key width, V value width.
@@ -19,6 +21,8 @@ from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 from cached_transformers.seam.memory import Context
 
 from .parts.building_blocks import product
+from .parts.flex import Everything, flex_attend, lengths_of, shown
+from .parts.kernels import FlexKernel, check_kernel, takes_flex
 from .parts.keys import visible, with_context
 
 
@@ -32,16 +36,32 @@ from .parts.keys import visible, with_context
     cost="2 N (M + N) E multiply-adds a head; memory O(N) with fused kernels",
 )
 class SoftmaxAttention(Attention):
-    """Exact softmax attention through scaled_dot_product_attention."""
+    """Exact softmax attention through scaled_dot_product_attention.
+
+    Args:
+        kernel: "plain", "flex" (FlexAttention, refused where it cannot), or "auto", which leaves to the fused kernels
+            what has neither bias nor padding nor a context.
+    """
 
     can = frozenset({"causal", "bidirectional", "cross", "bias", "context", "exact_padding", "lse", "weights"})
     steps_from = "keys"
 
+    def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
+        super().__init__(dropout=dropout)
+        check_kernel(kernel, "flex")
+        self.kernel = kernel
+
+    def looks_up(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
+        return takes_flex(self.kernel, q_BHNE, k_BHNE, v_BHNV, self.drop)
+
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context
+        # The fused kernels' own causal flag is the fastest path, but it knows no context and no further mask.
+        plain = all(given is None for given in (context, call.key_padding_mask, call.bias_BHNM, call.distances_BHNK))
+        if not (plain and self.kernel == "auto") and self.looks_up(q_BHNE, k_BHNE, v_BHNV):
+            everything = shown(Everything(), lengths_of(q_BHNE, k_BHNE, call))
+            return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, everything)
         k_BHNE, v_BHNV = with_context(k_BHNE, v_BHNV, context)
-        # The kernel's own causal flag is the fastest path, but it knows no context and no further mask.
-        plain = context is None and call.key_padding_mask is None and call.bias_BHNM is None
         mask = None
         if not plain or call.want_lse:
             mask = visible(q_BHNE, k_BHNE, call.causal, call.key_padding_mask, context, call.bias_BHNM)

@@ -22,6 +22,8 @@ Legend: B rows, H heads, N tokens, E key width, V value width, K summary tokens.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, gather_keys, merge, seen_places
+from .parts.flex import Sees
+from .parts.kernels import FlexKernel
 from .parts.pattern import PatternAttention
 from .parts.windows import beside_class_tokens, local_attention
 
@@ -76,9 +80,10 @@ class SparseTransformerAttention(PatternAttention):
         heads: int | None = None,
         index: int = 0,
         prefix: int = 0,
+        kernel: FlexKernel = "plain",
         dropout: float = 0.0,
     ) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout=dropout, kernel=kernel)
         if stride < 1:
             raise ValueError(f"stride={stride} must be at least 1; about sqrt(tokens) is cheapest")
         if pattern not in ("strided", "fixed"):
@@ -96,33 +101,13 @@ class SparseTransformerAttention(PatternAttention):
         if prefix < 0:
             raise ValueError(f"prefix={prefix} must be a number of class tokens, or 0")
         self.stride, self.kind, self.summary, self.combine = stride, pattern, summary, combine
-        self.slices, self.index, self.prefix, self.heads = slices, index, prefix, heads
+        self.slices, self.index, self.prefix, self.told_heads = slices, index, prefix, heads or 1
         if heads is None and (combine == "heads" or slices > 1):
             self.steps_from = None  # which keys a head sees depends on how many there are
 
-    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
-        if place < self.prefix:
-            return None
-        i, j_S = place - self.prefix, place_S - self.prefix
-        heads = self.heads or 1
-        near_S = j_S > i - self.stride
-        far_HS = ((i - j_S) % self.stride == 0)[None]
-        if self.kind == "fixed":
-            near_S = torch.eq(j_S // self.stride, i // self.stride)
-            slice_H1 = torch.arange(heads if self.slices > 1 else 1, device=place_S.device)[:, None] % self.slices
-            first_H1 = self.stride - (slice_H1 + 1) * self.summary
-            rest_S = j_S % self.stride
-            far_HS = (rest_S >= first_H1) & (rest_S < first_H1 + self.summary)
-        if self.combine == "layers":
-            seen_HS = far_HS if self.index % 2 else near_S[None]
-        elif self.combine == "heads":
-            # Each half of the heads counts its slices anew.
-            odd_H1 = torch.arange(heads, device=place_S.device)[:, None] % 2 == 1
-            far_HS = far_HS[: -(-heads // 2)].repeat_interleave(2, 0)[:heads] if len(far_HS) > 1 else far_HS
-            seen_HS = torch.where(odd_H1, far_HS, near_S)
-        else:
-            seen_HS = near_S | far_HS
-        return seen_HS | (place_S < self.prefix)
+    def rule(self, heads: int, tokens: int, causal: bool) -> _Grid:
+        part = ("near", "far")[self.index % 2] if self.combine == "layers" else self.combine
+        return _Grid(self.stride, self.kind == "fixed", self.summary, self.slices, part, self.prefix)
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         return beside_class_tokens(self._body, self.prefix, q_BHNE, k_BHNE, v_BHNV, call, dropout=self.drop)
@@ -197,3 +182,42 @@ class SparseTransformerAttention(PatternAttention):
         index_H1K = place_H1K.clamp(max=tokens - 1)
         k, v = (gather_keys(t, index_H1K)[:, :, 0] for t in (k_BHNE, v_BHNV))
         return AttentionOutput(*attend(q_BHNE, k, v, mask, dropout=self.drop, want_lse=call.want_lse))
+
+
+class _Grid(NamedTuple):
+    """Near keys, far ones, both, or each in every other head; class tokens see all and are seen by all."""
+
+    stride: int
+    fixed: bool
+    summary: int
+    slices: int
+    part: str
+    prefix: int
+
+    def bind(self, length: int, device: torch.device) -> Sees:
+        stride, prefix, halves = self.stride, self.prefix, self.part == "heads"
+
+        def near(i: Any, j: Any) -> Tensor:
+            return i // stride == j // stride if self.fixed else (i - j < stride) & (j - i < stride)
+
+        def far(head: Any, i: Any, j: Any) -> Tensor:
+            if not self.fixed:
+                return (i - j) % stride == 0
+            # Where far keys are for every other head, each half of the heads counts its slices anew.
+            turn = (head // 2 if halves else head) % self.slices if self.slices > 1 else 0
+            first, rest = stride - (turn + 1) * self.summary, j % stride
+            return (rest >= first) & (rest < first + self.summary)
+
+        def sees(row: Any, head: Any, i: Any, j: Any) -> Tensor:
+            of_class = (i < prefix) | (j < prefix)
+            i, j = i - prefix, j - prefix
+            if self.part == "near":
+                return near(i, j) | of_class
+            if self.part == "far":
+                return far(head, i, j) | of_class
+            if halves:
+                odd = head % 2 == 1
+                return (odd & far(head, i, j)) | (~odd & near(i, j)) | of_class
+            return near(i, j) | far(head, i, j) | of_class
+
+        return sees

@@ -284,7 +284,10 @@ class SelfAttention(nn.Module):
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)
-        placed_q, placed_k, bias, context = self._place(q, k, positions_BNP, context, bias_BHNM, run)
+        look_up = run and "weights" not in self.memory.needs and self.core.looks_up(q, k, v)
+        placed_q, placed_k, bias, distances, context = self._place(
+            q, k, positions_BNP, context, bias_BHNM, run, look_up
+        )
         slots = 0 if context is None else context.k_BHME.shape[2]
         keys = slots + k.shape[2]
         visible = _visible(visible_NN, context, q.shape[2])
@@ -296,7 +299,7 @@ class SelfAttention(nn.Module):
         mask: dict[str, Any] = {"causal": causal, "key_padding_mask": padding_BN, "context": context, "bias_BHNM": bias}
         weights = key_weights(placed_q, placed_k, **mask) if "weights" in self.memory.needs else None
         placed_v = v if context is None else widened(v, context.v_BHME.shape[-1])
-        more = {"x_BND": h_BND, "state": core_state, "want_state": keep is not None}
+        more = {"distances_BHNK": distances, "x_BND": h_BND, "state": core_state, "want_state": keep is not None}
         result = self._attend(placed_q, placed_k, placed_v, mask, more)
         if keep is not None:
             keep.take(placed_k, v, context, result.state)
@@ -321,8 +324,13 @@ class SelfAttention(nn.Module):
         context: Context | None,
         bias: Tensor | None,
         run: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Context | None]:
-        """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless."""
+        look_up: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Context | None]:
+        """Apply positions to queries, keys and the context's keys, and make empty slots of the context harmless.
+
+        Returns:
+            Queries, keys, bias, logits by distance where the core is to look them up, and the context.
+        """
         slots = 0
         if context is not None:
             slots = context.k_BHME.shape[2]
@@ -332,18 +340,21 @@ class SelfAttention(nn.Module):
                 k_BHME, v_BHME = (torch.where(keep, t, 0) for t in (context.k_BHME, context.v_BHME))
                 context = context._replace(k_BHME=k_BHME, v_BHME=v_BHME, attend=None)
         if positions_BNP is None:
-            return q, k, bias, context
+            return q, k, bias, None, context
         if context is not None:
             k_BHME = self.positions.rotate(context.k_BHME, context.positions_BMP)
             if k_BHME is not context.k_BHME:
                 context = context._replace(k_BHME=k_BHME, attend=None)
-        placed = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
+        distances = self.positions.by_distance(q, slots + k.shape[2]) if look_up else None
+        placed = None
+        if distances is None:
+            placed = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)
         if placed is not None:
             if placed.shape[-1] > slots + k.shape[2]:
                 placed = placed[..., : slots + k.shape[2]]
             bias = placed if bias is None else placed + bias
         placed_k = self.positions.rotate(k, positions_BNP[:, : k.shape[2]])
-        return self.positions.query(q, positions_BNP), placed_k, bias, context
+        return self.positions.query(q, positions_BNP), placed_k, bias, distances, context
 
 
 def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:

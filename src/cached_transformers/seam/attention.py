@@ -32,6 +32,8 @@ class Call(NamedTuple):
         key_padding_mask: (B, M) bool, True = padding, over the keys of the segment; None without padding.
         context: keys and values of a memory, which every query sees.
         bias_BHNM: added to the logits, over context and segment.
+        distances_BHNK: added to the logit of the key 0, 1, ... places before a query, (B or 1, H, N or 1, M + N), for a
+            core that `looks_up`; the context stands right before the segment.
         x_BND: the layer's input, for mechanisms that need more than q, k and v.
         generator: source of randomness of mechanisms that draw; torch's global one when None.
         want_lse: give the log-sum-exp of the logits, too.
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     key_padding_mask: Tensor | None = None
     context: Context | None = None
     bias_BHNM: Tensor | None = None
+    distances_BHNK: Tensor | None = None
     x_BND: Tensor | None = None
     generator: torch.Generator | None = None
     want_lse: bool = False
@@ -130,6 +133,7 @@ class Attention(nn.Module):
         key_padding_mask: Tensor | None = None,
         context: Context | None = None,
         bias_BHNM: Tensor | None = None,
+        distances_BHNK: Tensor | None = None,
         x_BND: Tensor | None = None,
         generator: torch.Generator | None = None,
         want_lse: bool = False,
@@ -142,7 +146,8 @@ class Attention(nn.Module):
             q_BHNE: queries, with positions applied already, as `k_BHNE` and the keys of `context`.
             k_BHNE: keys. Without queries, or without any keys, the result is that of queries that see no key.
             v_BHNV: values.
-            causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state, want_state: see `Call`.
+            causal, key_padding_mask, context, bias_BHNM, distances_BHNK, x_BND, generator, want_lse, state, want_state:
+                see `Call`.
 
         Raises:
             ValueError: the core does not support the call, the mask is not bool or not of the keys' shape, or a state
@@ -169,14 +174,25 @@ class Attention(nn.Module):
                 q_BHNE = _without_nan(q_BHNE, hidden_B1N1)
             if x_BND is not None and x_BND.shape[1] == k_BHNE.shape[2]:
                 x_BND = _without_nan(x_BND, key_padding_mask[..., None])
+        if distances_BHNK is not None and not self.looks_up(q_BHNE, k_BHNE, v_BHNV):
+            raise ValueError(f"{self.title} looks up no logits by distance in this call; give them as a bias")
         keys = k_BHNE.shape[2] + (0 if context is None else context.k_BHME.shape[2])
         if q_BHNE.shape[2] == 0 or keys == 0:
             if is_nothing(state):
                 rows, heads, _, width = q_BHNE.shape
                 state = self.init_state(rows, heads, width, v_BHNV.shape[3], q_BHNE)
             return sees_nothing(q_BHNE, v_BHNV, want_lse=want_lse)._replace(state=state)
-        call = Call(causal, key_padding_mask, context, bias_BHNM, x_BND, generator, want_lse, state, want_state)
+        positions = bias_BHNM, distances_BHNK
+        call = Call(causal, key_padding_mask, context, *positions, x_BND, generator, want_lse, state, want_state)
         return self.attend(q_BHNE, k_BHNE, v_BHNV, call)
+
+    def looks_up(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
+        """Whether the core takes logits by distance in the place of a bias, in a call with such inputs.
+
+        Raises:
+            ValueError: a kernel that would was asked for by name, and cannot take the call.
+        """
+        return False
 
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         """The mechanism itself."""

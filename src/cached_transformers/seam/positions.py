@@ -54,6 +54,11 @@ class Positions(nn.Module):
         """
         return None
 
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor | None:
+        """What `bias` adds for keys 0, 1, ... `count` - 1 places before each query, for cores that look it up:
+        (B or 1, H, N or 1, count); None for a scheme that is no function of queries and distances."""
+        return None
+
 
 class LearnedPositions(Positions):
     """A trained vector for each of `length` positions.
@@ -143,6 +148,9 @@ class ALiBiPositions(Positions):
         distance = (q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]).abs()
         return -self.slopes[:, None, None] * distance[:, None]
 
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor:
+        return -self.slopes[None, :, None, None] * torch.arange(count, device=q_BHNE.device)
+
 
 class RelativePositionBias2D(Positions):
     """A trained logit per head and per (row, column) offset inside a window (Swin, arXiv:2103.14030, eq. 4).
@@ -215,12 +223,18 @@ class RelativePositions(Positions):
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        q_BHNE = (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
+        q_BHNE = self._asking(q_BHNE)
         if causal_run:
             return self._shifted(q_BHNE, k_positions_BMP.shape[1])
         if self.clamp is not None:
             return self._gathered(q_BHNE, q_positions_BNP, k_positions_BMP)
         return self._split(q_BHNE, q_positions_BNP, k_positions_BMP)
+
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor:
+        return self._asking(q_BHNE) @ self._of_distances(torch.arange(count, device=q_BHNE.device)).mT
+
+    def _asking(self, q_BHNE: Tensor) -> Tensor:
+        return (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
 
     def angles(self, positions_BNP: Tensor) -> Tensor:
         """(B, N, width / 2): position times w_k."""
@@ -232,10 +246,13 @@ class RelativePositions(Positions):
         code_KW = torch.cat([angle.sin(), angle.cos()], -1).to(input_dtype(self.project))
         return self.project(code_KW).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
 
+    def _of_distances(self, distances_K: Tensor) -> Tensor:
+        """(H, K, E): the table with distances beyond the clamp as it."""
+        return self.table(distances_K if self.clamp is None else distances_K.clamp(max=self.clamp))
+
     def _shifted(self, q_BHNE: Tensor, keys: int) -> Tensor:
         n = q_BHNE.shape[2]
-        distances = torch.arange(keys - 1, -1, -1, device=q_BHNE.device)
-        table_HKE = self.table(distances if self.clamp is None else distances.clamp(max=self.clamp))
+        table_HKE = self._of_distances(torch.arange(keys - 1, -1, -1, device=q_BHNE.device))
         # One column of zeros in front makes the rows one longer; read again with the right length, row i begins
         # N - 1 - i columns later, which is where its distances are. What stands behind the diagonal is not for it.
         wide = q_BHNE @ F.pad(table_HKE, (0, 0, 1, 0)).mT
@@ -280,9 +297,8 @@ class _KeptDistances(Positions):
         scheme, keys = self._scheme[0], k_positions_BMP.shape[1]
         if self._table_HEK.shape[2] < keys:
             distances = torch.arange(2 * keys - 1, -1, -1, device=q_BHNE.device)
-            distances = distances if scheme.clamp is None else distances.clamp(max=scheme.clamp)
             # Divided here, by what the query is divided by elsewhere.
-            self._table_HEK = scheme.table(distances).mT / math.sqrt(scheme.head_width)
+            self._table_HEK = scheme._of_distances(distances).mT / math.sqrt(scheme.head_width)
         q_BHNE, longest = q_BHNE + scheme.position_bias[:, None], self._table_HEK.shape[2]
         if causal_run and q_BHNE.shape[2] == 1:  # in order, the farthest first
             return q_BHNE @ self._table_HEK[..., longest - keys :]
@@ -340,6 +356,9 @@ class BucketedPositions(Positions):
             q_positions_BNP, k_positions_BMP = q_positions_BNP[:1], k_positions_BMP[:1]
         offset_BNM = k_positions_BMP[:, None, :, 0] - q_positions_BNP[:, :, None, 0]
         return self.table[self.bucket(offset_BNM)].permute(0, 3, 1, 2)
+
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor:
+        return self.table[self.bucket(-torch.arange(count, device=q_BHNE.device))].mT[None, :, None]
 
 
 def share_biases(schemes: Iterable[Positions]) -> None:

@@ -1,33 +1,24 @@
 """Kernels of others for what mechanisms here compute: the one place that decides between them and the plain form.
 
-"plain" runs everywhere and is what the kernels are tested against. "flex" is FlexAttention of torch (arXiv:2412.05496),
-which computes the pairs of a block mask and nothing else; "fla" is flash-linear-attention (arXiv:2312.06635), a package
-of Triton kernels. Both run on GPUs. "auto" takes a kernel where it can take the call; one that is asked for by name and
-cannot take a call refuses it.
+"plain" runs everywhere and is what the kernels are tested against. "flex" is FlexAttention of torch (`flex.py`); "fla"
+is flash-linear-attention (arXiv:2312.06635), a package of Triton kernels. Both run on GPUs. "auto" takes a kernel where
+it can take the call; one that is asked for by name and cannot take a call refuses it.
 
-Legend: B rows, H heads, N tokens, E key width, V value width, F features, Q blocks of queries, K blocks of keys.
+Legend: B rows, H heads, N tokens, E key width, V value width, F features.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from cached_transformers.seam.attention import Call
-
-PatternKernel = Literal["plain", "flex", "auto"]
+FlexKernel = Literal["plain", "flex", "auto"]
 LinearKernel = Literal["plain", "fla", "auto"]
-Sees = Callable[[Tensor, Tensor], Tensor]
 
-BLOCK = 128
-"""Tokens of a block of FlexAttention's mask."""
 NARROWEST = 16
 """The least head width that FlexAttention's kernels take."""
 
@@ -65,77 +56,9 @@ def _flex_lacks(tensors: tuple[Tensor, ...], dropout: float) -> str | None:
         return f"FlexAttention needs heads of at least {NARROWEST} channels, not {narrowest}"
     if tensors[0].dtype == torch.float64:
         return "FlexAttention takes nothing wider than float32"
+    if torch._C._functorch.is_batchedtensor(tensors[0]):
+        return "FlexAttention has no rule for torch.vmap, under which schedule='diagonal' runs layers"
     return None
-
-
-def flex_attend(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    v_BHNV: Tensor,
-    sees: Sees,
-    near_QK: Tensor,
-    call: Call,
-    everywhere_G: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """One softmax of each query over the keys that it `sees` and those at `everywhere_G`, by FlexAttention.
-
-    Args:
-        sees: of places of queries and keys, as `windows.Sees`.
-        near_QK: bool, blocks of `BLOCK` tokens in which there may be such keys; `sees` has the last word.
-        call: padding, `causal` (which here only limits the keys seen by all) and `want_lse` are read.
-        everywhere_G: places of keys that each query sees.
-
-    Returns:
-        (B, H, N, V), and the log-sum-exp (B, H, N) where it is wanted. A query that sees no key gives 0, and the lowest
-        finite number as its log-sum-exp.
-    """
-    # What the mask closes over is compiled with it: of the call no more than it needs, and lengths as tensors.
-    tokens, device, causal = q_BHNE.shape[2], q_BHNE.device, call.causal
-    length = near_QK.shape[1] * BLOCK
-    everywhere_N = torch.zeros(length, dtype=torch.bool, device=device)
-    if everywhere_G is not None:
-        everywhere_N = everywhere_N.index_fill(0, everywhere_G, True)
-        near_QK = near_QK | everywhere_N.view(-1, BLOCK).any(1)
-
-    def shown(i: Tensor, j: Tensor) -> Tensor:
-        return sees(i, j) | (everywhere_N[j] & (j <= i) if causal else everywhere_N[j])
-
-    mask: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    if call.key_padding_mask is None:
-        there_N = torch.arange(length, device=device) < tokens
-
-        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return shown(i, j) & there_N[j]
-    else:
-        there_BN = ~F.pad(call.key_padding_mask, (0, length - tokens), value=True)
-
-        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return shown(i, j) & there_BN[b, j]
-
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    count_Q = near_QK.sum(1, dtype=torch.int32)
-    order_QK = near_QK.int().argsort(dim=1, descending=True, stable=True).int()
-    blocks = flex.BlockMask.from_kv_blocks(count_Q[None, None], order_QK[None, None], BLOCK_SIZE=BLOCK, mask_mod=mask)
-    q, k, v = (F.pad(t, (0, 0, 0, length - tokens)) for t in (q_BHNE, k_BHNE, v_BHNV))
-    found = _compiled_flex()(q, k, v, block_mask=blocks, return_lse=call.want_lse)
-    if not call.want_lse:
-        return found[:, :, :tokens], None
-    out, lse = (t[:, :, :tokens] for t in found)
-    return out, lse.clamp(min=torch.finfo(lse.dtype).min)
-
-
-@functools.cache
-def _compiled_flex() -> Any:
-    """Without a compiler FlexAttention makes all pairs; it must not go back to that after so many compilations, either,
-    which `fullgraph` turns into an error."""
-    return torch.compile(importlib.import_module("torch.nn.attention.flex_attention").flex_attention, fullgraph=True)
-
-
-def near_blocks(tokens: int, before: int, after: int, device: torch.device) -> Tensor:
-    """(Q, K) bool: blocks in which there are keys from so many tokens before a query to so many after it."""
-    first_Q = torch.arange(0, tokens, BLOCK, device=device)
-    apart_QK = first_Q[:, None] - first_Q
-    return (apart_QK < before + BLOCK) & (-apart_QK < after + BLOCK)
 
 
 def takes_fla(kernel: str, q_BHNF: Tensor) -> bool:

@@ -5,28 +5,72 @@ Legend: B rows, H heads, N queries, M keys of a context, E key width, V value wi
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cached_transformers.seam.attention import Attention, AttentionOutput, Call, sees_nothing
 
 from .building_blocks import attend, merge, out_of_blocks
+from .flex import Lengths, Rule, Shown, flex_attend, lengths_of, shown
+from .kernels import FlexKernel, check_kernel, takes_flex
 
 
 class PatternAttention(Attention):
-    """One softmax for each query over some of the keys. A subclass writes `pattern`.
+    """One softmax for each query over some of the keys. A subclass writes `pattern`, and `rule` where that is a
+    function of places, by which texts are read token by token and FlexAttention computes the pattern.
 
     A context is a set of keys that every query sees: it is attended densely, and both results are put together by their
     log-sum-exps, which is one softmax over all (N M (E + V) multiply-adds a head for M slots).
+
+    Args:
+        kernel: "plain", "flex" (FlexAttention, refused where it cannot) or "auto".
     """
 
     can = frozenset({"bidirectional", "context", "exact_padding", "lse"})
+    told_heads: int = 1
+    """Heads of which the rule tells apart what they see."""
+
+    def __init__(self, *, dropout: float = 0.0, kernel: FlexKernel = "plain") -> None:
+        super().__init__(dropout=dropout)
+        check_kernel(kernel, "flex")
+        self.kernel = kernel
 
     def pattern(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         """The result over the keys of the segment alone, with the log-sum-exp where the call wants it."""
         raise NotImplementedError("abstract: a core writes pattern()")
 
+    def rule(self, heads: int, tokens: int, causal: bool) -> Rule:
+        """Who sees whom in a sequence of so many tokens; a causal order is kept by who asks.
+
+        Raises:
+            ValueError: the pattern is not of so many heads or tokens.
+        """
+        raise NotImplementedError(f"abstract: {self.title} writes no rule()")
+
+    def sees(self, place: int, place_S: Tensor) -> Tensor | None:
+        sees = self.rule(self.told_heads, place + 1, True).bind(place + 1, place_S.device)
+        return sees(0, torch.arange(self.told_heads, device=place_S.device)[:, None], place, place_S)
+
+    def shown(self, lengths: Lengths, call: Call) -> Shown:
+        """What FlexAttention is to compute of a call."""
+        return shown(self.rule(lengths.heads, lengths.keys, lengths.causal), lengths)
+
+    def takes_flex(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor) -> bool:
+        """Whether FlexAttention computes the pattern.
+
+        Raises:
+            ValueError: it was asked for by name, and cannot.
+        """
+        return takes_flex(self.kernel, q_BHNE, k_BHNE, v_BHNV, self.drop)
+
+    def by_flex(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
+        """The result over context and segment, by FlexAttention."""
+        return flex_attend(q_BHNE, k_BHNE, v_BHNV, call, self.shown(lengths_of(q_BHNE, k_BHNE, call), call))
+
     def attend(self, q_BHNE: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, call: Call) -> AttentionOutput:
         context = call.context
+        if self.takes_flex(q_BHNE, k_BHNE, v_BHNV):
+            return self.by_flex(q_BHNE, k_BHNE, v_BHNV, call)
         if context is None:
             return self.pattern(q_BHNE, k_BHNE, v_BHNV, call)
         if k_BHNE.shape[2] == 0:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .building_blocks import attend, merge, overlapping, seen_places
-from .kernels import PatternKernel, flex_attend, near_blocks, takes_flex
 
 Sees = Callable[[Tensor, Tensor], Tensor]
 """Whether a query at one place sees a key at another; of tensors of places that broadcast."""
@@ -42,7 +41,6 @@ def local_attention(
     stride: int = 1,
     everywhere_G: Tensor | None = None,
     dropout: float = 0.0,
-    kernel: PatternKernel = "plain",
 ) -> AttentionOutput:
     """One softmax of each query over the keys near its block that it `sees`, and over those at `everywhere_G`.
 
@@ -54,21 +52,12 @@ def local_attention(
         sees: of a query and a key; both given by their places in the sequence.
         size: W, queries of a block. before, after: keys of S that lie before and after the block.
         everywhere_G: places of keys that each query sees; without `call.causal`, later ones too. They count once.
-        kernel: see `kernels`.
 
     Cost: T Q W (before + W + after + G) (E + V) multiply-adds a head, Q = ceil(ceil(N / T) / W); one block of all
     tokens of a class where that is cheaper.
     """
     tokens, device = q_BHNE.shape[2], q_BHNE.device
     length = -(-tokens // stride)
-    if takes_flex(kernel, q_BHNE, k_BHNE, v_BHNV, dropout):
-        near_QK = near_blocks(tokens, stride * (before + size), stride * (after + size), device)
-
-        def of_class(i: Tensor, j: Tensor) -> Tensor:
-            return sees(i, j) & ((i - j) % stride == 0) if stride > 1 else sees(i, j)
-
-        found = flex_attend(q_BHNE, k_BHNE, v_BHNV, of_class, near_QK, call, everywhere_G)
-        return AttentionOutput(*found)
     if one_block_is_cheaper(length, size, before, after):
         size, before, after = length, 0, 0
     q, k, v = _slabs(q_BHNE, stride, size), *(_slabs(t, stride, size, before, after) for t in (k_BHNE, v_BHNV))

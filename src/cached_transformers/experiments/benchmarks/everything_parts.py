@@ -30,9 +30,9 @@ Part = Callable[[str, bool], Iterator[Group]]
 Inputs = Callable[[], dict[str, Tensor]]
 DTYPES = (torch.bfloat16, torch.float32)
 EXACT, EXACT_CAUSAL, LINEAR, DELTA = "SDPA", "SDPA, causal", "linear, causal", "delta_net of silu, causal"
+PATTERNS = ("longformer", "image_transformer", "sparse_transformer", "axial", "bigbird")
 KERNELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "longformer by FlexAttention": ("longformer", False, {"kernel": "flex"}),
-    "image_transformer by FlexAttention": ("image_transformer", False, {"kernel": "flex"}),
+    **{f"{name} by FlexAttention": (name, False, {"kernel": "flex"}) for name in PATTERNS},
     f"{LINEAR} by fla": ("linear", True, {"kernel": "fla"}),
     f"{DELTA} by fla": ("delta_net", True, {"kernel": "fla", "features": "silu"}),
 }
