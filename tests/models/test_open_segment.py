@@ -14,9 +14,11 @@ from torch import Tensor
 
 from cached_transformers import state as states
 from cached_transformers.layers.open_stack import why_in_one_piece
+from cached_transformers.memories import segatron
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.generation import ReadsAgain, Text, generate
 from cached_transformers.registry import ATTENTIONS, MEMORIES
+from cached_transformers.seam import positions
 from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Tokens
 
 V, SEGMENT, BEAMS = 11, 6, 3
@@ -24,8 +26,14 @@ Spec = Any
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "transformer_xl": [{"length": 7}, {"length": 7, "same_length": True}, {"length": 7, "relative": False}],
-    "compressive": [{"length": 4, "compressed": 3, "rate": 2}, {"length": 4, "compressed": 3, "positions": "age"}],
-    "segatron": [{"length": 7, "sentence_ends": [1, 2, 3], "paragraph_ends": [4]}],
+    "compressive": [
+        {"length": 4, "compressed": 3, "rate": 2},
+        *({"length": 4, "compressed": 3, "positions": "age", "clamp": clamp} for clamp in (None, 2)),
+    ],
+    "segatron": [
+        {"length": 7, "sentence_ends": [1, 2, 3], "paragraph_ends": [4]},
+        {"length": 7, "sentence_ends": [1, 2, 3], "clamp": 3},
+    ],
     "ernie_doc": [{"length": 7}, {"length": 7, "longest": SEGMENT}, {"length": 7, "start": "zeros"}],
     "infinity_former": [{"length": 4, "chunk": 3, "basis": 8}],
     "crtn": [{"segment": SEGMENT}, {"segment": SEGMENT, "query": "compute_first", "short_memory": 1}],
@@ -125,6 +133,38 @@ def test_every_core_that_can_reads_tokens_alone(attention: Spec, memory: Spec) -
     if memory is not None and isinstance(attention, dict) and attention.get("carry"):
         memory = {"name": "rmt", "length": 3, "mask": "causal"}  # such a core takes no context
     compare(build(memory, attention), segment=9, steps=14)
+
+
+@pytest.mark.parametrize(
+    ("memory", "most"),
+    [
+        ({"name": "transformer_xl", "length": 7}, 300),
+        ({"name": "compressive", "length": 4, "compressed": 3, "positions": "age"}, 220),
+        ({"name": "compressive", "length": 4, "compressed": 3, "positions": "age", "clamp": 2}, 200),
+        ({"name": "segatron", "length": 7}, 900),
+        ({"name": "ernie_doc", "length": 7, "longest": 50}, 450),
+    ],
+    ids=lambda given: name_of(given) if isinstance(given, dict) else "",
+)
+def test_codes_of_positions_are_made_once_for_a_segment(
+    memory: Spec, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sines or projections of distances and places; made anew for each token they would be twice to twenty times as
+    many."""
+    model, made = build(memory), []
+    for module in (positions, segatron):
+        counted = lambda t, *more, was=module.angles: made.append(t.numel()) or was(t, *more)  # noqa: E731
+        monkeypatch.setattr(module, "angles", counted)
+    for block in model.stack.blocks if "longest" in memory else ():
+        project = block.attention.positions.project
+        project.register_forward_pre_hook(lambda linear, given: made.append(given[0].shape[-2]))
+    state = model(torch.ones(1, 9, dtype=torch.long)).state
+    made.clear()
+    with torch.no_grad():
+        opened = model.begin(state)
+        for step in range(40):
+            model.step(torch.tensor([[step % V]]), opened)
+    assert 0 < sum(made) <= most
 
 
 def test_no_memory_and_no_core_is_forgotten() -> None:

@@ -345,7 +345,7 @@ class SelfAttention(nn.Module):
             k_BHME = self.positions.rotate(context.k_BHME, context.positions_BMP)
             if k_BHME is not context.k_BHME:
                 context = context._replace(k_BHME=k_BHME, attend=None)
-        distances = self.positions.by_distance(q, slots + k.shape[2]) if look_up else None
+        distances = self.positions.by_distance(q, slots + q.shape[2]) if look_up else None
         placed = None
         if distances is None:
             placed = self.positions.bias(q, positions_BNP, _of_all(positions_BNP, context), causal_run=run)

@@ -114,7 +114,7 @@ class OpenLayer:
         if context is not None and not bool(context.valid_BM.any()):
             context = None  # nothing is there to be attended until the segment ends
         self.context = context
-        self.positions = self.open_positions(self.attention.positions, context is None or context.consecutive)
+        self._open_positions()
         asks = type(self.positions).bias is not Positions.bias or self.memory.window() is not None
         if self.attention.core.steps_from == "state":
             self.core_state = core_state
@@ -133,6 +133,10 @@ class OpenLayer:
             self.before = places.shape[1]
         self.positions_BSP = positions_BSP if asks else None
         self.kept.extend(KeysValues(_side_by_side(k_BHNE, k), _side_by_side(v_BHNE, k)), k)
+
+    def _open_positions(self) -> None:
+        run = self.context is None or self.context.consecutive
+        self.positions = self.open_positions(self.attention.positions, run)
 
     # the tokens that follow
 
@@ -243,6 +247,7 @@ class OpenLayer:
             self.kept.choose(rows_B)
             if self.positions_BSP is not None:
                 self.positions_BSP = self.positions_BSP.index_select(0, rows_B)
+                self._open_positions()  # what is kept is of other rows
             if self.context_visible is not None:
                 self.context_visible = self.context_visible.index_select(0, rows_B)
         if self.context_visible is not None and self.each:

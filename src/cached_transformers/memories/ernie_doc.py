@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.positions import KeptScheme, Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.options import one_of
@@ -61,34 +61,75 @@ class ErnieDocPositions(Positions):
             self.task_norm, self.project_task = nn.LayerNorm(width, bias=False), nn.Linear(width, width, bias=False)
             self.task_bias = nn.Parameter(0.02 * torch.randn(heads, head_width))
 
+    def open(self, run: bool) -> Positions:
+        return _KeptTables(self)
+
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return q_BHNE + self.content_bias[:, None]
 
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        if q_BHNE.shape[2] > self.longest:
+        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self.tables())
+
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor | None:
+        if self.tasks:
+            return None
+        self._check_length(q_BHNE.shape[2])
+        # The release's order of rows, as below.
+        row_K = torch.arange(count, device=q_BHNE.device)
+        row_K = torch.where(row_K > 0, row_K + self.longest - 1, 0).clamp(max=len(self.table) - 1)
+        table_HEK = self.tables()[0][..., row_K]
+        return (q_BHNE + self.position_bias[:, None]) @ table_HEK / math.sqrt(self.head_width)
+
+    def tables(self) -> list[Tensor]:
+        """(H, E, Z) of distances, and of tasks where there are any."""
+        tables = [self.project(self.table_norm(self.table))]
+        if self.tasks:
+            tables.append(self.project_task(self.task_norm(self.task_table)))
+        return [table_ZD.unflatten(-1, (self.heads, self.head_width)).permute(1, 2, 0) for table_ZD in tables]
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.longest:
             raise ValueError(
-                f"a segment of {q_BHNE.shape[2]} tokens, but distances are trained for longest={self.longest}; "
+                f"a segment of {tokens} tokens, but distances are trained for longest={self.longest}; "
                 "take shorter segments, or a larger longest"
             )
+
+    def looked_up(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, tables: list[Tensor]
+    ) -> Tensor:
+        """The bias, by what `tables` gave."""
+        self._check_length(q_BHNE.shape[2])
         distance_BNK = q_positions_BNP[:, :, None, 0] - k_positions_BMP[:, None, :, 0]
         # The release's order: 0, -1, ..., 1 - T, then 1, 2, ... An empty slot may be anywhere, and takes the last.
         row_BNK = torch.where(distance_BNK > 0, distance_BNK + self.longest - 1, -distance_BNK)
-        table_ZD = self.project(self.table_norm(self.table))
-        bias_BHNK = self._looked_up(q_BHNE + self.position_bias[:, None], table_ZD, row_BNK)
+        bias_BHNK = _picked(q_BHNE + self.position_bias[:, None], tables[0], row_BNK)
         if self.tasks:
             if k_positions_BMP.shape[-1] < 2:
                 raise ValueError(f"tasks={self.tasks} needs positions of two channels, the second of them the task")
             task_BNK = k_positions_BMP[:, None, :, 1].expand_as(distance_BNK)
-            table_ZD = self.project_task(self.task_norm(self.task_table))
-            bias_BHNK = bias_BHNK + self._looked_up(q_BHNE + self.task_bias[:, None], table_ZD, task_BNK)
+            bias_BHNK = bias_BHNK + _picked(q_BHNE + self.task_bias[:, None], tables[1], task_BNK)
         return bias_BHNK / math.sqrt(self.head_width)
 
-    def _looked_up(self, q_BHNE: Tensor, table_ZD: Tensor, row_BNK: Tensor) -> Tensor:
-        table_HZE = table_ZD.unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
-        row_BNK = row_BNK.clamp(0, table_ZD.shape[0] - 1)
-        return (q_BHNE @ table_HZE.mT).gather(-1, row_BNK[:, None].expand(-1, self.heads, -1, -1))
+
+class _KeptTables(KeptScheme):
+    """Trained distances for tokens that come one at a time: the tables are projected once."""
+
+    def __init__(self, scheme: ErnieDocPositions) -> None:
+        super().__init__(scheme)
+        self._tables: list[Tensor] = scheme.tables()
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        return self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables)  # type: ignore[no-any-return]
+
+
+def _picked(q_BHNE: Tensor, table_HEZ: Tensor, row_BNK: Tensor) -> Tensor:
+    """(B, H, N, K): the products of queries with the rows that are named."""
+    row_BNK = row_BNK.clamp(0, table_HEZ.shape[2] - 1)
+    return (q_BHNE @ table_HEZ).gather(-1, row_BNK[:, None].expand(-1, len(table_HEZ), -1, -1))
 
 
 @MEMORIES.register(

@@ -10,8 +10,7 @@ channels.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
-from cached_transformers.seam.positions import Positions, RelativePositions, angles, widest
+from cached_transformers.seam.positions import KeptScheme, Positions, RelativePositions, angles, widest
 from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
 from .parts.rows import Pairs, Rows
@@ -83,26 +82,45 @@ class SegatronPositions(RelativePositions):
         self.shift, self.signed = shift, signed
 
     def open(self, run: bool) -> Positions:
-        return self
+        return _KeptTables(self)
+
+    def by_distance(self, q_BHNE: Tensor, count: int) -> None:
+        return None  # of three distances
 
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        q_BHNE = (q_BHNE + self.position_bias[:, None]) / math.sqrt(self.head_width)
         keys = k_positions_BMP.shape[1]
         least = 1 - keys if self.signed else 0
-        row_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1) - least
-        rows_Z = torch.arange(least, keys, device=q_BHNE.device)
+        return self.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self.tables(least, keys), least)
+
+    def tables(self, least: int, stop: int) -> dict[int, Tensor]:
+        """(H, E, Z) of each channel that has a width, for distances from `least` to below `stop`."""
+        rows_Z = torch.arange(least, stop, device=self.position_bias.device)
         if self.clamp is not None:
             rows_Z = rows_Z.clamp(-self.clamp, self.clamp)
-        bias_BHNK = q_BHNE.new_zeros(())
+        tables = {}
         for channel, weight_DW in enumerate(matrix_of(self.project)[0].split(self.widths, 1)):
-            if not self.widths[channel]:
-                continue
-            angle = angles(rows_Z[None, :, None], self.widths[channel], self.base, widest(rows_Z.device))[0]
-            code_ZW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
-            table_HZE = (code_ZW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
-            scores_BHNZ = q_BHNE @ table_HZE.mT
+            if self.widths[channel]:
+                angle = angles(rows_Z[None, :, None], self.widths[channel], self.base, widest(rows_Z.device))[0]
+                code_ZW = torch.cat([angle.sin(), angle.cos()], -1).to(weight_DW.dtype)
+                tables[channel] = (code_ZW @ weight_DW.mT).unflatten(-1, (self.heads, self.head_width)).permute(1, 2, 0)
+        return tables
+
+    def looked_up(
+        self,
+        q_BHNE: Tensor,
+        q_positions_BNP: Tensor,
+        k_positions_BMP: Tensor,
+        tables: Mapping[int, Tensor],
+        least: int = 0,
+    ) -> Tensor:
+        """The bias, by what `tables` gave, which may reach further than the keys do."""
+        q_BHNE, keys = self._asking(q_BHNE), k_positions_BMP.shape[1]
+        row_BNKP = self._distances(q_positions_BNP, k_positions_BMP).clamp(least, keys - 1) - least
+        bias_BHNK = q_BHNE.new_zeros(())
+        for channel, table_HEZ in tables.items():
+            scores_BHNZ = q_BHNE @ table_HEZ
             index_BHNK = row_BNKP[:, None, ..., channel].expand(*scores_BHNZ.shape[:3], keys)
             bias_BHNK = bias_BHNK + scores_BHNZ.gather(-1, index_BHNK)
         return bias_BHNK
@@ -116,6 +134,23 @@ class SegatronPositions(RelativePositions):
         index = torch.arange(keys, device=q_BNP.device)
         shifted_NK = (index + index[:n].flip(0)[:, None]).clamp(max=keys - 1)
         return q_BNP[:, -1:, None] - k_BKP[:, shifted_NK]
+
+
+class _KeptTables(KeptScheme):
+    """The scheme for tokens that come one at a time, none of which sees a later one: tables that are made once."""
+
+    def __init__(self, scheme: SegatronPositions) -> None:
+        super().__init__(scheme)
+        self._tables: dict[int, Tensor] = {}
+        self._reach = 0
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        if self._reach < k_positions_BMP.shape[1]:
+            self._reach = 2 * k_positions_BMP.shape[1]
+            self._tables = self.scheme.tables(0, self._reach)
+        return self.scheme.looked_up(q_BHNE, q_positions_BNP, k_positions_BMP, self._tables)  # type: ignore[no-any-return]
 
 
 class SegatronLayer(TransformerXL):

@@ -23,7 +23,8 @@ class Positions(nn.Module):
     """No position information; base of all schemes."""
 
     def open(self, run: bool) -> Positions:
-        """The same scheme for tokens that come one at a time, which may keep what serves several of them.
+        """The same scheme for tokens that come one at a time, which may keep what serves several of them: the keys of
+        each call are those of the call before, in their order, and new ones behind them. No key is behind the query.
 
         Args:
             run: all keys that it will meet stand at consecutive places that end with the query's, in whatever order.
@@ -215,7 +216,7 @@ class RelativePositions(Positions):
         self.content_bias, self.position_bias = u, v
 
     def open(self, run: bool) -> Positions:
-        return _KeptDistances(self) if run else self
+        return _KeptDistances(self) if run or self.clamp is not None else _KeptCodes(self)
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
         return q_BHNE + self.content_bias[:, None]
@@ -230,7 +231,7 @@ class RelativePositions(Positions):
             return self._gathered(q_BHNE, q_positions_BNP, k_positions_BMP)
         return self._split(q_BHNE, q_positions_BNP, k_positions_BMP)
 
-    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor:
+    def by_distance(self, q_BHNE: Tensor, count: int) -> Tensor | None:
         return self._asking(q_BHNE) @ self._of_distances(torch.arange(count, device=q_BHNE.device)).mT
 
     def _asking(self, q_BHNE: Tensor) -> Tensor:
@@ -259,18 +260,27 @@ class RelativePositions(Positions):
         return wide.flatten(-2)[..., n:].unflatten(-1, (n, keys))
 
     def _split(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
-        weight_HEW = matrix_of(self.project)[0].unflatten(0, (self.heads, self.head_width))
-        sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
         # Counted from the first query, so that places far out are as exact as near ones.
         here = q_positions_BNP[:, :1]
-        q_angle, k_angle = (self.angles(positions - here)[:, None] for positions in (q_positions_BNP, k_positions_BMP))
+        code_BMW = self._codes(k_positions_BMP - here).to(q_BHNE.dtype)
+        return self._with_codes(q_BHNE, q_positions_BNP - here, code_BMW)
+
+    def _codes(self, positions_BMP: Tensor) -> Tensor:
+        """(B, M, width): cosines and sines of keys."""
+        k_angle = self.angles(positions_BMP)
+        return torch.cat([k_angle.cos(), k_angle.sin()], -1)
+
+    def _with_codes(self, q_BHNE: Tensor, positions_BNP: Tensor, code_BMW: Tensor) -> Tensor:
+        """The logits of queries, of `_asking`, with keys of these codes."""
+        weight_HEW = matrix_of(self.project)[0].unflatten(0, (self.heads, self.head_width))
+        sine_BHNF, cosine_BHNF = (q_BHNE @ weight_HEW).chunk(2, -1)
+        q_angle = self.angles(positions_BNP)[:, None]
         q_sin, q_cos = q_angle.sin().to(q_BHNE.dtype), q_angle.cos().to(q_BHNE.dtype)
         with_cos = sine_BHNF * q_sin + cosine_BHNF * q_cos
         with_sin = cosine_BHNF * q_sin - sine_BHNF * q_cos
-        k_code = torch.cat([k_angle.cos(), k_angle.sin()], -1).to(q_BHNE.dtype)
         # All heads meet the same codes, which a product of batches would first copy for each.
         q_code = torch.cat([with_cos, with_sin], -1)
-        return (q_code.flatten(1, 2) @ k_code[:, 0].mT).unflatten(1, q_code.shape[1:3])
+        return (q_code.flatten(1, 2) @ code_BMW.mT).unflatten(1, q_code.shape[1:3])
 
     def _gathered(self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor) -> Tensor:
         limit = self.clamp or 0
@@ -280,23 +290,57 @@ class RelativePositions(Positions):
         return (q_BHNE @ table_HKE.mT).gather(-1, (distance_BNM + limit)[:, None].expand(shape))
 
 
-class _KeptDistances(Positions):
-    """A relative scheme for keys of a run that ends with the query: W_r R_d of all distances is made once."""
+class KeptScheme(Positions):
+    """A scheme that keeps something for another one, which queries go through as before."""
 
-    def __init__(self, scheme: RelativePositions) -> None:
+    def __init__(self, scheme: Positions) -> None:
         super().__init__()
-        self._scheme = [scheme]  # which stays a part of its layer alone
-        self._table_HEK = scheme.content_bias.new_empty(scheme.heads, scheme.head_width, 0)
+        self._schemes = [scheme]  # a part of its layer alone
+
+    @property
+    def scheme(self) -> Any:
+        """The other one."""
+        return self._schemes[0]
 
     def query(self, q_BHNE: Tensor, positions_BNP: Tensor) -> Tensor:
-        return self._scheme[0].query(q_BHNE, positions_BNP)
+        return self.scheme.query(q_BHNE, positions_BNP)  # type: ignore[no-any-return]
+
+
+class _KeptCodes(KeptScheme):
+    """A relative scheme for keys of any places, whose codes are made once, counted from the first query."""
+
+    def __init__(self, scheme: RelativePositions) -> None:
+        super().__init__(scheme)
+        self._first_B1P: Tensor | None = None
+        self._code_BMW = scheme.content_bias.new_empty(1, 0, scheme.width)
 
     def bias(
         self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
     ) -> Tensor:
-        scheme, keys = self._scheme[0], k_positions_BMP.shape[1]
-        if self._table_HEK.shape[2] < keys:
-            distances = torch.arange(2 * keys - 1, -1, -1, device=q_BHNE.device)
+        if self._first_B1P is None:
+            self._first_B1P = q_positions_BNP[:, :1]
+        known = self._code_BMW.shape[1]
+        new = self.scheme._codes(k_positions_BMP[:, known:] - self._first_B1P).to(q_BHNE.dtype)
+        self._code_BMW = torch.cat([self._code_BMW.expand(len(new), -1, -1), new], 1) if known else new
+        q_BHNE = self.scheme._asking(q_BHNE)
+        return self.scheme._with_codes(q_BHNE, q_positions_BNP - self._first_B1P, self._code_BMW)  # type: ignore[no-any-return]
+
+
+class _KeptDistances(KeptScheme):
+    """A relative scheme for keys of a run that ends with the query, or of distances up to a clamp: W_r R_d of all of
+    them is made once."""
+
+    def __init__(self, scheme: RelativePositions) -> None:
+        super().__init__(scheme)
+        self._table_HEK = scheme.content_bias.new_empty(scheme.heads, scheme.head_width, 0)
+
+    def bias(
+        self, q_BHNE: Tensor, q_positions_BNP: Tensor, k_positions_BMP: Tensor, *, causal_run: bool = False
+    ) -> Tensor:
+        scheme, keys = self.scheme, k_positions_BMP.shape[1]
+        needed = max(keys, (scheme.clamp or 0) + 1)
+        if self._table_HEK.shape[2] < needed:
+            distances = torch.arange(2 * needed - 1, -1, -1, device=q_BHNE.device)
             # Divided here, by what the query is divided by elsewhere.
             self._table_HEK = scheme._of_distances(distances).mT / math.sqrt(scheme.head_width)
         q_BHNE, longest = q_BHNE + scheme.position_bias[:, None], self._table_HEK.shape[2]
