@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import pytest
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import memorizing
+from cached_transformers.experiments.benchmarks import memorizing, named
 
 
 def test_its_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +28,14 @@ def test_what_does_not_fit_is_left_out_and_no_text_is_too_short(monkeypatch: pyt
     assert shown.splitlines()[2].count("does not fit") == 2
     with pytest.raises(ValueError, match="the text of 100 tokens 10 segments of 16"):
         memorizing.run(1, (64,), 100)
+
+
+def test_it_runs_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    tenth = memorizing.Tenth(32, 1.0, 2.0)
+    monkeypatch.setattr(memorizing, "run", lambda *given: asked.append(given) or ([memorizing.measure(64, 1)], [tenth]))
+    monkeypatch.setattr(memorizing, "SEGMENT", 16)
+    options: Any = types.SimpleNamespace(rounds=1, lengths=(64,), tokens=320)
+    named.BENCHMARKS["memorizing"](options, "cuda")
+    assert asked == [(1, (64,), 320, "cuda")]
+    assert {t.device.type for t in memorizing.build(64, "meta").state_dict().values()} == {"meta"}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.beam_search import search
-from cached_transformers.models.generation import Text, generate, keep_likely
+from cached_transformers.models.choosing import keep_likely
+from cached_transformers.models.generation import Text, generate
 from cached_transformers.tasks import create_model
 
 V, SEGMENT = 7, 4

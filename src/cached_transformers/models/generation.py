@@ -1,4 +1,4 @@
-"""Text from a language model with a memory: greedy, sampled (top-k, nucleus arXiv:1904.09751), or by beam search.
+"""Text from a language model with a memory: greedy, sampled, or by beam search.
 
 A memory is written once a segment. So that the model meets the segments it was trained on, the state stays as it is
 while a segment grows: each step reads the segment again from its first token, and the state moves on when the segment
@@ -13,20 +13,23 @@ Legend: B rows, N tokens of a prompt, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.checks import at_least_one, comparing_lengths
+from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, reorder, repeat, reset, seal
 
 from .beam_search import search
+from .choosing import Choice, ChoiceKeywords
 from .segments import as_language_model, cut, read_segments, remembers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Generation(NamedTuple):
@@ -54,15 +57,8 @@ def generate(
     state: State | None = None,
     *,
     tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    beams: int = 1,
-    eos: int | None = None,
-    generator: torch.Generator | None = None,
     segment_length: int | None = None,
-    length_penalty: float = 1.0,
-    each: Callable[[Tensor], object] | None = None,
+    **options: Unpack[ChoiceKeywords],
 ) -> Generation:
     """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
 
@@ -71,22 +67,15 @@ def generate(
         prompt_BN: token ids, N >= 1; the first of them begins a segment.
         state: state after the text before the prompt; None for the start of a stream. It is not changed.
         tokens: T, the most new tokens.
-        temperature: divides the scores before sampling; 0 takes the likeliest token.
-        top_k: sample among so many likeliest tokens. top_p: among the fewest that have this probability together,
-            counted after `top_k`.
-        beams: K; above 1, beam search, which draws nothing. It ends for a row when K continuations of it have met
-            `eos` among the K best, and takes the one with the highest log-probability / length ** `length_penalty`.
-        eos: token after which a row stops; None for none. All end when every row has.
-        generator: for sampling, on the model's device; the same seed gives the same tokens.
         segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
-        length_penalty: only for beams; 0 compares sums, which favour short texts.
-        each: called with the (B,) tokens of every step as soon as they are chosen, to show a text while it grows. Beams
-            are chosen at the end, and have no such steps.
+        options: how tokens are chosen, as of `Choice`: temperature, top_k, top_p, beams, eos, generator,
+            length_penalty, each.
 
     Raises:
         ValueError: an argument out of its range or without effect, prompts of different lengths, or no
             `segment_length` for a model with a memory.
     """
+    choice = Choice(tokens, **options)
     _check_prompt(prompt_BN)
     if segment_length is not None:
         at_least_one(segment_length=segment_length)
@@ -99,49 +88,24 @@ def generate(
                 "this model has a memory, which is written once a segment; give segment_length, the length of the "
                 "segments it was trained on"
             )
-        text = Text(model, prompt_BN, state, segment_length)
-        return go_on(
-            text,
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            beams=beams,
-            eos=eos,
-            generator=generator,
-            length_penalty=length_penalty,
-            each=each,
-        )
+        return go_on(Text(model, prompt_BN, state, segment_length), choice)
 
 
-def go_on(
-    text: Text,
-    *,
-    tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    beams: int = 1,
-    eos: int | None = None,
-    generator: torch.Generator | None = None,
-    length_penalty: float = 1.0,
-    each: Callable[[Tensor], object] | None = None,
-) -> Generation:
+def go_on(text: Text, choice: Choice) -> Generation:
     """Continue a text, which has then read all but each row's last new token, save with beams, which leave it.
 
-    Args: as of `generate`. The model is in evaluation mode, and no gradient is recorded.
+    The model is in evaluation mode, and no gradient is recorded.
+
+    Raises:
+        ValueError: the end is not in the vocabulary.
     """
-    _check_options(tokens, temperature, top_k, top_p, beams, eos, length_penalty)
-    if each is not None and beams > 1:
-        raise ValueError(f"beams={beams} chooses its tokens at the end; leave out each=..., or take beams=1")
     logp_BV = text.read()
-    if eos is not None and eos >= logp_BV.shape[-1]:
-        raise ValueError(f"eos={eos} is not in the vocabulary of {logp_BV.shape[-1]} tokens; None is for no end")
-    if beams > 1:
-        best = search(text, logp_BV, tokens, beams, eos, length_penalty)
+    choice.check_vocabulary(logp_BV.shape[-1])
+    if choice.beams > 1:
+        best = search(text, logp_BV, choice.tokens, choice.beams, choice.eos, choice.length_penalty)
         longest = int(best.length_BL.max())
         return Generation(best.tokens_BLT[:, 0, :longest], best.state, best.score_BL[:, 0], best.length_BL[:, 0])
-    return _sample(text, logp_BV, tokens, temperature, top_k, top_p, eos, generator, each)
+    return _sample(text, logp_BV, choice)
 
 
 class ReadsAgain(UserWarning):
@@ -243,28 +207,15 @@ def _reads_in_steps(model: Any) -> bool:
     return ask is not None and why is None
 
 
-def _sample(
-    text: Text,
-    logp_BV: Tensor,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    eos: int | None,
-    generator: torch.Generator | None,
-    each: Callable[[Tensor], object] | None,
-) -> Generation:
+def _sample(text: Text, logp_BV: Tensor, choice: Choice) -> Generation:
+    tokens, eos = choice.tokens, choice.eos
     state: State | None = None
     score_B = torch.zeros_like(logp_BV[:, 0])
     ended_B = torch.zeros_like(score_B, dtype=torch.bool)
     length_B = torch.zeros_like(score_B, dtype=torch.long)
     new: list[Tensor] = []
     while True:
-        if temperature == 0:
-            token_B = logp_BV.argmax(-1)
-        else:
-            probability_BV = keep_likely(logp_BV / temperature, top_k, top_p).softmax(-1)
-            token_B = torch.multinomial(probability_BV, 1, generator=generator)[:, 0]
+        token_B = choice.token(logp_BV)
         score_B = score_B + torch.where(ended_B, 0, logp_BV.gather(1, token_B[:, None])[:, 0])
         length_B = length_B + ~ended_B
         before_B, done = ended_B, len(new) + 1 == tokens
@@ -273,8 +224,8 @@ def _sample(
             ended_B = ended_B | (token_B == eos)
             done = done or bool(ended_B.all())
         new.append(token_B)
-        if each is not None:
-            each(token_B)
+        if choice.each is not None:
+            choice.each(token_B)
         if done or (eos is not None and bool((ended_B & ~before_B).any())):
             # A row that has ended keeps the state that it ended with: what is read for it since is of no account.
             state = text.after() if state is None else reset(state, text.after(), ~before_B)
@@ -282,20 +233,6 @@ def _sample(
             return Generation(torch.stack(new, 1), state, score_B, length_B)
         text.append(token_B)
         logp_BV = text.read()
-
-
-def keep_likely(logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """The logits, with minus infinity for tokens outside the `top_k` likeliest, then outside the nucleus of `top_p`."""
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        kept = logits_BV.topk(top_k, -1)  # by place: of equal tokens no more than k stay
-        logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, kept.indices, kept.values)
-    if top_p is not None:
-        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-        probability_BV = sorted_BV.softmax(-1)
-        rest_BV = probability_BV.cumsum(-1) - probability_BV >= top_p  # those before have it already
-        rest_BV[:, 0] = False
-        logits_BV = logits_BV.masked_fill(torch.zeros_like(rest_BV).scatter(-1, order_BV, rest_BV), -torch.inf)
-    return logits_BV
 
 
 @contextmanager
@@ -323,33 +260,3 @@ def _check_prompt(prompt_BN: Tensor) -> None:
             f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token; a text from "
             "nothing begins with a token that stands for its start"
         )
-
-
-def _check_options(
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    beams: int,
-    eos: int | None,
-    length_penalty: float,
-) -> None:
-    at_least_one(tokens=tokens, beams=beams, top_k=top_k)
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be finite and not negative; 0 takes the likeliest token")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must lie in (0, 1]; it is the probability that is kept")
-    limits = {name: value for name, value in {"top_k": top_k, "top_p": top_p}.items() if value is not None}
-    if limits and temperature == 0:
-        raise ValueError(f"{limits} limits what is drawn, but temperature=0 draws nothing; leave one of them out")
-    if beams > 1 and (limits or temperature not in (0.0, 1.0)):
-        raise ValueError(
-            f"beams={beams} searches and draws nothing: leave out temperature={temperature}"
-            + "".join(f" and {name}={value}" for name, value in limits.items())
-            + ", or take beams=1"
-        )
-    comparing_lengths(length_penalty=length_penalty)
-    if beams == 1 and length_penalty != 1.0:
-        raise ValueError(f"length_penalty={length_penalty} compares beams: take beams=2 or more")
-    if eos is not None and eos < 0:
-        raise ValueError(f"eos={eos} must be a token id, or None for no end")

@@ -9,7 +9,7 @@ Legend: N tokens.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
 
+from .choosing import Choice, ChoiceKeywords
 from .generation import Generation, Text, evaluating, go_on
 from .segments import as_language_model, remembers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Mark(NamedTuple):
@@ -100,22 +104,22 @@ class Session:
             self._now = Mark(text.state, text.open_BN, self._now.tokens + text_1N.shape[1])
 
     @torch.no_grad()
-    def generate(self, *, tokens: int, **options: Any) -> Generation:
+    def generate(self, *, tokens: int, **options: Unpack[ChoiceKeywords]) -> Generation:
         """Go on with the text; the session has read what is generated.
 
         Args:
-            tokens, options: see `cached_transformers.generate`.
+            tokens, options: see `Choice`.
 
         Raises:
             ValueError: nothing was read yet, or what `generate` refuses.
         """
-        open_1N, state = self._now.open_1N, self._now.state
+        choice, open_1N, state = Choice(tokens, **options), self._now.open_1N, self._now.state
         if open_1N.shape[1] == 0:
             raise ValueError("nothing was read yet; read a prompt of at least one token first")
         with evaluating(self._reader):
             text = Text(self._reader, open_1N, state, self.segment_length)
-            found = go_on(text, tokens=tokens, **options)
-            if options.get("beams", 1) == 1:  # the text has read what it has written
+            found = go_on(text, choice)
+            if choice.beams == 1:  # the text has read what it has written
                 text.append(found.tokens[:, -1])
                 self._now = Mark(text.state, text.open_BN, self._now.tokens + found.tokens.shape[1])
                 return found

@@ -74,25 +74,30 @@ class Tenth:
     speed: float
 
 
-def in_memory(peak: bool = False) -> int | None:
-    """Bytes of this process in memory now, or at most since `forget_peak`; None where the system does not tell."""
+def in_memory(device: str, peak: bool = False) -> int | None:
+    """Bytes now, or at most since `forget_peak`: of tensors on a GPU, of this process in memory elsewhere, where the
+    system tells it."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)" if peak else r"VmRSS:\s+(\d+)", status.read_text()) if status.exists() else None
     return None if found is None else int(found[1]) * 1024
 
 
-def forget_peak() -> None:
+def forget_peak(device: str) -> None:
     """Count the most memory from now on."""
-    if os.access("/proc/self/clear_refs", os.W_OK):
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    elif os.access("/proc/self/clear_refs", os.W_OK):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def build(keys: int, width: int = WIDTH, heads: int = HEADS) -> nn.Module:
+def build(keys: int, device: str, width: int = WIDTH, heads: int = HEADS) -> nn.Module:
     """A model of bytes, of one layer, which has the store."""
     torch.manual_seed(0)
     memory = {"name": "memorizing", "length": keys}
     sizes: dict[str, Any] = {"width": width, "depth": 1, "heads": heads, "feed_forward": 4 * width}
-    return create_model("language_model", vocabulary=256, memory=memory, **sizes).eval()
+    return create_model("language_model", vocabulary=256, memory=memory, **sizes).to(device).eval()
 
 
 def filled(model: nn.Module) -> Any:
@@ -105,22 +110,22 @@ def filled(model: nn.Module) -> Any:
     return state
 
 
-def resident(model: nn.Module, segments: int = 3) -> tuple[float | None, Any]:
+def resident(model: nn.Module, device: str, segments: int = 3) -> tuple[float | None, Any]:
     """The most memory over that of the store while segments are read in place; and the state."""
 
     def read(tokens: Tensor, before: Any, reset: Tensor | None) -> Any:
         return model(tokens, before)
 
-    text = torch.randint(256, (1, SEGMENT * (segments + 1)))
-    small = build(64)
+    text = torch.randint(256, (1, SEGMENT * (segments + 1)), device=device)
+    small = build(64, device)
     small(text[:, :SEGMENT], filled(small))  # what every process needs once
     gc.collect()
-    before = in_memory()
+    before = in_memory(device)
     state = filled(model)
-    forget_peak()
+    forget_peak(device)
     for out in read_segments(read, text[:, SEGMENT:].split(SEGMENT, 1), state, in_place=True):
         state = out.state
-    most = in_memory(peak=True)
+    most = in_memory(device, peak=True)
     size = states.nbytes(state.layers[0])
     return (None if most is None or before is None else (most - before) / size), state
 
@@ -136,19 +141,19 @@ def products(q_HNE: Tensor, k_HME: Tensor) -> None:
 def plain(q_BHNE: Tensor, found: NeighbourStore, memory: Memorizing) -> None:
     """All products at once, a copy without those of empty slots, and the largest."""
     slots = found.k_BHME.shape[2]
-    empty_B11M = torch.arange(slots) >= found.filled_B[:, None, None, None]
+    empty_B11M = torch.arange(slots, device=q_BHNE.device) >= found.filled_B[:, None, None, None]
     index_BHNK = (q_BHNE @ found.k_BHME.mT).masked_fill(empty_B11M, -torch.inf).topk(memory.k, -1).indices
     attend(q_BHNE, found, index_BHNK, memory.scale_H.abs())
 
 
 @torch.no_grad()
-def measure(keys: int, rounds: int) -> Row:
+def measure(keys: int, rounds: int, device: str = "cpu") -> Row:
     """All of one size."""
-    model = build(keys)
-    held, state = resident(model)
+    model = build(keys, device)
+    held, state = resident(model, device)
     found: NeighbourStore = state.layers[0]
     memory: Memorizing = model.stack.blocks[0].attention.memory  # type: ignore[union-attr, assignment, index]
-    q, k, v = (torch.randn(1, HEADS, SEGMENT, WIDTH // HEADS) for _ in range(3))
+    q, k, v = (torch.randn(1, HEADS, SEGMENT, WIDTH // HEADS, device=device) for _ in range(3))
     query = Query(q[:, 0], q)
 
     def write(in_place: bool) -> None:
@@ -173,15 +178,15 @@ def measure(keys: int, rounds: int) -> Row:
     return Row(keys, size, held, times["read"], *chosen)
 
 
-def read_text(keys: int, tokens: int, width: int = 64, heads: int = 2) -> list[Tenth]:
+def read_text(keys: int, tokens: int, device: str, width: int = 64, heads: int = 2) -> list[Tenth]:
     """A text of random bytes, read segment after segment with a narrow model, whose store turns over and over."""
-    model, tenths = build(keys, width, heads), list[Tenth]()
+    model, tenths = build(keys, device, width, heads), list[Tenth]()
     every = max(tokens // 10, 1)
     clock, done = time.perf_counter(), 0
     for now in read_stream(model, _bytes(tokens + 1), SEGMENT, in_place=True):
         if now.tokens >= every * (len(tenths) + 1):
             passed, clock = time.perf_counter() - clock, time.perf_counter()
-            tenths.append(Tenth(now.tokens, (in_memory() or 0) / 2**20, (now.tokens - done) / passed))
+            tenths.append(Tenth(now.tokens, (in_memory(device) or 0) / 2**20, (now.tokens - done) / passed))
             done = now.tokens
     return tenths
 
@@ -192,11 +197,13 @@ def _bytes(tokens: int) -> Iterator[list[int]]:
         yield torch.randint(256, (min(10_000, tokens - begin),), generator=generator).tolist()
 
 
-def run(rounds: int, keys: tuple[int, ...] = KEYS, tokens: int = TOKENS) -> tuple[list[Row], list[Tenth]]:
+def run(
+    rounds: int, keys: tuple[int, ...] = KEYS, tokens: int = TOKENS, device: str = "cpu"
+) -> tuple[list[Row], list[Tenth]]:
     """Measure stores of so many keys, and read a text with the smallest."""
     if min(keys) < 1 or tokens < 10 * SEGMENT:
         raise ValueError(f"keys {keys} must be at least 1, and the text of {tokens} tokens 10 segments of {SEGMENT}")
-    return [measure(size, rounds) for size in keys], read_text(min(keys), tokens)
+    return [measure(size, rounds, device) for size in keys], read_text(min(keys), tokens, device)
 
 
 def as_markdown(rows: list[Row], tenths: list[Tenth]) -> str:

@@ -160,7 +160,7 @@ def _memories(options: Options, device: str) -> Measured:
 
 def _memorizing(options: Options, device: str) -> Measured:
     stores, text = memorizing.run(
-        options.rounds, options.lengths or memorizing.KEYS, options.tokens or memorizing.TOKENS
+        options.rounds, options.lengths or memorizing.KEYS, options.tokens or memorizing.TOKENS, device
     )
     return Measured([*stores, *text], memorizing.as_markdown(stores, text))
 
