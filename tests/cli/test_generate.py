@@ -139,6 +139,23 @@ def test_it_is_told_token_by_token(run: Path) -> None:
     assert "".join(said) == bytes_of(found.tokens[0].tolist())
 
 
+@pytest.mark.parametrize(
+    ("words", "terminal", "pieces"),
+    [([], True, 7), ([], False, 1), (["--stream"], False, 7), (["--no-stream"], True, 1), (["--beams", "2"], True, 3)],
+)
+def test_a_terminal_shows_it_while_it_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], terminal: bool, pieces: int
+) -> None:
+    """Each token, what waits, and the end of the line; a file gets all at once."""
+    told: list[str] = []
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(out, "write", told.append)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", str(run), "--prompt", "It", "--tokens", "5", *words]) == 0
+    assert len(told) == pieces and told[-1].endswith("\n")
+
+
 @pytest.mark.parametrize("kind", ["byte", "word", "bpe"])
 @pytest.mark.parametrize("before", [0, 3])
 def test_pieces_are_the_text(kind: str, before: int) -> None:
@@ -168,6 +185,7 @@ def test_a_prompt_is_not_closed(kind: str) -> None:
     [
         (["--prompt", "a", "--file", "b"], "--prompt and --file both give the text"),
         (["--file", "no_such_file"], "no_such_file is not a file; give the text"),
+        (["--prompt", "a", "--stream", "--beams", "2"], "--stream has nothing to show: --beams 2 choose at the end"),
         (["--prompt", "a", "--tokens", "0"], "--tokens 0 must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
         (["--prompt", "a", "--beams", "2", "--top-k", "3"], "beams=2 searches and draws nothing"),

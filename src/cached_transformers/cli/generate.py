@@ -1,4 +1,4 @@
-"""`cached generate RUN --prompt TEXT`: go on with a text, which is printed while it is written."""
+"""`cached generate RUN --prompt TEXT`: go on with a text, which a terminal shows while it is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="go on with a text, with a trained language model",
-        description="Prints what follows the prompt while it is chosen: sampled, or the likeliest token with "
-        "--temperature 0, or by beam search. The memory is written whenever a segment is full, as in training.",
+        description="Prints what follows the prompt, on a terminal while it is chosen: sampled, or the likeliest token "
+        "with --temperature 0, or by beam search. The memory is written whenever a segment is full, as in training.",
         epilog='example: cached generate runs/demo_text --prompt "It was" --tokens 200 --top-p 0.9',
     )
     parser.add_argument(
@@ -38,6 +38,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--length-penalty", type=float, default=1.0, metavar="A", help="of beams (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: as trained)")
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print each token as soon as it is chosen, or all at the end (default: as soon, on a terminal)",
+    )
     parser.add_argument("--state", type=Path, metavar="FILE", help="go on with the text of this state; then the prompt")
     parser.add_argument("--save-state", type=Path, metavar="FILE", help="keep the state, for --state; may be the same")
     add_weights(parser)
@@ -49,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_below_one(arguments, "tokens", "beams", "top_k", "segment_length")
     if arguments.prompt is not None and arguments.file is not None:
         raise ValueError("--prompt and --file both give the text; leave one of them out")
+    if arguments.stream and arguments.beams > 1:
+        raise ValueError(f"--stream has nothing to show: --beams {arguments.beams} choose at the end; leave it out")
     prompt = _prompt(arguments)
     import torch
 
@@ -65,9 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     generator = torch.Generator(device).manual_seed(arguments.seed)
     clock = time.perf_counter()
-    found = writer.write(prompt, _say, generator=generator, **options)
+    pieces: list[str] = []
+    at_once = sys.stdout.isatty() if arguments.stream is None else arguments.stream
+    found = writer.write(prompt, _say if at_once else pieces.append, generator=generator, **options)
     seconds = time.perf_counter() - clock
-    _say("\n")
+    _say("".join([*pieces, "\n"]))
     if arguments.save_state is not None:
         writer.session.save(arguments.save_state)
     count = int(found.lengths)
