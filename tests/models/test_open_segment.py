@@ -11,6 +11,7 @@ from attentions.cases import CASES
 from contract.contract_cases import attention_spec
 from contract.contracts import CONTRACTS
 from torch import Tensor
+from torch.ao.quantization import quantize_dynamic
 
 from cached_transformers import state as states
 from cached_transformers.layers.open_stack import why_in_one_piece
@@ -133,6 +134,21 @@ def test_every_core_that_can_reads_tokens_alone(attention: Spec, memory: Spec) -
     if memory is not None and isinstance(attention, dict) and attention.get("carry"):
         memory = {"name": "rmt", "length": 3, "mask": "causal"}  # such a core takes no context
     compare(build(memory, attention), segment=9, steps=14)
+
+
+@pytest.mark.parametrize("memory", [{"name": "transformer_xl", "length": 7, "keep": "kv"}, "grc_stream"], ids=name_of)
+def test_quantised_and_adapted_layers_read_tokens_alone(memory: Spec) -> None:
+    """A scale of all tokens together is another one of each alone, so that quantised activations differ in their last
+    bits; adapters, merged or not, differ in nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = quantize_dynamic(build(memory).float(), {torch.nn.Linear}, dtype=torch.qint8)
+        compare(quantised, tolerance=0.15)
+        peft = pytest.importorskip("peft", reason="PEFT is not installed")
+        adapters = peft.LoraConfig(r=2, target_modules=["qkv", "output"], init_lora_weights=False)
+        adapted = peft.get_peft_model(build(memory), adapters).eval()
+        compare(adapted)
+        compare(adapted.merge_and_unload())
 
 
 @pytest.mark.parametrize(
