@@ -129,6 +129,9 @@ class CRTN(ModelMemory):
     numbers. Options that are those of the authors' last code: query="compute_first", scope="token", summary="last",
     short_memory=1, renormalise="softmax", rescale=True, scale=True. Its distances go wrong across unrecalled regions
     (a shift runs over the gap); here they are right.
+
+    The store holds hidden states in evaluation, too (no `keep="kv"`): only what is recalled is projected, topk of R
+    regions, while keys and values would make all of them twice as large.
     """
 
     needs = frozenset({"state", "context", "kv_projection", "layer_traces"})
