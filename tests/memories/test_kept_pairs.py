@@ -97,6 +97,25 @@ def test_a_state_of_the_other_mode_is_refused(memory: dict[str, Any]) -> None:
         layer.memory.open(read.layers[0], torch.zeros(1, 1, 8), layer.project_kv)
 
 
+@every
+def test_what_training_left_is_converted(memory: dict[str, Any]) -> None:
+    """It is then read as the hidden states are, and as what evaluation keeps from its beginning."""
+    tokens, read = segments(4), {}
+    for keep in ("hidden", "kv"):
+        model = build(memory, keep)
+        state = model(tokens[0]).state
+        state = model(tokens[1], state).state
+        with pytest.raises(ValueError, match=r"in training mode hidden states are kept, .* call eval\(\)"):
+            model.as_kept(state)
+        state = model.eval().as_kept(state)
+        assert bool(pairs_of(state)) == (keep == "kv")
+        with torch.no_grad():
+            outs = list(read_segments(lambda t, s, r, m=model: m(t, s), tokens[2:], state))
+        read[keep] = torch.cat([out.outputs for out in outs], 1)
+    torch.testing.assert_close(read["hidden"], read["kv"], rtol=0, atol=1e-5)
+    assert states.signature(model.as_kept(outs[-1].state)) == states.signature(outs[-1].state)
+
+
 def test_loops_begin_in_the_mode_in_which_they_read() -> None:
     """Whichever mode the model is in: the numbers are those of hidden states."""
     text, found = torch.cat(segments(4), 1)[:1], {}

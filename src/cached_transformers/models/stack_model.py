@@ -27,12 +27,13 @@ from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.stack import Stack, StackState
 from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_specs
+from cached_transformers.memories.parts.rows import as_kept
 from cached_transformers.memories.parts.side_by_side import one_scheme, side_by_side, spanning
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import refuse_misfit
 from cached_transformers.seam.memory import LayerMemory, ModelMemory
 from cached_transformers.seam.positions import Positions, make_positions
-from cached_transformers.state import State, check, map_state
+from cached_transformers.state import check, map_state
 
 from .published import Published
 from .segments import remembers
@@ -66,7 +67,25 @@ class StackModel(Published):
         if state is not None and not torch.compiler.is_compiling():
             check(state, self._layout(), rows)
 
-    def _layout(self) -> State:
+    @torch.no_grad()
+    def as_kept(self, state: StackState) -> StackState:
+        """A state that training mode gave, as evaluation mode keeps it: of memories with `keep="kv"` keys and values of
+        its hidden states, made with the weights as they are now. Other states come back as they are.
+
+        Raises:
+            ValueError: the model is in training mode.
+        """
+        if self.training:
+            raise ValueError("in training mode hidden states are kept, from which the projections learn; call eval()")
+        layers = zip(state.layers, self._layout().layers, self.stack.blocks, strict=True)
+        return state._replace(
+            layers=tuple(
+                as_kept(part, layout, block.attention.project_kv)  # type: ignore[union-attr, arg-type]
+                for part, layout, block in layers
+            )
+        )
+
+    def _layout(self) -> StackState:
         """What a state of this model looks like, without contents."""
         like = next(self.stack.parameters())
         known = self.__dict__.setdefault("_layouts", {})  # no attribute that models would have to make
@@ -77,7 +96,7 @@ class StackModel(Published):
             except (RuntimeError, NotImplementedError):  # somebody's memory computes what meta tensors cannot
                 empty = self.stack.init_state(1)
             known[kind] = map_state(lambda t: t.to("meta"), empty)
-        layout: State = known[kind]
+        layout: StackState = known[kind]
         return layout
 
     def set_activation_checkpointing(self, enabled: bool = True) -> None:

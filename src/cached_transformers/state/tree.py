@@ -92,7 +92,8 @@ def check(state: State, fresh: State, rows: int) -> None:
         difference = ", ".join(sorted(found.keys() ^ expected.keys())[:4])
         raise ValueError(
             f"the state is that of another model, or of this one's other mode (training or evaluation, which may keep "
-            f"other things; begin with init_state in this mode): these tensors are in one only: {difference}"
+            f"other things; begin with init_state in this mode, or see as_kept): these tensors are in one only: "
+            f"{difference}"
         )
     for name, t in found.items():
         want = expected[name]

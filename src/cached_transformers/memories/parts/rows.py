@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.seam.memory import ProjectKV
+from cached_transformers.state import State
 
 KEEP = ("hidden", "kv")
 """What a state that was made in evaluation mode may hold; see `Pairs`."""
@@ -94,6 +95,16 @@ def read_store(
         return *project_kv(state.clean_BMD), True
     refuse_training(memory.training, type(memory).__name__)
     return *keys_values(state.pairs_BMW, heads), False
+
+
+def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
+    """A layer's state with keys and values in the place of hidden states, wherever the layout has them."""
+    if isinstance(layout, Pairs) and isinstance(state, Rows):
+        return Pairs(side_by_side(*project_kv(state.clean_BMD)), state.positions_BMP, state.count_B)
+    if isinstance(state, Tensor | Pairs):
+        return state
+    parts = [as_kept(part, like, project_kv) for part, like in zip(state, layout, strict=True)]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def refuse_training(training: bool, memory: str) -> None:
