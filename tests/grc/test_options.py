@@ -33,6 +33,9 @@ from cached_transformers.memories.grc.grc import GRC, caches
         ({"combine": "project", "variant": "released"}, r"combine='project' needs mix='heads'"),
         ({"size": (2, 3)}, r"length=5 must equal size 2 x 3 \+ prefix 0"),
         ({"length": 0}, r"length=0 must be at least 1 slot"),
+        ({"stride": 0}, r"stride=0 must be at least 1; 1 is a slot for every token"),
+        ({"stride": 2}, r"stride=2 lets squares of tokens share a slot, .*; give its size=\(height, width\), or"),
+        ({"stride": 2, "size": (2, 3)}, r"length=5 must equal size 2 x 3 \+ prefix 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_construction(options: dict[str, Any], message: str) -> None:

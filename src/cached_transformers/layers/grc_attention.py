@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from cached_transformers.memories.grc.coarser import coarser_reduction
 from cached_transformers.memories.grc.grc import GRC
 from cached_transformers.memories.parts.shared_cache_memory import cache_width
 from cached_transformers.seam.attention import Attention
@@ -24,8 +25,9 @@ class GRCAttention(SelfAttention):
     Args:
         width: D. heads: H. length: M, slots of the cache.
         core, positions, norm, bias, dropout: as `SelfAttention`.
-        reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none.
-        grc: further options of `cached_transformers.memories.grc.grc.GRC` (variant, ratio, candidate, ...).
+        reduction: ratio of the spatial reduction of keys and values, in both branches (PVT); 1 for none. A
+            cache with a `stride` is reduced so much less.
+        grc: further options of `cached_transformers.memories.grc.grc.GRC` (variant, ratio, stride, candidate, ...).
 
     Example:
         >>> layer = GRCAttention(384, 6, length=197, ratio=0.5)
@@ -46,14 +48,14 @@ class GRCAttention(SelfAttention):
         dropout: float = 0.0,
         **grc: Any,
     ) -> None:
-        reduce = reduction > 1
         cache = cache_width(width, heads, grc.get("ratio", 0.5))
+        of_slots = coarser_reduction(reduction, grc.get("stride", 1))
         memory = GRC(
             width,
             heads,
             length,
             bias=bias,
-            reduction=SpatialReduction(cache, reduction) if reduce else None,
+            reduction=SpatialReduction(cache, of_slots) if of_slots > 1 else None,
             **grc,
         )
         super().__init__(
@@ -64,6 +66,6 @@ class GRCAttention(SelfAttention):
             positions=positions,
             norm=norm,
             bias=bias,
-            reduction=SpatialReduction(width, reduction) if reduce else None,
+            reduction=SpatialReduction(width, reduction) if reduction > 1 else None,
             dropout=dropout,
         )

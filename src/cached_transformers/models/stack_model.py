@@ -112,6 +112,7 @@ def make_stack(
     causal: bool = False,
     gives: Collection[str] = (),
     memory_length: int | None = None,
+    memory_size: tuple[int, int] | None = None,
     **facts: Any,
 ) -> Stack:
     """Stack of blocks with a memory.
@@ -125,6 +126,7 @@ def make_stack(
         gives: words of `seam.fit` for what some models give a memory and others do not: "token_ids" (handed to the
             stack as `inputs`), "token_map" (`size`), and "pieces" where no token in front stands for the whole segment.
         memory_length: what a layer memory gets as `length` in the place of attention's.
+        memory_size: (height, width) of the map of tokens, for a memory whose `length` the user did not set.
         facts: what memory and attention may ask for (length, size, prefix, sequence), beside depth, index, causal and
             norm.
 
@@ -144,7 +146,8 @@ def make_stack(
 
     def make_memory(number: int, index: int) -> LayerMemory | ModelMemory:
         name, chosen = specs[number]
-        return create_memory({"name": name, **chosen}, width, heads, depth=depth, index=index, **of_memory)
+        of_map = {} if memory_size is None or "length" in chosen else {"size": memory_size}
+        return create_memory({"name": name, **chosen}, width, heads, depth=depth, index=index, **of_memory, **of_map)
 
     first = [make_memory(number, 0) for number in range(len(specs))]
     model_memory = spanning(first)

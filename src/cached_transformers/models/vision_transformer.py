@@ -62,7 +62,7 @@ class VisionTransformer(StackModel):
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = LearnedPositions(side * side + 1, width)
         self.dropout = nn.Dropout(stack.dropout)
-        self.stack = make_stack(stack, gives=("token_map",), length=side * side + 1, prefix=1)
+        self.stack = make_stack(stack, gives=("token_map",), length=side * side + 1, prefix=1, memory_size=self.size)
         self.head = nn.Linear(width, classes)
         initialise(self)
 

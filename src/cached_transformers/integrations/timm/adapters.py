@@ -14,6 +14,7 @@ from cached_transformers.integrations.hosts import Host, HostAttention, Site, St
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.transformers.encoder_streams import in_blocks
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
+from cached_transformers.memories.grc.coarser import coarser_reduction
 from cached_transformers.seam.memory import Query
 
 from .frames import add_frame_memory
@@ -127,11 +128,10 @@ def pvt_v2_attention(site: Site) -> Host:
     """PVTv2: the cache holds unreduced tokens of the stage; keys and values are reduced as those of the self branch."""
     layer = site.layer
     size = _stage_size(site)
-    reduction: nn.Module | None = None
     if site.memory and layer.pool is not None:
-        reduction = PooledReduction(_cache_width(site, layer.dim))
-    elif site.memory and layer.sr is not None:
-        reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
+        reduction: nn.Module | None = PooledReduction(_cache_width(site, layer.dim))
+    else:
+        reduction = _reduction(site)
     facts = _branch(layer, layer.q) | {"length": size[0] * size[1], "size": size, "reduction": reduction}
     attention = _attention(layer, *_cross(layer.pool is not None or layer.sr is not None))
     return Host(layer.dim, layer.num_heads, layer.proj, _pvt_v2_query, facts, attention=attention)
@@ -146,10 +146,7 @@ def pvt_attention(site: Site) -> Host:
     """PVT: as PVTv2, with a class token in the last stage; the layer knows the map it was built for."""
     layer = site.layer
     height, width = _pvt_size(site)
-    reduction = None
-    if site.memory and layer.sr is not None:
-        reduction = SpatialReduction(_cache_width(site, layer.dim), layer.sr.kernel_size[0])
-    facts = _branch(layer, layer.q) | {"reduction": reduction, "size": (height, width), "prefix": layer.prefix}
+    facts = _branch(layer, layer.q) | {"size": (height, width), "prefix": layer.prefix, "reduction": _reduction(site)}
     facts["length"] = height * width + layer.prefix
     asks = frozenset({"bidirectional", *_cross(layer.sr is not None)})
     attention = HostAttention(asks, float(layer.attn_drop.p))
@@ -184,6 +181,15 @@ def _cache_width(site: Site, width: int) -> int:
     """Channels of the cache of a layer so wide; ratios that do not fit are refused by the memory itself."""
     ratio = site.settings.get("ratio", 0.5)
     return max(int(ratio * width + 1e-6), 1) if 0 < ratio <= 1 else 1
+
+
+def _reduction(site: Site) -> SpatialReduction | None:
+    """As the layer reduces its keys and values; of a cache with a stride, which has fewer slots, so much less."""
+    layer = site.layer
+    if not site.memory or layer.sr is None:
+        return None
+    ratio = coarser_reduction(layer.sr.kernel_size[0], site.settings.get("stride", 1))
+    return SpatialReduction(_cache_width(site, layer.dim), ratio) if ratio > 1 else None
 
 
 def _stage_size(site: Site) -> tuple[int, int]:

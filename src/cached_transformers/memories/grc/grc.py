@@ -40,6 +40,7 @@ from cached_transformers.registry import MEMORIES, unknown_name
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing
 
+from .coarser import coarser_map
 from .equations import Candidate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
 
@@ -113,6 +114,9 @@ class GRC(SharedCacheMemory):
     Args:
         width: D, of the layer. heads: H.
         length: M, slots; the paper takes the number of tokens (64 for translation).
+        stride: side of the square of a map whose tokens share a slot, 1 in the paper: with 2 there are a quarter of the
+            slots, which costs about a quarter. interpolation="area" makes a slot of the mean of its tokens, "nearest"
+            of the first. `length` and `size` are those of the tokens.
         variant: "paper" (Algorithm 1) or "released" (the published code); sets `attend`, `source`, `mix`,
             `initial_gate` and `positional_convolution` where these are None.
         ratio: C / D.
@@ -126,7 +130,7 @@ class GRC(SharedCacheMemory):
         combine, bias, dropout, reduction, window: see `MemoryBranch`.
 
     Raises:
-        ValueError: ratio, heads or widths do not fit; or a switch has an unknown value.
+        ValueError: ratio, heads or widths do not fit; a stride where there is no map; or a switch has an unknown value.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class GRC(SharedCacheMemory):
         heads: int,
         length: int,
         *,
+        stride: int = 1,
         variant: Literal["paper", "released"] = "paper",
         ratio: float = 0.5,
         candidate: Candidate = "norm",
@@ -155,6 +160,7 @@ class GRC(SharedCacheMemory):
         window: tuple[int, int] | None = None,
     ) -> None:
         c = cache_width(width, heads, ratio)
+        length, size = coarser_map(length, size, prefix, stride)
         options = GRCOptions.of(
             variant,
             attend=attend,
@@ -170,7 +176,7 @@ class GRC(SharedCacheMemory):
                 candidate=candidate,
                 attend=options.attend,
                 interpolation=interpolation,
-                size=tuple(size) if size is not None else None,
+                size=size,
                 prefix=prefix,
                 update_bias=update_bias,
                 sync=sync,

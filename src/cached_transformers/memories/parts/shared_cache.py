@@ -92,7 +92,7 @@ class CacheSlots(nn.Module):
         one_of("interpolation", interpolation, ("nearest", "linear", "area"))
         if length < 1:
             raise ValueError(f"cache length={length} must be at least 1 slot")
-        _check_size(length, size, prefix)
+        check_size(length, size, prefix)
         self.width, self.length, self.size, self.prefix = width, length, size, prefix
         self.interpolation = interpolation
 
@@ -206,7 +206,7 @@ class SharedCache(CacheSlots):
     @torch.no_grad()
     def resize_cache(self, length: int, size: tuple[int, int] | None = None) -> None:
         """Interpolate the stored cache to another number of slots (and map size)."""
-        _check_size(length, size, self.prefix)
+        check_size(length, size, self.prefix)
         self.commit()
         mode: Interpolation = "nearest" if self.interpolation == "nearest" else "linear"
         two_d = self.size is not None and size is not None
@@ -281,7 +281,8 @@ def row_mean(x_BMC: Tensor, weight_B: Tensor | None) -> Tensor:
     return torch.einsum("b,bmc->mc", weight / weight.sum().clamp(min=1), x_BMC)
 
 
-def _check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:
+def check_size(length: int, size: tuple[int, int] | None, prefix: int) -> None:
+    """Refuse (ValueError) a length that is not that of the map with the class tokens before it."""
     if size is not None and size[0] * size[1] + prefix != length:
         raise ValueError(f"cache length={length} must equal size {size[0]} x {size[1]} + prefix {prefix}")
 
