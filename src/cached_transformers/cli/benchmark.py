@@ -39,8 +39,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1, the least noisy)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--compile", action="store_true", help="grc, vision: time all through torch.compile")
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="grc: each piece of what GRC adds, alone, and their sum beside what is measured",
+    )
     parser.add_argument("--models", help="vision: names, separated by commas (default: ViT-S,PVT-Tiny,Swin-T,PVTv2-B2)")
-    parser.add_argument("--image-size", type=int, default=224, help="vision: side of the images (default: 224)")
+    parser.add_argument(
+        "--image-size", type=int, default=224, help="vision, --roofline: side of the images (default: 224)"
+    )
     parser.add_argument("--channels-last", action="store_true", help="vision: weights and images in channels_last")
     parser.add_argument("--released", action="store_true", help="vision: the released variant of GRC, too")
     parser.add_argument(

@@ -17,7 +17,19 @@ from cached_transformers.experiments.reports.figures.style import save
 from cached_transformers.experiments.reports.wording import environment_text
 from cached_transformers.files import write_whole
 
-from . import attentions, diagonal, everything, generation, grc, loading, memories, memorizing, translation, vision
+from . import (
+    attentions,
+    diagonal,
+    everything,
+    generation,
+    grc,
+    grc_roofline,
+    loading,
+    memories,
+    memorizing,
+    translation,
+    vision,
+)
 from .peers import Sizes
 
 
@@ -30,6 +42,7 @@ class Options:
     threads: int
     device: str | None
     compile: bool
+    roofline: bool
     models: str | None
     image_size: int
     channels_last: bool
@@ -112,6 +125,10 @@ def measure(name: str, options: Options) -> Iterator[Measured]:
 
 
 def _grc(options: Options, device: str) -> Measured:
+    if options.roofline:
+        least = grc_roofline.run(options.batch, options.rounds, device, options.image_size)
+        settings = {name: getattr(options, name) for name in ("batch", "image_size")}
+        return Measured(least, grc_roofline.as_markdown(least), settings)
     rows = grc.run(options.batch, options.rounds, device, options.compile, options.precision)
     return Measured(
         rows, grc.as_markdown(rows), {name: getattr(options, name) for name in ("batch", "compile", "dtype")}
