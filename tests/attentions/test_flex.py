@@ -359,3 +359,20 @@ def test_positions_by_distance_on_a_gpu(name: str, device: str) -> None:
         both.append([out, *(grad for grad in grads if grad is not None)])
     agree(*both, tolerance=1e-3)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("positions", ["learned", "relative", None])
+def test_tokens_that_attend_a_memory_alone_look_their_positions_up(positions: str | None, anywhere: None) -> None:
+    """The Feedback Transformer's own attention over its keys knows biases alone, and leaves the rest to the core."""
+    results = []
+    for kernel in ("plain", "flex"):
+        torch.manual_seed(0)
+        memory = {"name": "feedback", "length": 5, "positions": positions}
+        model = LanguageModel(11, 32, 2, 2, 16, memory=memory, attention={"name": "softmax", "kernel": kernel}).double()
+        tokens, state = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0)), None
+        for piece in tokens.split(5, 1):
+            out = model(piece, state)
+            state = out.state
+        out.outputs.square().sum().backward()
+        results.append([out.outputs, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)

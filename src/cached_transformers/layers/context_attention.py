@@ -66,6 +66,7 @@ class ContextAttention(SelfAttention):
         context = mask["context"]
         if context is None:
             return AttentionOutput(torch.zeros_like(q))
-        if context.attend is not None and type(self.core) is SoftmaxAttention and not self.core.drop:
+        looked_up = more["distances_BHNK"] is not None  # by a kernel, which then has no bias
+        if context.attend is not None and type(self.core) is SoftmaxAttention and not self.core.drop and not looked_up:
             return AttentionOutput(context.attend(q, mask["bias_BHNM"]))
         return self.core(q, k, v, context=context, bias_BHNM=mask["bias_BHNM"], **more)
