@@ -1,9 +1,10 @@
 """Text from a language model with a memory: greedy, sampled, or by beam search.
 
 A memory is written once a segment. So that the model meets the segments it was trained on, the state stays as it is
-while a segment grows: each step reads the segment again from its first token, and the state moves on when the segment
-is full. A token costs a forward pass over at most `segment_length` tokens. (Where a memory makes the cut of a text
-irrelevant, one token at a time would give the same; there is one rule for all of them.)
+while a segment grows, and moves on when the segment is full: it is then read once more, as a whole. Meanwhile our own
+models keep the keys and values of the open segment, and a token costs one token (`layers/open_stack.py`). What cannot
+be read so, as other models, is shown the open segment again for each token, at the price of a pass over it. (Where a
+memory makes the cut of a text irrelevant, one token at a time would give the same; there is one rule for all of them.)
 
 Works with any model called as `model(tokens_BN, state)` that gives a `ModelOutput` with scores (B, N, V) and has
 `init_state(rows)`.
