@@ -31,8 +31,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS, DRAWS, HEADS = 64, 4, 2
-GIVEN = ("width", "heads", "length", "prefix", "size", "causal", "index", "depth", "dropout", "norm", "sequence")
-"""Options that a model fills in: no choice of the reader's, so the title leaves them out."""
+GIVEN = (
+    "width",
+    "heads",
+    "length",
+    "prefix",
+    "size",
+    "causal",
+    "index",
+    "depth",
+    "dropout",
+    "norm",
+    "sequence",
+    "kernel",
+)
+"""Options that a model fills in, or that change no weight: the title leaves them out where the reader gave none."""
 FULL = 0.99
 """Share of the weights that are told apart by colour; those above have the darkest one."""
 NEVER = 1e-12
