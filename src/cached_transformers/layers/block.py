@@ -1,4 +1,5 @@
-"""The transformer block: attention with a memory, a cross-attention over slots, a feed-forward, each with a residual.
+"""The transformer block: attention with a memory, a cross-attention over slots, a feed-forward, each with a residual;
+in front of them, where it is asked for, a short convolution.
 
 Legend: B rows, N tokens, M slots, D model width, P position channels.
 """
@@ -20,6 +21,7 @@ from .attention import SelfAttention, TokenProjections
 from .feed_forward import DropPath, run_feed_forward
 from .open_layer import OpenLayer
 from .reversible import Sublayer
+from .short_convolution import ShiftedState, ShortConvolution
 
 
 class MemoryWeights(nn.Module):
@@ -43,6 +45,7 @@ class Block(nn.Module):
             what `run_feed_forward` can call.
         slot_attention: cross-attention over a model memory's slots, where the model memory offers any.
         memory_weights: for the tokens of a model memory that has weights of its own.
+        short_convolution: what the tokens go through before attention, and before a memory sees them.
         drop_path: rate of stochastic depth.
         norms: norms after the two residual sums, in that order (a post-norm block, arXiv:1706.03762).
 
@@ -57,6 +60,7 @@ class Block(nn.Module):
         *,
         slot_attention: nn.Module | None = None,
         memory_weights: MemoryWeights | None = None,
+        short_convolution: ShortConvolution | None = None,
         drop_path: float = 0.0,
         norms: tuple[nn.Module, nn.Module] | None = None,
     ) -> None:
@@ -67,8 +71,16 @@ class Block(nn.Module):
             raise ValueError(
                 "a layer with a reduction cannot have memory_weights: memory tokens have no place in its map"
             )
+        self.short_convolution = short_convolution
         self.drop_path = DropPath(drop_path)
         self.attention_norm, self.feed_forward_norm = norms if norms is not None else (nn.Identity(), nn.Identity())
+
+    def init_state(self, batch_size: int, like: Tensor) -> State:
+        """State of rows that have seen nothing."""
+        state = self.attention.init_state(batch_size, like)
+        if self.short_convolution is None:
+            return state
+        return ShiftedState(self.short_convolution.init_state(batch_size, like), state)
 
     def forward(
         self,
@@ -83,13 +95,18 @@ class Block(nn.Module):
         """Output tokens, the layer memory's new state, the trace, and the sum of auxiliary losses or None.
 
         Args:
-            state: of the layer memory.
+            state: as `init_state` makes it.
             slots: what the slot attention is called with behind the tokens; None where nothing is to be read.
             segment: (start, length) of the segment's tokens, which alone a memory may store; None for all.
             attention: what `SelfAttention.forward` takes beside tokens, positions and state.
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        recent_BTD: Tensor | None = None
+        if self.short_convolution is not None:
+            recent_BTD, state = state if len(state) else self.init_state(len(x_BND), x_BND)
+            padding_BN = attention.get("padding_BN")
+            x_BND, recent_BTD = self.short_convolution(x_BND, recent_BTD, padding_BN=padding_BN, segment=segment)
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
         look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
         y_BND, fed_losses = self._behind(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
@@ -97,6 +114,8 @@ class Block(nn.Module):
         if segment is not None:
             trace = trace.narrow(*segment)
         state, loss = self.attention.write(state, trace, attended.core_state)
+        if recent_BTD is not None:
+            state = ShiftedState(recent_BTD, state)
         losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
 
@@ -116,6 +135,8 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        if self.short_convolution is not None:
+            x_BND = opened.shift(self.short_convolution, x_BND, segment)
         attended = opened(x_BND, positions_BNP, segment=segment, **attention)
         look = (
             None if self.slot_attention is None or slots is None else partial(opened.look, self.slot_attention, slots)
@@ -174,6 +195,8 @@ class Block(nn.Module):
         if "state" in memory.needs:
             name = type(memory).__name__
             return f"memory {name} carries a state from segment to segment, which would have to be undone, too"
+        if self.short_convolution is not None:
+            return "short_convolution carries a state, which would have to be undone, too"
         if self.attention.core.carry:
             return f"{self.attention.core.title} carries a state, which would have to be undone, too"
         if not isinstance(self.attention_norm, nn.Identity):

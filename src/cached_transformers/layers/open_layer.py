@@ -33,6 +33,7 @@ from .attention import Attended, SelfAttention
 from .context_attention import ContextAttention
 from .decoder_block import KeysValues
 from .kept_keys import Continuations, KeptKeys, own_slots
+from .short_convolution import ShiftedState, ShortConvolution
 
 
 class OpenLayer:
@@ -54,7 +55,12 @@ class OpenLayer:
         open_positions: Callable[[Positions, bool], Positions],
         steps: int,
     ) -> None:
-        self.attention, self.state, self.text = attention, state, text
+        self.attention, self.text = attention, text
+        self.recent_RTD: State = ()
+        """What a short convolution needs of the tokens before."""
+        if isinstance(state, ShiftedState):
+            self.recent_RTD, state = state
+        self.state, self.shifted = state, False
         self.positions, self.open_positions = attention.positions, open_positions
         self.patterned = type(attention.core).sees is not Attention.sees
         self.memory: LayerMemory = attention.memory
@@ -96,6 +102,14 @@ class OpenLayer:
         self.begun, self.offer = True, context
         self.first_BNP = positions_BNP
         return self.attention(x_BND, positions_BNP, state=self.state, context=context, keep=self, **first)  # type: ignore[no-any-return]
+
+    def shift(self, convolution: ShortConvolution, x: Tensor, segment: tuple[int, int] | None) -> Tensor:
+        """The next tokens with those before them, in the shape in which they come: (R, N, D) first, then (B, K, D)."""
+        assert isinstance(self.recent_RTD, Tensor)
+        x_RND = x.reshape(len(self.recent_RTD), -1, x.shape[-1]) if self.shifted else x
+        y_RND, self.recent_RTD = convolution(x_RND, self.recent_RTD, segment=None if self.shifted else segment)
+        self.shifted = True
+        return y_RND.view_as(x)
 
     # what the layer calls for the first tokens
 
@@ -232,12 +246,12 @@ class OpenLayer:
 
     def multiply(self, times: int) -> None:
         """Each row `times` times."""
-        self.core_state = repeat(self.core_state, times)
+        self.core_state, self.recent_RTD = repeat((self.core_state, self.recent_RTD), times)
 
     def choose(self, rows_R: Tensor, rows_B: Tensor, parent_BK: Tensor, moved: bool) -> None:
         """Continuations in the order `rows_R`: rows in that of `rows_B`, which `moved` says whether they have left, and
         of each the continuations `parent_BK`."""
-        self.core_state = reorder(self.core_state, rows_R)
+        self.core_state, self.recent_RTD = reorder((self.core_state, self.recent_RTD), rows_R)
         if self.each or moved:
             index, rows = (rows_R, self.rows * self.text.count) if self.each else (rows_B, self.rows)
             self.opened, self.opened_slots = (rows_of(t, index, rows) for t in (self.opened, self.opened_slots))

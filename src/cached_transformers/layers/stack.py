@@ -158,7 +158,7 @@ class Stack(nn.Module):
             return tuned(batch_size)
         like = like if like is not None else next(self.parameters())
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        layers = tuple(block.attention.init_state(batch_size, like) for block in self.blocks)  # type: ignore[union-attr, operator]
+        layers = tuple(block.init_state(batch_size, like) for block in self.blocks)  # type: ignore[operator]
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
 
     @staticmethod

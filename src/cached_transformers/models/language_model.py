@@ -62,7 +62,7 @@ class LanguageModel(StackModel):
 
     @takes_stack_options(
         *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
-        *("reversible", "experts"),
+        *("reversible", "short_convolution", "experts"),
     )
     def __init__(
         self,

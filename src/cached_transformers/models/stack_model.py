@@ -24,6 +24,7 @@ from cached_transformers.attentions import create_attention
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.context_attention import ContextAttention
+from cached_transformers.layers.short_convolution import ShortConvolution
 from cached_transformers.layers.stack import Stack, StackState
 from cached_transformers.layers.switch import make_feed_forward
 from cached_transformers.memories import create_memory, memory_specs
@@ -195,6 +196,7 @@ def make_stack(
             positionwise,
             slot_attention=None if model_memory is None else model_memory.slot_attention(index),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
+            short_convolution=ShortConvolution(width, taps) if (taps := options.short_convolution) > 1 else None,
             drop_path=options.drop_path * index / max(depth - 1, 1),
             norms=(options.make_norm(), options.make_norm()) if options.norm == "post" else None,
         )

@@ -67,6 +67,7 @@ class StackKeywords(TypedDict, total=False):
     activation_dropout: float | None
     drop_path: float
     reversible: bool
+    short_convolution: int
     experts: ExpertsSpec
 
 
@@ -93,6 +94,9 @@ class StackOptions:
         activation_dropout: on the hidden units of the feed-forward; None takes `dropout`.
         drop_path: stochastic depth of the last layer, growing linearly from 0.
         reversible: activations are computed again from the result in backward; see `layers.reversible`.
+        short_convolution: K, tokens that are mixed channel by channel in front of attention, the token itself
+            included; the last K - 1 of a segment are carried into the next. 1 for none; see
+            `layers.short_convolution`.
         experts: None, their number in every second layer, or {"experts": number, "every": layers, option: value}:
             Switch feed-forwards; see `layers.switch`.
 
@@ -124,11 +128,13 @@ class StackOptions:
     activation_dropout: float | None = None
     drop_path: float = 0.0
     reversible: bool = False
+    short_convolution: int = 1
     experts: ExpertsSpec = None
 
     def __post_init__(self) -> None:
         at_least_one(" layer", depth=self.depth)
         at_least_one(feed_forward=self.feed_forward)
+        at_least_one("; 1 is for none", short_convolution=self.short_convolution)
         at_least_one("; None is width / heads", head_width=self.head_width)
         if self.depth > DEEPEST:
             raise ValueError(f"depth={self.depth} must be at most {DEEPEST} layers")

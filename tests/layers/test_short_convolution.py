@@ -1,0 +1,186 @@
+"""The short convolution: against a loop over tokens, cut anywhere, beside padding, and in models with memories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
+from cached_transformers.models import LanguageModel
+from cached_transformers.models.generation import Text, generate
+from cached_transformers.training.segments import SegmentLoop
+
+B, N, D, K = 3, 9, 4, 4
+
+
+@pytest.fixture
+def convolution() -> ShortConvolution:
+    torch.manual_seed(0)
+    return ShortConvolution(D, K).double()
+
+
+def tokens(n: int = N) -> Tensor:
+    return torch.randn(B, n, D, dtype=torch.double, generator=torch.Generator().manual_seed(n))
+
+
+def slow(convolution: ShortConvolution, x_BND: Tensor) -> Tensor:
+    """Token by token, as the equation has it; nothing before the first."""
+    rows = []
+    for row in x_BND:
+        out = []
+        for t in range(len(row)):
+            y = row[t].clone()
+            for back in range(min(convolution.taps, t + 1)):
+                y = y + convolution.weight_KD[back] * row[t - back]
+            out.append(y)
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+def test_equals_the_loop_in_values_and_gradients(convolution: ShortConvolution) -> None:
+    x = tokens().requires_grad_()
+    expected = slow(convolution, x)
+    mine, recent = convolution(x, convolution.init_state(B, x))
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(recent, x[:, -(K - 1) :])
+    wanted = [x, convolution.weight_KD]
+    gradients = [torch.autograd.grad(y.square().sum(), wanted, retain_graph=True) for y in (mine, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("sizes", [[N], [1] * N, [2, 1, 6], [5, 4], [1, 1, 7]])
+def test_a_text_may_be_cut_anywhere(convolution: ShortConvolution, sizes: list[int]) -> None:
+    """Also into pieces that are shorter than what is carried; the gradient goes back over the cut."""
+    x = tokens().requires_grad_()
+    recent, parts = convolution.init_state(B, x), []
+    for piece in x.split(sizes, 1):
+        y, recent = convolution(piece, recent)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), slow(convolution, x))
+    gradient = torch.autograd.grad(parts[-1].sum(), x)[0]
+    if sizes[-1] < N:
+        assert bool((gradient[:, N - sizes[-1] - 1] != 0).all())
+
+
+def test_padding_changes_nothing_wherever_it_stands(convolution: ShortConvolution) -> None:
+    x = tokens(5)
+    recent = tokens(K - 1)
+    expected, after = convolution(x, recent)
+    places = torch.tensor([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [1, 2, 5, 7, 8]])
+    padding = torch.ones(B, N, dtype=torch.bool).scatter(1, places, False)
+    padded = torch.full((B, N, D), torch.nan, dtype=torch.double)
+    padded.scatter_(1, places[..., None].expand(-1, -1, D), x)
+    y, recent_after = convolution(padded, recent, padding_BN=padding)
+    torch.testing.assert_close(y.gather(1, places[..., None].expand(-1, -1, D)), expected)
+    torch.testing.assert_close(recent_after, after)
+    nothing = torch.ones(B, 2, dtype=torch.bool)
+    assert torch.equal(convolution(tokens(2), recent, padding_BN=nothing)[1], recent)
+
+
+def test_tokens_round_a_segment_stay_as_they_are(convolution: ShortConvolution) -> None:
+    x, recent = tokens(), tokens(K - 1)
+    y, after = convolution(x, recent, segment=(2, 5))
+    inside, expected = convolution(x[:, 2:7], recent)
+    torch.testing.assert_close(y, torch.cat([x[:, :2], inside, x[:, 7:]], 1))
+    torch.testing.assert_close(after, expected)
+
+
+def build(memory: Any = None, **options: Any) -> LanguageModel:
+    torch.manual_seed(1)
+    return LanguageModel(11, 16, 2, 2, 16, memory=memory, short_convolution=3, **options).double()
+
+
+MEMORIES = [
+    None,
+    {"name": "transformer_xl", "length": 7},
+    {"name": "grc_stream", "length": 5},
+    {"name": "memorizing", "length": 9, "k": 4},
+    {"name": "rmt", "length": 3},
+    {"name": "memformer", "length": 4},
+    {"name": "feedback", "length": 7},
+    {"name": "read_twice", "slots": 4},
+    {"name": "segatron", "length": 7, "sentence_ends": [1]},
+    [{"name": "rmt", "length": 2}, {"name": "grc_stream", "length": 5}],
+]
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@torch.no_grad()
+def test_generation_carries_it_token_by_token(memory: Any) -> None:
+    """Beams too, of which each has its own last tokens."""
+    model, prompt = build(memory).eval(), torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(0))
+    kept, again = (Text(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
+    for step in range(9):
+        rows = 2 if step < 2 else 6
+        scores = kept.read()
+        torch.testing.assert_close(scores, again.read())
+        for text in (kept, again):
+            if step == 2:
+                text.multiply(3)
+                rows = 6
+            elif step > 2:
+                text.choose(torch.tensor([1, 0, 0, 5, 3, 3]))
+            text.append((torch.arange(rows) * 5 + step) % 11)
+
+
+def test_a_cut_text_is_the_whole_one_where_the_memory_reaches_all_of_it() -> None:
+    model = build({"name": "transformer_xl", "length": 20}).eval()
+    text = torch.randint(0, 11, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = model(text).outputs
+    state, parts = None, []
+    for piece in text.split([1, 4, 2, 5], 1):
+        out = model(piece, state)
+        state = out.state
+        parts.append(out.outputs)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("memory", MEMORIES[1:5], ids=str)
+def test_a_reset_row_has_no_token_before_it(memory: Any) -> None:
+    model = build(memory).eval()
+    text = torch.randint(0, 11, (2, 10), generator=torch.Generator().manual_seed(1))
+    state = model(text[:, :5]).state
+    out = model(text[:, 5:], state, torch.tensor([False, True]))
+    torch.testing.assert_close(out.outputs[1:], model(text[1:, 5:]).outputs)
+    assert not torch.allclose(out.outputs[:1], model(text[:1, 5:]).outputs)
+
+
+def test_the_diagonal_schedule_is_the_plain_one() -> None:
+    model = build({"name": "grc_stream", "length": 5})
+    text = torch.randint(0, 11, (2, 21), generator=torch.Generator().manual_seed(1))
+    results = []
+    for schedule in ("segments", "diagonal"):
+        model.zero_grad()
+        loss = SegmentLoop(model, 4, 5, schedule=schedule)(text[:, :-1], text[:, 1:])[0]
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_the_state_holds_what_is_carried_and_the_taps_are_trained() -> None:
+    model = build()
+    out = model(torch.randint(0, 11, (2, 6)), model.init_state(2))
+    assert all(isinstance(layer, ShiftedState) and layer.recent_BTD.shape == (2, 2, 16) for layer in out.state.layers)
+    out.outputs.square().sum().backward()
+    assert all(bool((block.short_convolution.weight_KD.grad != 0).all()) for block in model.stack.blocks)
+
+
+def test_one_graph() -> None:
+    model = build({"name": "transformer_xl", "length": 4}).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    text = torch.randint(0, 11, (2, 5))
+    state = model(text).state
+    torch.testing.assert_close(compiled(text, state).outputs, model(text, state).outputs)
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="taps=1 must be at least 2"):
+        ShortConvolution(4, 1)
+    with pytest.raises(ValueError, match="short_convolution=0 must be at least 1; 1 is for none"):
+        LanguageModel(11, 16, 2, 2, 16, short_convolution=0)
+    with pytest.raises(ValueError, match="reversible=True: short_convolution carries a state"):
+        LanguageModel(11, 16, 2, 2, 16, short_convolution=2, reversible=True)
+    assert generate(build(), torch.zeros(1, 2, dtype=torch.long), tokens=3, segment_length=4).tokens.shape == (1, 3)
