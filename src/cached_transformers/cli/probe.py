@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cached_transformers.experiments.probes.far_trials import FarTrials
+    from cached_transformers.experiments.probes.trials import Trials
 
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
@@ -19,13 +23,33 @@ def add_parser(subparsers: Any) -> None:
         help="what a memory holds: tasks that nothing but a memory can solve",
         description="Trains a small language model on each task with each memory, with options that put what is asked "
         "within its reach, with options that put it beyond (where its theory knows a bound), and without the memory. "
-        "Prints the share of right answers and draws it against the distance. Finished trainings are kept: the same "
-        "command goes on where it was stopped.",
-        epilog="example: cached probe rmt,transformer_xl --tasks latch,copy --jobs 2",
+        "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
+        "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
+        "Finished trainings are kept: the same command goes on where it was stopped.",
+        epilog="examples: cached probe rmt,transformer_xl --tasks latch,copy --jobs 2; "
+        "cached probe rmt,memformer --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
     parser.add_argument("--tasks", default=",".join(FAST), help=f"tasks, by commas (default: {','.join(FAST)})")
-    parser.add_argument("--distance", type=int, default=3, help="segments between cue and question (default: 3)")
+    parser.add_argument("--distance", type=int, help="segments between cue and question (default: 3)")
+    parser.add_argument(
+        "--train-distance",
+        metavar="A..B",
+        help="train with cue and question at random distances of A to B segments, and ask at any up to --far tokens",
+    )
+    parser.add_argument(
+        "--no-curriculum",
+        action="store_true",
+        help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
+    )
+    parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
+    parser.add_argument(
+        "--short-convolution",
+        type=int,
+        metavar="K",
+        help="tokens that are mixed channel by channel in front of attention, in all models alike; 1 for none "
+        "(default: 3 with --train-distance, else 1: it lengthens the bounds that 'out of reach' is about)",
+    )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind (default: 1)")
     parser.add_argument("--steps", type=int, default=2000, help="steps at most; ends early when solved (default: 2000)")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
@@ -37,27 +61,58 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
-    from cached_transformers.experiments.probes.trials import Trials, chosen_memories, chosen_tasks
+    from cached_transformers.experiments.probes.far_trials import FarTrials
+    from cached_transformers.experiments.probes.trials import chosen_memories, chosen_tasks
+    from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
-    from cached_transformers.experiments.reports.terminal import open_console, print_probe
+    from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     given = {name: str(path) for name in ("babi", "books") if (path := getattr(arguments, name)) is not None}
     memories, tasks = chosen_memories(arguments.memories), chosen_tasks(arguments.tasks, files=len(given) == 2)
-    sizes = (arguments.distance, arguments.seeds, arguments.steps)
-    trials = Trials(memories, tasks, *sizes, arguments.out, given)
+    trials = _trials(arguments, memories, tasks, given)
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
     with contextlib.closing(trials.train(missing, arguments.jobs)) as results:
         for trial, result in results:
             console.print(trial.sentence(result), markup=False, soft_wrap=True)
-    print_probe(trials.write(command_line()), console)
+    by_distance = isinstance(trials, FarTrials)
+    (print_far if by_distance else print_probe)(trials.write(command_line()), console)
     try:
-        path = write_probe_report(arguments.out)
+        path = (write_far_report if by_distance else write_probe_report)(arguments.out)
     except ImportError as error:
-        path = arguments.out / "probe.json"
+        path = arguments.out / ("far.json" if by_distance else "probe.json")
         console.print(f"no report: {error}", markup=False)
     console.print(f"written: {path}", markup=False, soft_wrap=True)
     return 0
+
+
+def _trials(
+    arguments: argparse.Namespace, memories: list[str], tasks: list[str], files: dict[str, str]
+) -> Trials | FarTrials:
+    """What is to be trained (ValueError where options do not go together)."""
+    from cached_transformers.experiments.probes.distances import Course
+    from cached_transformers.experiments.probes.far_trials import FarTrials
+    from cached_transformers.experiments.probes.trials import Trials
+
+    taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, files)
+    if arguments.train_distance is None:
+        for name in ("far", "no_curriculum"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
+        return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
+    if arguments.distance is not None:
+        raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
+    nearest, farthest = _distances(arguments.train_distance)
+    course = Course(nearest, farthest, curriculum=not arguments.no_curriculum)
+    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000)
+
+
+def _distances(text: str) -> tuple[int, int]:
+    """The nearest and the farthest of "A..B", or of a single number."""
+    nearest, dots, farthest = text.partition("..")
+    if not (nearest.isdecimal() and (farthest.isdecimal() or not dots)):
+        raise ValueError(f"--train-distance {text!r} must be A..B, segments from cue to question, e.g. 1..7")
+    return int(nearest), int(farthest or nearest)

@@ -27,6 +27,8 @@ class Probing:
     Attributes:
         within: options with which the cue is in reach.
         beyond: options with which it is not; None where the theory knows no bound.
+        farther: options with which it is trained at many distances, up to the given one, and asked at any; those of
+            `within` where a memory says nothing.
         passes: readings of each episode.
         learning_rate: in place of that of the probed model.
         why: why there is no bound, or what else to know.
@@ -34,9 +36,15 @@ class Probing:
 
     within: Options = _defaults
     beyond: Options | None = None
+    farther: Options | None = None
     passes: int = 1
     learning_rate: float | None = None
     why: str = ""
+
+    @property
+    def far(self) -> Options:
+        """The options of a probe by distance."""
+        return self.farther or self.within
 
 
 def fixed(**options: Any) -> Options:

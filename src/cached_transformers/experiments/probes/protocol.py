@@ -40,6 +40,7 @@ class Sizes:
     check_every: int = 100
     enough: float = 0.995
     rows: int = 512
+    short_convolution: int = 1
     model: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,9 +121,28 @@ def train(
     return accuracy, step
 
 
+class Forgetful(nn.Module):
+    """A model that begins every segment as if it were the first: the control, where a model carries more than a memory.
+
+    Args:
+        model: called as `model(inputs, state)`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def init_state(self, rows: int) -> State:
+        return self.model.init_state(rows)  # type: ignore[operator, no-any-return]
+
+    def forward(self, inputs_BN: Tensor, state: State | None = None, **options: Any) -> ModelOutput:
+        out: ModelOutput = self.model(inputs_BN, None, **options)
+        return out
+
+
 def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
-    """The language model that is probed."""
-    return create_model(
+    """The language model that is probed; one without a memory knows nothing of earlier segments."""
+    model = create_model(
         "language_model",
         vocabulary=task.vocabulary,
         width=sizes.width,
@@ -130,8 +150,10 @@ def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
         heads=sizes.heads,
         feed_forward=sizes.feed_forward,
         memory=memory,
+        short_convolution=sizes.short_convolution,
         **sizes.model,
     )
+    return Forgetful(model) if memory is None and sizes.short_convolution > 1 else model
 
 
 @torch.no_grad()
@@ -145,14 +167,14 @@ def measure(
     *,
     forget: bool = False,
     shuffle: bool = False,
+    whole: bool = False,
 ) -> float:
     """Share of right answers on `rows` episodes that no training draws.
 
-    Two ways to ask whether it is the state that answers; where it is, either leaves a guess.
-
     Args:
-        forget: the last segment begins with no state.
-        shuffle: each row begins the last segment with the state of the row before it.
+        forget, shuffle: two ways to ask whether it is the state that answers; where it is, either leaves a guess. The
+            last segment begins with no state, or with that of the row before it.
+        whole: the episode is read as one segment: what attention alone can do.
     """
     training = model.training
     model.eval()
@@ -163,23 +185,24 @@ def measure(
             return None
         return reorder(state, torch.arange(rows).roll(1)) if shuffle else state
 
-    guesses, answers = _answers(model, task, episode, passes, before_last)
+    segment = episode.inputs_BN.shape[1] if whole else task.segment
+    guesses, answers = _answers(model, segment, episode, passes, before_last)
     model.train(training)
     return (guesses == answers).double().mean().item()
 
 
 def _answers(
-    model: nn.Module, task: ProbeTask, episode: Episode, passes: int, before_last: Callable[[State], State | None]
+    model: nn.Module, segment: int, episode: Episode, passes: int, before_last: Callable[[State], State | None]
 ) -> tuple[Tensor, Tensor]:
     """Best guess and truth at every place that is asked; `before_last` gives the state of the last segment."""
-    segments = episode.inputs_BN.split(task.segment, 1)
+    segments = episode.inputs_BN.split(segment, 1)
     last = len(segments) - 1
 
     def read(index: int, state: State, reset_B: Tensor | None) -> ModelOutput:
         out: ModelOutput = model(segments[index], before_last(state) if index and index == last else state)
         return out
 
-    state = SegmentLoop(model, task.segment, len(segments), passes).earlier_passes(*episode)
+    state = SegmentLoop(model, segment, len(segments), passes).earlier_passes(*episode)
     guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
     asked = episode.targets_BN != IGNORED
     return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]

@@ -47,6 +47,20 @@ class ProbeTask:
         """Episodes of `distance + 1` segments."""
         raise NotImplementedError("abstract: a task writes draw()")
 
+    def stream(self, rows: int, distance: int, generator: Generator):
+        """TEMP"""
+        if distance > 2000:
+            first = self.draw(rows, 2, generator)
+            L = self.segment
+            yield Episode(first.inputs_BN[:, :L], first.targets_BN[:, :L])
+            for _ in range(distance - 1):
+                n = self.draw(rows, 2, generator)
+                yield Episode(n.inputs_BN[:, L : 2 * L], n.targets_BN[:, L : 2 * L])
+            yield Episode(first.inputs_BN[:, -L:], first.targets_BN[:, -L:])
+            return
+        e = self.draw(rows, distance, generator)
+        yield from map(Episode, e.inputs_BN.split(self.segment, 1), e.targets_BN.split(self.segment, 1))
+
     def segments(self, distance: int) -> int:
         """Segments of an episode."""
         if distance < self.shortest:

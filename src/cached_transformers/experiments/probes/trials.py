@@ -26,6 +26,7 @@ from cached_transformers.training.run_lock import folder_lock
 
 from .protocol import Sizes, probe
 from .settings import setting, stream_memories
+from .tasks import ProbeTask
 
 NEEDS_FILES = "facts"
 """The task that reads files: bAbI's, and books."""
@@ -42,12 +43,12 @@ class Trial(NamedTuple):
     @property
     def path(self) -> str:
         """Where its result is kept."""
-        name = "no_memory" if self.arm == "no memory" else self.memory
+        name = "no_memory" if self.memory == "none" else self.memory
         return f"{self.task}/{name}/{self.arm.replace(' ', '_')}_{self.seed}.json"
 
     def sentence(self, result: dict[str, Any]) -> str:
         """Its result in a line."""
-        what = self.arm if self.arm == "no memory" else f"{self.memory}, {self.arm}"
+        what = self.arm if self.memory == "none" else f"{self.memory}, {self.arm}"
         return (
             f"{self.task}: {what}, seed {self.seed}: {100 * result['accuracy']:.1f} % right after "
             f"{result['steps']} steps, {result['seconds']:.0f} s"
@@ -56,7 +57,12 @@ class Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What is probed; `files` are "babi" and "books", which the task of facts reads, `steps` the most of a training."""
+    """What is probed.
+
+    Attributes:
+        steps: the most of a training. files: "babi" and "books", which the task of facts reads. taps: of the short
+            convolution in front of attention, the same for all; 1 for none.
+    """
 
     memories: Sequence[str]
     tasks: Sequence[str]
@@ -65,6 +71,7 @@ class Trials:
     steps: int
     folder: Path
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    taps: int = 1
 
     def all(self) -> list[Trial]:
         """Every training, seed by seed and task by task."""
@@ -73,7 +80,7 @@ class Trials:
             trials.append(Trial(task, "none", "no memory", seed))
             for memory in self.memories:
                 trials.append(Trial(task, memory, "within reach", seed))
-                if setting(memory).beyond is not None:
+                if setting(memory).beyond is not None and self.taps == 1:  # taps reach beyond the bound
                     trials.append(Trial(task, memory, "out of reach", seed))
         return trials
 
@@ -87,8 +94,7 @@ class Trials:
         Raises:
             ValueError: the task or the memory's options do not go with the distance.
         """
-        files = self.files if trial.task == NEEDS_FILES else {}
-        task, sizes = PROBES.create(trial.task, **files), Sizes(steps=self.steps)
+        task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
         spec, passes = None, 1
         if trial.arm != "no memory":
             chosen = setting(trial.memory)
@@ -97,9 +103,19 @@ class Trials:
             spec, passes = {"name": trial.memory, **options(task.segment, self.distance, sizes.depth)}, chosen.passes
             if chosen.learning_rate is not None:
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
-        settings = {"files": files, "distance": self.distance, "memory": spec, "passes": passes}
-        whole = {**settings, "sizes": dataclasses.asdict(sizes)}
-        return json.loads(json.dumps(whole))  # as it will be read back
+        settings = {"files": self._files(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
+        return stored_settings({**settings, "sizes": dataclasses.asdict(sizes)})
+
+    def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Train one, and keep its result."""
+        return _train(trial, settings, folder)
+
+    def _files(self, task: str) -> dict[str, str]:
+        return self.files if task == NEEDS_FILES else {}
+
+    def _task(self, name: str) -> ProbeTask:
+        task: ProbeTask = PROBES.create(name, **self._files(name))
+        return task
 
     def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
         """Train some of them, so many at a time, and give each with its result when it is done.
@@ -112,14 +128,14 @@ class Trials:
         with folder_lock(self.folder):
             if jobs == 1 or len(trials) < 2:
                 for trial in trials:
-                    yield trial, _train(trial, self.settings(trial), self.folder)
+                    yield trial, self.work(trial, self.settings(trial), self.folder)
                 return
             context = multiprocessing.get_context("spawn")
             theirs, ours = context.Pipe(duplex=False)
             with ProcessPoolExecutor(jobs, context, stop_with, (theirs,)) as pool:
                 try:
                     settings = [self.settings(trial) for trial in trials]
-                    results = pool.map(_train, trials, settings, itertools.repeat(self.folder))
+                    results = pool.map(self.work, trials, settings, itertools.repeat(self.folder))
                     yield from zip(trials, results, strict=True)
                 except BaseException:
                     ours.close()
@@ -127,23 +143,25 @@ class Trials:
 
     def write(self, command: str) -> dict[str, Any]:
         """Write probe.json, and return what it holds."""
+        result = self._written(command) | {"distance": self.distance, "notes": self._notes()}
+        write_whole(self.folder / "probe.json", json_text(result))
+        return result
+
+    def _written(self, command: str) -> dict[str, Any]:
+        """What was probed, how and where, and every result."""
         results = []
         for trial in self.all():
             stored = json.loads((self.folder / trial.path).read_text(encoding="utf-8"))
             results.append({**trial._asdict(), **stored, "options": stored["memory"], "memory": trial.memory})
-        result = {
+        return {
             "command": command,
             "date": datetime.date.today().isoformat(),
             "environment": environment("cpu"),
-            "distance": self.distance,
             "memories": list(self.memories),
             "tasks": list(self.tasks),
-            "notes": self._notes(),
+            "seeds": self.seeds,
             "results": results,
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "probe.json", json_text(result))
-        return result
 
     def _notes(self) -> dict[str, str]:
         """What else to know, by memory and task."""
@@ -183,8 +201,13 @@ def chosen_tasks(text: str, files: bool) -> list[str]:
     return names
 
 
+def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are read back from a file."""
+    read: dict[str, Any] = json.loads(json.dumps(settings))
+    return read
+
+
 def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train one, and keep its result."""
     torch.set_num_threads(1)
     task, distance = PROBES.create(trial.task, **settings["files"]), settings["distance"]
     farthest = min(2 * distance, 6) if trial.task == "recall" else 2 * distance

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
+from .far_page import COLUMNS as COLUMNS_FAR
+from .far_page import far_cells, far_rows
 from .probe_page import accuracy_text, table_columns, table_rows
 from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name
 
@@ -150,6 +152,17 @@ def print_probe(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for name, note in result["notes"].items():
         console.print(f"{name}: {note}", markup=False)
+
+
+def print_far(result: dict[str, Any], console: Console) -> None:
+    """Print how far each memory holds, as `far.json` has it."""
+    course = result["course"]
+    trained = f"trained with {course['nearest']} to {course['farthest']} segments from cue to question"
+    title = f"{trained}, asked up to {result['far']:,} tokens"
+    table = _table(title, "task", ["memory", *COLUMNS_FAR])
+    for row in far_rows(result):
+        table.add_row(row.task, row.name, *far_cells(row, result))
+    console.print(table)
 
 
 def _table(title: str, names: str, columns: Sequence[str]) -> Table:

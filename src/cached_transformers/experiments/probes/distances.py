@@ -1,0 +1,185 @@
+"""Distance as the axis: training at many distances, and how far the trained memory then holds.
+
+A memory that was trained at one distance has learned that distance. So cue and question stand at random distances, from
+the nearest to one that grows as it is solved (the curricula of RMT at a million tokens, arXiv:2304.11062, and ARMT,
+arXiv:2407.04841). Then episodes of any length are read as a stream, segment by segment, in constant memory.
+
+The rate is constant until the farthest distance is solved, or the steps are nearly over, and then falls to 0 along a
+cosine: a state that is to survive a million updates wants exact weights more than it wants many steps.
+
+Legend: B rows, N tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.models.segments import read_segments
+from cached_transformers.state import State
+from cached_transformers.training.replay import ReplayLoop
+from cached_transformers.training.segments import SegmentLoop
+
+from .protocol import Sizes, measure
+from .tasks import IGNORED, Episode, ProbeTask
+
+REPLAYED = 64
+"""Segments of an episode from which on activations are computed again in backward."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The distances of a training.
+
+    Attributes:
+        nearest, farthest: segments between cue and question; each step draws one of them.
+        curriculum: begin at the nearest, and go on to half as far again whenever the farthest so far is solved.
+        solved: accuracy there that is enough to go on.
+        settle: share of the steps that the rate takes to fall.
+    """
+
+    nearest: int = 1
+    farthest: int = 7
+    curriculum: bool = True
+    solved: float = 0.99
+    settle: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nearest <= self.farthest:
+            raise ValueError(
+                f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, at least 1 segment"
+            )
+
+    @property
+    def stages(self) -> list[int]:
+        """The largest distance of each stage."""
+        if not self.curriculum:
+            return [self.farthest]
+        stages = [self.nearest]
+        while stages[-1] < self.farthest:
+            stages.append(min(max(stages[-1] + 1, stages[-1] * 3 // 2), self.farthest))
+        return stages
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a training by distance ended: the farthest distance that was solved (0 for none), accuracy at that of the
+    last stage, and the step at which each stage was solved."""
+
+    solved: int
+    accuracy: float
+    steps: int
+    solved_at: dict[int, int]
+
+
+def train_by_distance(
+    model: nn.Module,
+    task: ProbeTask,
+    course: Course,
+    sizes: Sizes,
+    *,
+    seed: int = 0,
+    passes: int = 1,
+    whole: bool = False,
+) -> Trained:
+    """Train a model on a task at random distances. The gradient crosses whole episodes.
+
+    Args:
+        sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
+        passes: readings of each episode. whole: episodes are read as one segment each.
+    """
+    pieces = 1 if whole else course.farthest + 1
+    length = (course.farthest + 1) * task.segment // pieces
+    loop = (SegmentLoop if pieces < REPLAYED else ReplayLoop)(model, length, pieces, passes)
+    optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    generator = torch.Generator().manual_seed(seed)
+    stages, stage, solved_at = course.stages, 0, {}
+    settling = max(1, int(sizes.steps * course.settle))
+    falls_from, accuracy, step = sizes.steps - settling, 0.0, 0
+    while step < falls_from + settling:
+        rate = _rate(step, falls_from, settling, warm=min(100, settling))
+        for group in optimizer.param_groups:
+            group["lr"] = sizes.learning_rate * rate
+        distance = int(torch.randint(course.nearest, stages[stage] + 1, (), generator=generator))
+        episode = task.draw(sizes.batch_size, distance, generator)
+        optimizer.zero_grad()
+        loop(*episode)[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % sizes.check_every and step != falls_from + settling:
+            continue
+        accuracy = measure(model, task, stages[stage], sizes.rows, passes, whole=whole)
+        if accuracy < course.solved or stages[stage] in solved_at:
+            continue
+        solved_at[stages[stage]] = step
+        if stage + 1 < len(stages) and step < falls_from:
+            stage += 1
+        elif stage + 1 == len(stages):
+            falls_from = min(falls_from, step)
+    return Trained(max(solved_at, default=0), accuracy, step, solved_at)
+
+
+def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:
+    """Share of the learning rate: rising, constant, and falling along a cosine."""
+    if step < falls_from:
+        return min(1.0, (step + 1) / warm)
+    return 0.5 * (1 + math.cos(math.pi * (step - falls_from) / settling))
+
+
+def ladder(segment: int, tokens: int) -> list[int]:
+    """Distances 1, 2, 5, 10, 20, ... in segments, up to so many tokens, which are the last of them."""
+    most = max(1, tokens // segment)
+    steps = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    return [*itertools.takewhile(lambda distance: distance < most, steps), most]
+
+
+@torch.no_grad()
+def holds(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    rows: int,
+    *,
+    passes: int = 1,
+    whole: bool = False,
+    seed: int = 10**6,
+) -> tuple[float, float]:
+    """Share of right answers, and of rows in which all are right, on episodes that are read as streams.
+
+    Only one segment and one state are in memory at a time; of several passes, all segments.
+
+    Args: as of `train_by_distance`.
+    """
+    training = model.training
+    model.eval()
+
+    def episode() -> Iterator[Episode]:
+        generator = Generator().manual_seed(seed + distance)
+        return iter([task.draw(rows, distance, generator)]) if whole else task.stream(rows, distance, generator)
+
+    def read(piece: Episode, state: State | None, reset_B: Tensor | None) -> ModelOutput:
+        asked.append(piece.targets_BN)
+        out: ModelOutput = model(piece.inputs_BN, state)
+        return out
+
+    state = None
+    if passes > 1:
+        all_of_it = (torch.cat(parts, 1) for parts in zip(*episode(), strict=True))
+        state = SegmentLoop(model, task.segment, distance + 1, passes).earlier_passes(*all_of_it)
+    asked: list[Tensor] = []
+    right_B = asked_B = torch.zeros(rows, dtype=torch.long)
+    for out in read_segments(read, episode(), state, in_place=True):
+        targets_BN = asked.pop()
+        places_BN = targets_BN != IGNORED
+        if bool(places_BN.any()):
+            right_B = right_B + ((out.outputs.argmax(-1) == targets_BN) & places_BN).sum(1)
+            asked_B = asked_B + places_BN.sum(1)
+    model.train(training)
+    return (right_B.sum() / asked_B.sum()).item(), (right_B == asked_B).double().mean().item()

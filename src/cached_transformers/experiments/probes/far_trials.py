@@ -1,0 +1,161 @@
+"""Probes by distance: every memory is trained at many distances, and then asked after texts of any length.
+
+Three kinds of training stand side by side, with the same sizes, seeds and steps: with the memory; without one, every
+segment read alone; and attention over the whole text, which shows that the task can be learned. A training is kept with
+its weights, and each answer as soon as there is one, so that a longer text later costs the longer text alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from cached_transformers.files import json_text, write_whole
+from cached_transformers.registry import PROBES
+from cached_transformers.state import nbytes
+
+from .distances import Course, Trained, holds, ladder, train_by_distance
+from .protocol import Sizes, build_model
+from .settings import setting
+from .trials import Trial, Trials, stored_settings
+
+NONE, WHOLE = "no memory", "whole text"
+"""The arms without a memory: each segment alone, and attention over everything."""
+ROWS = 64
+"""Texts that are read at once."""
+
+
+@dataclass(frozen=True)
+class FarTrials(Trials):
+    """What is probed by distance; `distance` is the farthest of the course.
+
+    Attributes:
+        course: distances of the training. far: tokens of the longest text that is asked about. taps: of the short
+            convolution in front of attention, the same for all.
+    """
+
+    course: Course = dataclasses.field(default_factory=Course)
+    far: int = 1_000_000
+    taps: int = 3
+
+    def all(self) -> list[Trial]:
+        trials = []
+        for seed, task in itertools.product(range(self.seeds), self.tasks):
+            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)]
+            trials += [Trial(task, memory, "far", seed) for memory in self.memories]
+        return trials
+
+    def missing(self) -> list[Trial]:
+        return [trial for trial in self.all() if not self._answered(trial)]
+
+    def _answered(self, trial: Trial) -> bool:
+        """Whether the training is there, and every answer up to the longest text, or to the one where it ends."""
+        path = self.folder / trial.path
+        if not path.is_file():
+            return False
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return stored["settings"] == self.settings(trial) and not _unasked(stored, self._distances(trial))
+
+    def _distances(self, trial: Trial) -> list[int]:
+        task = self._task(trial.task)
+        if trial.arm == "far":
+            return ladder(task.segment, self.far)
+        return ladder(task.segment, self.course.farthest * task.segment)
+
+    def settings(self, trial: Trial) -> dict[str, Any]:
+        task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        spec, passes = None, 1
+        if trial.arm == "far":
+            chosen = setting(trial.memory)
+            spec = {"name": trial.memory, **chosen.far(task.segment, self.course.farthest, sizes.depth)}
+            passes = chosen.passes
+            if chosen.learning_rate is not None:
+                sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+        course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
+        return stored_settings(
+            {"files": self._files(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
+        )
+
+    def write(self, command: str) -> dict[str, Any]:
+        """Write far.json, and return what it holds."""
+        result = self._written(command) | {
+            "course": dataclasses.asdict(self.course),
+            "far": self.far,
+            "taps": self.taps,
+            "rows": ROWS,
+            "segments": {task: self._task(task).segment for task in self.tasks},
+        }
+        write_whole(self.folder / "far.json", json_text(result))
+        return result
+
+    def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+        return _train_and_ask(trial, settings, folder, self._distances(trial))
+
+
+def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
+    """Distances that are still to be asked about; none behind one at which the memory is as good as a guess."""
+    chance, answers = stored["chance"], {int(d): share for d, (share, _) in stored["far"].items()}
+    for index, distance in enumerate(distances):
+        if distance not in answers:
+            return list(distances[index:])
+        if distance > stored["settings"]["course"]["farthest"] and answers[distance] < chance + (1 - chance) / 4:
+            return []
+    return []
+
+
+def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int]) -> dict[str, Any]:
+    """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
+    torch.set_num_threads(1)
+    path = folder / trial.path
+    task, sizes, course = (
+        PROBES.create(trial.task, **settings["files"]),
+        Sizes(**settings["sizes"]),
+        Course(**settings["course"]),
+    )
+    torch.manual_seed(trial.seed)
+    model = build_model(task, settings["memory"], sizes)
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    weights = path.with_suffix(".safetensors")
+    if stored is not None and stored["settings"] == settings and weights.is_file():
+        model.load_state_dict(safetensors.torch.load_file(weights))
+    else:
+        started, whole = time.perf_counter(), trial.arm == WHOLE
+        trained = train_by_distance(model, task, course, sizes, seed=trial.seed, passes=settings["passes"], whole=whole)
+        stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}  # tied ones apart
+        write_whole(weights, safetensors.torch.save(tensors))
+        write_whole(path, json_text(stored))
+    while unasked := _unasked(stored, distances):
+        started, distance = time.perf_counter(), unasked[0]
+        answers = holds(model, task, distance, ROWS, passes=settings["passes"], whole=trial.arm == WHOLE)
+        stored["far"][str(distance)] = answers
+        stored["seconds_far"] += time.perf_counter() - started
+        write_whole(path, json_text(stored))
+    return stored
+
+
+def _result(
+    settings: dict[str, Any], chance: float, trained: Trained, model: nn.Module, seconds: float
+) -> dict[str, Any]:
+    return {
+        "settings": settings,
+        "chance": chance,
+        "memory": settings["memory"],
+        **dataclasses.asdict(trained),
+        "seconds": seconds,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "state_bytes": nbytes(model.init_state(1)),  # type: ignore[operator]
+        "far": {},
+        "seconds_far": 0.0,
+    }
