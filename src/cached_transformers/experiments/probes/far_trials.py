@@ -31,6 +31,8 @@ from .trials import Trial, Trials, stored_settings
 
 NONE, WHOLE = "no memory", "whole text"
 """The arms without a memory: each segment alone, and attention over everything."""
+NEAR_A_GUESS = 0.25
+"""Share of what there is above chance that a memory must still know; with less, it is asked nothing farther."""
 ROWS = 64
 """Texts that are read at once."""
 
@@ -108,7 +110,7 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
     for index, distance in enumerate(distances):
         if distance not in answers:
             return list(distances[index:])
-        if distance > stored["settings"]["course"]["farthest"] and answers[distance] < chance + (1 - chance) / 4:
+        if distance > stored["settings"]["course"]["farthest"] and answers[distance] < chance + NEAR_A_GUESS * (1 - chance):
             return []
     return []
 

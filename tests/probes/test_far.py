@@ -1,0 +1,136 @@
+"""Probes by distance: the course, the streams, and what the command keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cached_transformers.cli.main import main
+from cached_transformers.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
+from cached_transformers.experiments.probes.far_trials import FarTrials
+from cached_transformers.experiments.probes.protocol import Forgetful, Sizes, build_model, measure
+from cached_transformers.experiments.reports.far_page import held_tokens
+from cached_transformers.models import LanguageModel
+from cached_transformers.registry import PROBES
+
+QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
+RMT = {"name": "rmt", "length": 2}
+
+
+def test_a_curriculum_goes_on_by_half_as_far_again() -> None:
+    assert Course(1, 7).stages == [1, 2, 3, 4, 6, 7]
+    assert Course(3, 20).stages == [3, 4, 6, 9, 13, 19, 20]
+    assert Course(1, 7, curriculum=False).stages == [7] and Course(4, 4).stages == [4]
+    with pytest.raises(ValueError, match=r"distances 3\.\.2 .* NEAREST\.\.FARTHEST"):
+        Course(3, 2)
+
+
+def test_the_ladder_ends_where_the_text_does() -> None:
+    assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+    assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
+    assert ladder(16, 10) == [1]
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    rates = [_rate(step, falls_from=60, settling=40, warm=10) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9:61] == [1.0] * 52
+    assert all(a > b for a, b in zip(rates[60:], rates[61:], strict=False)) and rates[-1] < 0.01
+
+
+def test_training_goes_on_as_distances_are_solved_and_then_lets_the_rate_fall() -> None:
+    task, sizes = PROBES.create("latch"), Sizes(steps=400, check_every=20, rows=128)
+    torch.manual_seed(0)
+    model = build_model(task, RMT, sizes)
+    trained = train_by_distance(model, task, Course(1, 3, solved=0.9), sizes)
+    assert list(trained.solved_at) == [1, 2, 3] and trained.solved == 3 and trained.accuracy >= 0.9
+    assert trained.steps == trained.solved_at[3] + 100  # a quarter of all steps, from there on
+    assert min(measure(model, task, distance, 256) for distance in (1, 2, 3)) >= 0.9
+    untaught = build_model(task, None, QUICK)
+    hopeless = train_by_distance(untaught, task, Course(1, 3), QUICK)
+    assert hopeless.solved == 0 and hopeless.steps == 60 and hopeless.accuracy < 0.5
+
+
+@pytest.mark.parametrize("name", ["latch", "copy"])
+def test_a_stream_is_answered_as_an_episode_is(name: str) -> None:
+    task = PROBES.create(name)
+    torch.manual_seed(0)
+    model = build_model(task, RMT, QUICK)
+    share, rows = holds(model, task, 3, 64, seed=5)
+    assert share == pytest.approx(measure(model, task, 3, 64, seed=5)) and 0 <= rows <= share
+    twice = build_model(task, {"name": "read_twice", "slots": 4}, QUICK)
+    assert holds(twice, task, 3, 64, seed=5, passes=2)[0] == pytest.approx(measure(twice, task, 3, 64, 2, seed=5))
+    plain = build_model(task, None, QUICK)
+    assert holds(plain, task, 3, 64, seed=5, whole=True)[0] == pytest.approx(
+        measure(plain, task, 3, 64, seed=5, whole=True)
+    )
+
+
+def test_the_control_knows_nothing_of_earlier_segments_whatever_a_model_carries() -> None:
+    task = PROBES.create("latch")
+    control = build_model(task, None, Sizes(short_convolution=3))
+    assert isinstance(control, Forgetful) and isinstance(build_model(task, None, Sizes()), LanguageModel)
+    first, second = (torch.randint(0, task.vocabulary, (2, task.segment)) for _ in range(2))
+    carried = control.model(second, control.model(first).state).outputs
+    assert not torch.allclose(carried, control.model(second).outputs)
+    torch.testing.assert_close(control(second, control(first).state).outputs, control.model(second).outputs)
+
+
+COMMAND = "probe rmt --tasks latch --train-distance 1..2 --steps 8"
+
+
+def test_the_command_keeps_trainings_and_asks_the_rest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
+    folder = Path("runs/probe")
+    assert main([*COMMAND.split(), "--far", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "latch: rmt, far, seed 0" in out and "tokens held" not in out and "report.html" in out
+    content = json.loads((folder / "far.json").read_text())
+    assert [(r["memory"], r["arm"]) for r in content["results"]] == [
+        ("none", "no memory"),
+        ("none", "whole text"),
+        ("rmt", "far"),
+    ]
+    assert list(content["results"][2]["far"]) == ["1", "2", "5"] and content["results"][2]["state_bytes"] > 500
+    assert (folder / "report.html").read_text().count("<svg") == 2
+    weights = folder / "latch/rmt/far_0.safetensors"
+    stamp = weights.stat().st_mtime_ns
+    assert main([*COMMAND.split(), "--far", "40"]) == 0
+    assert "2 finished trainings kept, 1 to do" in capsys.readouterr().out
+    farther = json.loads((folder / "latch/rmt/far_0.json").read_text())
+    assert list(farther["far"]) == ["1", "2", "5", "10"] and weights.stat().st_mtime_ns == stamp
+    assert farther["far"]["5"] == content["results"][2]["far"]["5"]
+
+
+def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:
+    trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
+    results = dict(trials.train(trials.missing(), jobs=1))
+    [answers] = [result["far"] for trial, result in results.items() if trial.memory == "rmt"]
+    assert list(answers) == ["1", "2", "5"] and trials.missing() == []
+
+
+def test_tokens_are_held_up_to_the_first_that_are_not() -> None:
+    answers = {"1": [1.0, 1.0], "10": [0.995, 0.99], "2": [1.0, 1.0], "20": [0.98, 0.9], "50": [1.0, 1.0]}
+    assert held_tokens({"far": answers}, 16) == 160
+    assert held_tokens({"far": {"1": [0.5, 0.5]}}, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--train-distance 3..1", "distances 3..1 of a training"),
+        ("--train-distance far", "--train-distance 'far' must be A..B"),
+        ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
+        ("--far 100", "--far is for trainings by distance"),
+        ("--no-curriculum", "--no-curriculum is for trainings by distance"),
+        ("--train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
+    ],
+)
+def test_refused(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "rmt", *words.split()]) != 0
+    assert says in capsys.readouterr().err
