@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.registry import Registry
+from cached_transformers.registry import MEMORIES, Registry
 
 
 class Thing:
@@ -80,3 +80,30 @@ def test_a_name_is_given_once(things: Registry[Any]) -> None:
     with pytest.raises(ValueError, match=r"thing 'thing' is registered already, by .*Thing"):
         things.register("thing")(object)
     assert things.entry("thing").factory is Thing
+
+
+def test_a_preset_sets_options_that_the_caller_may_still_override() -> None:
+    things: Registry[Any] = Registry("thing")
+
+    @things.register("box", presets={"long": {"size": 9, "lid": False}})
+    def box(size: int = 1, lid: bool = True) -> tuple[int, bool]:
+        return size, lid
+
+    @things.register("bag")
+    def bag(size: int = 1) -> int:
+        return size
+
+    assert things.with_preset("box", {"preset": "long", "size": 3}) == {"size": 3, "lid": False}
+    assert things.with_preset("box", {"size": 3}) == {"size": 3}
+    assert things.entry("box").facts()["presets"] == {"long": {"size": 9, "lid": False}}
+    with pytest.raises(ValueError, match="unknown preset of thing 'box' 'lang'; did you mean 'long'"):
+        things.with_preset("box", {"preset": "lang"})
+    with pytest.raises(ValueError, match="thing 'bag' has no presets; leave out preset='long'"):
+        things.with_preset("bag", {"preset": "long"})
+
+
+def test_presets_of_memories_are_options_that_they_take() -> None:
+    for entry in MEMORIES:
+        for name, options in entry.presets.items():
+            assert MEMORIES.with_preset(entry.name, {"preset": name}) == dict(options)
+            MEMORIES.check(entry.name, options, path="")

@@ -35,6 +35,7 @@ class Entry(Generic[T]):
         info: facts in words, which `cached list`, `cached explain` and the documentation show.
         probe: how the part is probed, where its file says so (`seam.probing.Probing` of a memory); nobody shows it.
         given: parameters of the factory that are no user's to set; see `Registry`.
+        presets: options that go together, by a name that says what for; `preset=NAME` sets them all.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Entry(Generic[T]):
     info: Mapping[str, Any] = field(default_factory=dict)
     probe: Any = None
     given: tuple[str, ...] = ()
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -65,8 +67,8 @@ class Entry(Generic[T]):
 
         Returns:
             "name", "summary", "paper", "info" (of the registration), "stated" (`STATED_BY_CLASS`, those that there
-            are), "options" that users set as lines `name: annotation = default`, "meanings" of options by name, and
-            "open_ended".
+            are), "options" that users set as lines `name: annotation = default`, "meanings" of options by name,
+            "presets", and "open_ended".
         """
         settable = {name: option for name, option in self.options.items() if name not in self.given}
         stated = {key: getattr(self.factory, key, None) for key in STATED_BY_CLASS}
@@ -82,6 +84,7 @@ class Entry(Generic[T]):
             },
             "options": [_option_line(option, self.factory) for option in settable.values()],
             "meanings": meanings(self.factory, settable),
+            "presets": {name: dict(options) for name, options in self.presets.items()},
             "open_ended": self.open_ended,
         }
 
@@ -98,7 +101,15 @@ class Registry(Generic[T]):
         self.kind, self.given = kind, given
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, *, paper: str | None = None, probe: Any = None, **info: Any) -> Callable[[F], F]:
+    def register(
+        self,
+        name: str,
+        *,
+        paper: str | None = None,
+        probe: Any = None,
+        presets: Mapping[str, Mapping[str, Any]] | None = None,
+        **info: Any,
+    ) -> Callable[[F], F]:
         """Decorator that registers a class or function under `name`, with what an `Entry` says about it.
 
         Raises:
@@ -108,7 +119,7 @@ class Registry(Generic[T]):
         def add(factory: F) -> F:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered already, by {self._entries[name].factory!r}")
-            self._entries[name] = Entry(name, factory, paper, info, probe, self.given)
+            self._entries[name] = Entry(name, factory, paper, info, probe, self.given, presets or {})
             return factory
 
         return add
@@ -122,6 +133,22 @@ class Registry(Generic[T]):
         if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown_name(self.kind, name, self.names()))
         return self._entries[name]
+
+    def with_preset(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, with those of the preset that they name, which they override.
+
+        Raises:
+            ValueError: the part has no such preset.
+        """
+        entry = self.entry(name)
+        if "preset" not in options or "preset" in entry.options:
+            return dict(options)
+        chosen, presets = options["preset"], entry.presets
+        if not presets:
+            raise ValueError(f"{self.kind} {name!r} has no presets; leave out preset={shown(chosen)}")
+        if chosen not in presets:
+            raise ValueError(unknown_name(f"preset of {self.kind} {name!r}", chosen, list(presets)))
+        return {**presets[chosen], **{key: value for key, value in options.items() if key != "preset"}}
 
     def check(self, name: str, options: Mapping[str, Any], path: str | None = None) -> None:
         """Refuse what a user may not set of the part called `name`, before it is built.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_the_ladder_ends_where_the_text_does() -> None:
 def test_the_rate_rises_stays_and_falls() -> None:
     rates = [_rate(step, falls_from=60, settling=40, warm=10) for step in range(100)]
     assert rates[0] == 0.1 and rates[9:61] == [1.0] * 52
-    assert all(a > b for a, b in zip(rates[60:], rates[61:], strict=False)) and rates[-1] < 0.01
+    assert all(a > b for a, b in itertools.pairwise(rates[60:])) and rates[-1] < 0.01
 
 
 def test_training_goes_on_as_distances_are_solved_and_then_lets_the_rate_fall() -> None:

@@ -90,6 +90,8 @@ def explain(kind: str, part: Mapping[str, Any]) -> str:
     for option in part["options"]:
         meaning = part["meanings"].get(option.partition(":")[0].partition(" ")[0], "")
         lines += [f"  {option}", *textwrap.wrap(meaning, 100, initial_indent="      ", subsequent_indent="      ")]
+    for name, options in part["presets"].items():
+        lines.append(f"  preset: {name} = {', '.join(f'{key}={value}' for key, value in options.items())}")
     if part["open_ended"]:
         lines.append("  ... and whatever the wrapped library accepts")
     return "\n".join(lines)

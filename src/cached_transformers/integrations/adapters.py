@@ -70,6 +70,7 @@ def add_memory(model: Model, memory: MemorySpec = "grc", **options: Any) -> Mode
         raise ValueError("memory=None adds nothing; name a memory, or take one away by remove_memory(model)")
     name, settings = spec
     more: dict[str, Any] = {key: options.pop(key) for key in ("input_size", "segment_length") if key in options}
+    options = MEMORIES.with_preset(name, options)
     MEMORIES.check(name, options)
     settings |= options
     sizes = {key: value for key, value in more.items() if key == "input_size" and value is not None}

@@ -80,6 +80,7 @@ def _name_and_options(memory: OneMemory) -> tuple[str, dict[str, Any]]:
             f"memory={memory!r} must be a name or have the key 'name' (known: {', '.join(MEMORIES.names())})"
         )
     name = options.pop("name")
+    options = MEMORIES.with_preset(name, options)
     MEMORIES.check(name, options)
     return name, options
 

@@ -110,7 +110,9 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
     for index, distance in enumerate(distances):
         if distance not in answers:
             return list(distances[index:])
-        if distance > stored["settings"]["course"]["farthest"] and answers[distance] < chance + NEAR_A_GUESS * (1 - chance):
+        if distance > stored["settings"]["course"]["farthest"] and answers[distance] < chance + NEAR_A_GUESS * (
+            1 - chance
+        ):
             return []
     return []
 

@@ -142,8 +142,8 @@ def far_section(path: Path, level: int, identifier: str) -> Section:
         Text(
             f"Trained with cue and question {course['nearest']} to {course['farthest']} segments apart, and asked in "
             f"texts of any length that are read as streams. A distance is held where {100 * ENOUGH:.0f} % of the "
-            f"answers are right; numbers are the least over seeds. A short convolution of {content['taps']} tokens stands in "
-            "front of attention, the same for all. Whole text: attention over everything, without a memory.",
+            f"answers are right; numbers are the least over seeds. A short convolution of {content['taps']} tokens "
+            "stands in front of attention, the same for all. Whole text: attention over everything, without a memory.",
             "summary",
         ),
         Table(
