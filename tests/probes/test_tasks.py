@@ -2,90 +2,298 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from probes.solvers import SOLVERS
 
-from cached_transformers.experiments.probes.facts import Facts
-from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_transformers.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
+from cached_transformers.experiments.probes.tasks.base import distinct
+from cached_transformers.experiments.probes.tasks.mqar import power_law_slots
 from cached_transformers.registry import PROBES
 
-SYNTHETIC = sorted(set(PROBES.names()) - {"facts"})
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    **{name: ({}, (3, 5)) for name in SOLVERS},
+    "latch/decoys": ({"decoys": True, "segment": 16}, (1, 4)),
+    "copy/short": ({"segment": 16, "length": 4}, (2, 1)),
+    "reverse/short": ({"segment": 16, "length": 4}, (1,)),
+    "recall/long": ({"segment": 16}, (3,)),
+    "remember/strings": ({"key_size": 2, "value_size": 3, "segment": 16, "symbols": 5}, (1, 20)),
+    "rewrite/strings": ({"value_size": 2, "segment": 16, "symbols": 3}, (1, 9)),
+    "mqar/lists": ({"segment": 8, "pairs": 7, "rewritten": 5, "random_fill": True}, (3, 6)),
+    "mqar/paper": ({"spread": 0.01, "vocabulary": 128, "rewritten": 1}, (3,)),
+    "mqar/uniform": ({"spread": 1.0, "segment": 4}, (4, 7)),
+    "mqar/one": ({"spread": 0.01, "segment": 64}, (0,)),
+    "memorise/short": ({"segment": 8, "decoys": 1.0}, (2,)),
+    "detect/long": ({"segment": 32, "decoys": 0.0}, (2,)),
+    "reason/short": ({"segment": 8}, (1, 4)),
+    "niah_single/uuid": ({"segment": 40, "digits": 32, "base": 16, "haystack": "needles"}, (2,)),
+    "niah_multikey/needles": ({"haystack": "needles"}, (1, 3)),
+    "niah_multiquery/paper": ({"digits": 7, "segment": 32}, (2,)),
+    "variable_tracking/chains": ({"chains": 3, "hops": 2}, (2,)),
+    "common_words/paper": ({"words": 40, "common": 10, "often": 30, "rarely": 3}, (50,)),
+    "frequent_words/paper": ({"asked": 3, "segment": 32}, (200, 4)),
+    **{f"babilong/qa{n}": ({"question": f"qa{n}"}, (2, 5)) for n in range(2, 6)},
+    "babilong/long": ({"question": "qa3", "facts": 20, "segment": 18}, (5,)),
+}
+"""Options and distances, by the name of a task and what is special."""
+
+
+def made(case: str) -> ProbeTask:
+    task: ProbeTask = PROBES.create(case.partition("/")[0], **CASES[case][0])
+    return task
 
 
 def draw(task: ProbeTask, distance: int, rows: int = 200, seed: int = 0) -> Episode:
     return task.draw(rows, distance, torch.Generator().manual_seed(seed))
 
 
-def solve(name: str, task: ProbeTask, inputs: list[int], distance: int) -> list[int]:
-    """The answers, by reading the episode as its docstring says."""
-    length = task.segment
-    if name == "latch":
-        return [next(i for i in inputs[:length] if i < task.classes)]  # type: ignore[attr-defined]
-    if name in ("copy", "reverse"):
-        return inputs[:length] if name == "copy" else inputs[:length][::-1]
-    if name == "recall":
-        values = {inputs[i * length]: inputs[i * length + 1] for i in range(distance)}
-        return [values[inputs[-1]]]
-    mark = inputs.index(task.vocabulary - 2)
-    return inputs[mark + 1 : mark + 1 + task.digits]  # type: ignore[attr-defined]
+def asked(episode: Episode) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    """The tokens of each row, and the places that are asked with their answers."""
+    for inputs, targets in zip(episode.inputs_BN.tolist(), episode.targets_BN.tolist(), strict=True):
+        yield inputs, [(place, target) for place, target in enumerate(targets) if target != IGNORED]
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
-@pytest.mark.parametrize("distance", [1, 3, 5])
-def test_the_answers_are_those_that_the_episode_tells(name: str, distance: int) -> None:
+def test_every_task_has_a_solver() -> None:
+    assert {*SOLVERS, "facts"} == set(PROBES.names())
+
+
+@pytest.mark.parametrize("name", sorted(SOLVERS))
+def test_segments_may_be_longer(name: str) -> None:
+    task = PROBES.create(name, segment=24)
+    for tokens, questions in asked(draw(task, 2, rows=5)):
+        told: list[int] = []
+        for place, answer in questions:
+            assert SOLVERS[name](task, tokens, place, told) == {answer}
+            told.append(answer)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_the_answers_are_those_that_the_episode_tells(case: str) -> None:
+    task, solver = made(case), SOLVERS[case.partition("/")[0]]
+    for distance in CASES[case][1]:
+        episode = draw(task, distance, rows=40)
+        assert episode.inputs_BN.shape == episode.targets_BN.shape == (40, (distance + 1) * task.segment)
+        assert episode.inputs_BN.min() >= 0 and episode.inputs_BN.max() < task.vocabulary
+        for tokens, questions in asked(episode):
+            told: list[int] = []
+            assert questions
+            for place, answer in questions:
+                assert solver(task, tokens, place, told) == {answer}
+                told.append(answer)
+        if getattr(task, "spread", None) is None:
+            assert (episode.targets_BN[:, : distance * task.segment] == IGNORED).all(), "only the last segment asks"
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_stream_gives_the_episode_piece_by_piece_and_the_seed_decides(case: str) -> None:
+    task, distance = made(case), CASES[case][1][-1]
+    episode = draw(task, distance, rows=3)
+    pieces = list(task.stream(3, distance, torch.Generator().manual_seed(0)))
+    assert [piece.inputs_BN.shape for piece in pieces] == [(3, task.segment)] * (distance + 1)
+    assert torch.equal(torch.cat([piece.inputs_BN for piece in pieces], 1), episode.inputs_BN)
+    assert torch.equal(torch.cat([piece.targets_BN for piece in pieces], 1), episode.targets_BN)
+    again = torch.Generator().manual_seed(0)
+    assert torch.equal(task.draw(3, distance, again).inputs_BN, episode.inputs_BN)
+    assert not torch.equal(task.draw(3, distance, again).inputs_BN, episode.inputs_BN), "the generator goes on"
+    assert not torch.equal(draw(task, distance, rows=3, seed=1).inputs_BN, episode.inputs_BN)
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"mqar/one"}))
+def test_the_last_segment_tells_nothing_about_the_first_answer(case: str) -> None:
+    """Answers have the same frequencies whatever the token before the first question is."""
+    task, distance = made(case), CASES[case][1][-1]
+    rows = 2000
+    inputs_BN, targets_BN = draw(task, distance, rows)
+    first = (targets_BN != IGNORED).float().argmax(1)
+    answers = targets_BN[torch.arange(rows), first]
+    before = inputs_BN[torch.arange(rows), first]
+    for chosen in (answers, *(answers[before == token] for token in before.unique())):
+        if len(chosen) > 300:
+            bound = task.chance + 5 * (task.chance / len(chosen)) ** 0.5
+            assert chosen.bincount().max() / len(chosen) < bound
+    if task.segment > 4 and distance > 1:
+        text_BN = inputs_BN[:, : distance * task.segment]
+        assert (text_BN == answers[:, None]).float().mean(0).max() < 0.7, "it stands at another place each time"
+
+
+KNOWN = sorted(
+    set(CASES)
+    - {"common_words", "frequent_words", "common_words/paper", "frequent_words/paper", "variable_tracking/chains"}
+    - {case for case in CASES if case.startswith("babilong/")}
+)
+"""Those of which it is known what a memory has that lacks the first segment."""
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_who_misses_the_first_segment_knows_what_the_task_says(case: str) -> None:
+    task, solver, distance = made(case), SOLVERS[case.partition("/")[0]], CASES[case][1][0]
+    right = []
+    for tokens, questions in asked(draw(task, distance, rows=1500)):
+        told: list[int] = []
+        hidden = [None] * task.segment + tokens[task.segment :]
+        for place, answer in questions:
+            possible = solver(task, tokens if place < task.segment else hidden, place, told)
+            assert answer in possible
+            right.append(1 / len(possible))
+            told.append(answer)
+    assert sum(right) / len(right) == pytest.approx(task.without_first(distance), abs=0.03)
+
+
+@pytest.mark.parametrize("name", sorted(set(SOLVERS) - {"recall"}))
+def test_a_stream_of_a_million_tokens_is_made_as_it_is_read(name: str) -> None:
+    """No tensor of a whole text is made, nor are its segments there before they are asked for."""
+    task = PROBES.create(name, **({"key_size": 4, "segment": 16} if name == "remember" else {}))
+    pieces = task.stream(2, 2**20 // task.segment - 1, torch.Generator().manual_seed(0))
+    for _ in range(20):
+        assert next(pieces).inputs_BN.untyped_storage().nbytes() <= 2**18 * 8
+
+
+@pytest.mark.parametrize("name", ["latch", "copy"])
+def test_noise_is_the_same_drawn_at_once_and_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = PROBES.create(name)
-    inputs_BN, targets_BN = draw(task, distance)
-    assert inputs_BN.shape == targets_BN.shape == (200, (distance + 1) * task.segment)
-    assert inputs_BN.min() >= 0 and inputs_BN.max() < task.vocabulary
-    for inputs, targets in zip(inputs_BN.tolist(), targets_BN.tolist(), strict=True):
-        assert [t for t in targets if t != IGNORED] == solve(name, task, inputs, distance)
-    asked = targets_BN != IGNORED
-    assert not asked[:, : distance * task.segment].any(), "only the last segment asks"
+    whole = draw(task, 20, rows=3)
+    monkeypatch.setattr(base, "AT_ONCE", 0)
+    for piece in (1, 8, 10, 1000):
+        monkeypatch.setattr(base, "PIECE", piece)
+        assert torch.equal(draw(task, 20, rows=3).inputs_BN, whole.inputs_BN)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_the_last_segment_tells_nothing_about_the_first_answer(name: str) -> None:
-    """Answers have the same frequencies whatever the tokens before the first question in the last segment are."""
-    task = PROBES.create(name)
-    inputs_BN, targets_BN = draw(task, 3, rows=6000)
-    asked = targets_BN != IGNORED
-    first = asked.float().argmax(1)
-    answers = targets_BN[torch.arange(6000), first]
-    frequency = answers.bincount() / 6000
-    assert frequency.max() < 1.15 * task.chance
-    before = inputs_BN[torch.arange(6000), first]
-    for token in before.unique():
-        chosen = answers[before == token]
-        if len(chosen) > 500:
-            assert chosen.bincount().max() / len(chosen) < task.chance + 4 * (task.chance / len(chosen)) ** 0.5
+def test_places_and_keys_are_drawn_without_repetition_and_evenly() -> None:
+    drawn_BK = distinct(20_000, 3, 5, torch.Generator().manual_seed(0))
+    assert all(len(set(row)) == 3 for row in drawn_BK.tolist())
+    counts = Counter(map(tuple, drawn_BK.tolist()))
+    assert len(counts) == 60 and max(counts.values()) < 20_000 / 60 * 1.25 and min(counts.values()) > 20_000 / 60 * 0.75
 
 
-def test_who_misses_the_first_segment_still_recalls_the_other_pairs() -> None:
-    task = PROBES.create("recall")
-    inputs_BN, _ = draw(task, 3, rows=6000)
-    asked = inputs_BN[:, -1] == inputs_BN[:, 0]  # the pair of the first segment, which is then a guess
-    share = (1 - asked.float().mean()) + asked.float().mean() * task.chance
-    assert task.without_first(3) == pytest.approx(share.item(), abs=0.02)
-    assert all(PROBES.create(name).without_first(3) == PROBES.create(name).chance for name in ("latch", "copy"))
+def test_questions_of_mqar_follow_the_power_law() -> None:
+    """The first of them by its own law, the second by what the first has left; in blocks as at once."""
+    a, slots = 0.3, 6
+    drawn_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(0))
+    law = torch.arange(1, slots + 1, dtype=torch.float64) ** (a - 1)
+    law /= law.sum()
+    left = sum(law[g] * law.index_fill(0, torch.tensor([g]), 0) / (1 - law[g]) for g in range(slots))
+    for column, expected in ((0, law), (1, left)):
+        found = drawn_BQ[:, column].bincount(minlength=slots) / 40_000
+        assert torch.allclose(found.double(), torch.as_tensor(expected), atol=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mqar, "BLOCK", 4)
+        in_blocks_BQ = power_law_slots(40_000, 2, slots, a, torch.Generator().manual_seed(1))
+    found = in_blocks_BQ[:, 0].bincount(minlength=slots) / 40_000
+    assert torch.allclose(found.double(), law, atol=0.01)
 
 
-def test_episodes_are_those_of_the_seed() -> None:
+def test_mqar_has_the_papers_form() -> None:
+    """Pairs first, then each key once at the first token of a slot, its value the target there, blanks elsewhere."""
+    task = PROBES.create("mqar", vocabulary=8192, pairs=8, segment=128, spread=0.01)
+    inputs_BN, targets_BN = draw(task, 0, rows=300)
+    assert (inputs_BN[:, 0:16:2] < 4096).all() and (inputs_BN[:, 1:16:2] >= 4096).all()
+    asked_BN = targets_BN != IGNORED
+    assert asked_BN.sum(1).eq(8).all() and not asked_BN[:, 1::2].any() and not asked_BN[:, :16].any()
+    assert (inputs_BN[:, 16:][~asked_BN[:, 16:]] == 0).all()
+    early = asked_BN[:, 16:72].sum() / asked_BN.sum()
+    assert early > 0.6, "questions come early"
+
+
+def test_some_numbers_of_pairs_are_as_likely_as_others() -> None:
+    task, generator = PROBES.create("rewrite", varied=True), torch.Generator().manual_seed(0)
+    lengths = Counter(task.draw(1, 4, generator).inputs_BN.shape[1] // task.segment - 1 for _ in range(400))
+    assert set(lengths) == {1, 2, 3, 4} and min(lengths.values()) > 70
+    plain = PROBES.create("rewrite")
+    mean = sum(plain.without_first(pairs) for pairs in (1, 2, 3, 4)) / 4
+    assert task.without_first(4) == pytest.approx(mean)
+
+
+def test_one_decoy_stands_in_each_segment_between() -> None:
     task = PROBES.create("latch", decoys=True)
-    assert torch.equal(draw(task, 4).inputs_BN, draw(task, 4).inputs_BN)
-    assert not torch.equal(draw(task, 4).inputs_BN, draw(task, 4, seed=1).inputs_BN)
     middle = draw(task, 4).inputs_BN[:, task.segment : -task.segment]
-    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all(), "one decoy in each segment between"
+    assert ((middle >= 4) & (middle < 8)).sum(1).eq(3).all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="distance=0 must be at least 1"):
-        draw(PROBES.create("copy"), 0)
-    with pytest.raises(ValueError, match="distance=7 needs as many different keys, there are 6"):
-        draw(PROBES.create("recall"), 7)
-    with pytest.raises(ValueError, match="segment=3 cannot hold 2 digits"):
-        PROBES.create("passkey", segment=3)
+def test_noise_speaks_of_others() -> None:
+    """Every cell without a fact is a sentence where decoys=1, and its place says nothing of the answer."""
+    task = PROBES.create("memorise", decoys=1.0, segment=9)
+    inputs_BN, targets_BN = draw(task, 3, rows=1000)
+    cells = inputs_BN[:, :27].unflatten(1, (9, 3))
+    assert (cells[..., 1] == 14).all() and (cells[..., 2] >= 8).all() and (cells[..., 2] < 14).all()
+    assert (cells[..., 0] < 4).sum(1).eq(1).all(), "one fact"
+    said = cells[..., 2] == targets_BN[:, -1:]
+    assert said.float().mean() > 1 / 6 and said[:, 3:].float().mean() == pytest.approx(1 / 6, abs=0.02)
+
+
+RECORDED = {
+    "latch": (4796611, -49101904),
+    "copy": (2849198, -38885340),
+    "reverse": (2841597, -38885324),
+    "recall": (5204806, -48877584),
+    "passkey": (23150570, -195897889),
+}
+"""Ids and targets of episodes, weighted by their places and summed, as they were when `docs/results.md` was written."""
+
+
+def test_draws_are_those_of_the_recorded_results() -> None:
+    sums = {}
+    for name in ("latch", "copy", "reverse", "recall", "passkey"):
+        inputs_BN, targets_BN = draw(PROBES.create(name), 3, rows=64, seed=7)
+        weights = torch.arange(1, inputs_BN.numel() + 1).view_as(inputs_BN)
+        sums[name] = (int((inputs_BN * weights).sum()), int((targets_BN * weights).sum()))
+    assert sums == RECORDED
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("passkey", {"segment": 3}, "segment=3 cannot hold 2 digits"),
+        ("copy", {"length": 5}, "length=5 must be 1 to segment=4"),
+        ("mqar", {"segment": 15}, "segment=15 must be even"),
+        ("mqar", {"vocabulary": 8}, "vocabulary=8 must be even and hold .*; take at least 10"),
+        ("mqar", {"rewritten": 5}, "rewritten=5 must be 0 to pairs=4"),
+        ("mqar", {"spread": 0.0}, "spread=0.0 must be above 0"),
+        ("remember", {"segment": 3}, "segment=3 must hold a pair with its marks; take at least 4"),
+        ("remember", {"key_size": 6}, "symbols=16 make 16,777,216 keys of key_size=6 .* take shorter ones"),
+        ("rewrite", {"value_size": 0}, "value_size=0.*at least one symbol"),
+        ("memorise", {"segment": 2}, "segment=2 must hold a statement of 3 tokens"),
+        ("detect", {"decoys": 2.0}, "decoys=2.0 must be 0 .* to 1"),
+        ("niah_multivalue", {"segment": 8}, "segment=8 must hold .* of 9; take at least 9"),
+        ("niah_multikey", {"words": 4, "haystack": "needles"}, "words=4 must be at least 5"),
+        ("niah_single", {"digits": 0}, "digits=0.*at least one of each"),
+        ("niah_single", {"haystack": "hay"}, "haystack='hay' must be one of line, words, needles"),
+        ("variable_tracking", {"chains": 4}, "names=16 and numbers=16 must be at least 20 and 4"),
+        ("variable_tracking", {"hops": -1}, "hops=-1 must be at least 0"),
+        ("common_words", {"rarely": 6}, "often=6 and rarely=6: some words must be more frequent"),
+        ("frequent_words", {"alpha": 1.0}, "alpha=1.0 must be above 1"),
+        ("frequent_words", {"asked": 20, "words": 32, "segment": 32}, "asked=20 with alpha=2.0: .* ask for fewer"),
+        ("frequent_words", {"asked": 16, "segment": 32}, "asked=16 must be 1 to 15"),
+        ("common_words", {"segment": 1}, "segment=1 must hold the question and all answers but one; take 2"),
+        ("babilong", {"question": "qa6"}, "question='qa6' must be one of qa1, qa2"),
+        ("babilong", {"facts": 1}, "facts=1 must be at least 2 for qa1"),
+        ("babilong", {"books": "x"}, "babi and books go together"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PROBES.create(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "distance", "message"),
+    [
+        ("copy", 0, "distance=0 must be at least 1"),
+        ("recall", 7, "distance=7 must be at most 6 segments for Recall; raise keys"),
+        ("remember", 17, "distance=17 must be at most 16 segments for Remember; raise key_size"),
+        ("frequent_words", 2, "distance=2 must be at least 3 segments for FrequentWords"),
+        ("babilong", 0, "distance=0 must be at least 1"),
+    ],
+)
+def test_distances_without_an_episode_are_refused(name: str, distance: int, message: str) -> None:
+    task, generator = PROBES.create(name), torch.Generator()
+    for way in (task.draw, task.stream):
+        with pytest.raises(ValueError, match=message):
+            way(1, distance, generator)
 
 
 @pytest.fixture
@@ -101,19 +309,19 @@ def library(tmp_path: Path) -> dict[str, Path]:
     )
     for split in ("train", "test"):
         (babi / f"qa1_single-supporting-fact_{split}.txt").write_text(story)
-    (books / "novel.txt").write_text("it was a dark and stormy night . " * 200)
+    (books / "novel.txt").write_text("it was a dark and stormy night upon the open sea . alas . " * 200)
     return {"babi": tmp_path / "babi", "books": books}
 
 
 def test_facts_stand_in_order_before_the_question(library: dict[str, Path]) -> None:
     task = Facts(**library)
-    assert {story.answer for story in task.stories} == {"bathroom", "garden"}, "longer stories are left out"
+    assert {story.answer for story in task.library.stories} == {"bathroom", "garden"}, "longer stories are left out"
     inputs_BN, targets_BN = draw(task, 4, rows=50)
     assert (targets_BN[:, :-1] == IGNORED).all()
     for inputs, answer in zip(inputs_BN.tolist(), targets_BN[:, -1].tolist(), strict=True):
-        words = [task.words[i] for i in inputs]
+        words = [task.library.words[i] for i in inputs]
         assert words[-4:] in (["where", "is", "mary", "?"], ["where", "is", "john", "?"])
-        text, story = " ".join(words), task.words[answer]
+        text, story = " ".join(words), task.library.words[answer]
         who = words[-2]
         assert f"{who} moved to the {story} ." in " ".join(words[: task.segment])
         if who == "mary":
@@ -128,9 +336,48 @@ def test_facts_need_their_files(library: dict[str, Path], tmp_path: Path) -> Non
         Facts(library["babi"], tmp_path)
     with pytest.raises(ValueError, match="segment=4 must hold a sentence"):
         Facts(**library, segment=4)
+    with pytest.raises(ValueError, match=r"distance=500 must be at most .* raise the number of books"):
+        draw(Facts(**library), 500, rows=1)
+    with pytest.raises(ValueError, match="split='exam' must be one of train, test"):
+        Facts(**library, split="exam")
 
 
 def test_facts_of_the_real_files(shared: Path) -> None:
     task = Facts(shared / "data/babi/babi-en-and-en-10k.tar.xz", shared / "data/books", split="test")
-    assert len(task.answers) == 6 and len(task.stories) > 100
+    assert len(task.library.answers) == 6 and len(task.library.stories) > 100
     assert draw(task, 7, rows=4).inputs_BN.shape == (4, 8 * task.segment)
+
+
+def test_babilong_puts_a_story_into_the_sentences_of_a_book(library: dict[str, Path]) -> None:
+    """Without facts and question there are the book's sentences of ten words, unbroken, cut at the end alone."""
+    task = PROBES.create("babilong", **library, facts=4)
+    assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"]
+    assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
+    inputs_BN, targets_BN = draw(task, 2, rows=100)
+    assert (targets_BN[:, :-1] == IGNORED).all()
+    sentence, seen = "it was a dark and stormy night upon the open sea . ", set()
+    for inputs, answer in zip(inputs_BN.tolist(), targets_BN[:, -1].tolist(), strict=True):
+        text = " ".join(task.words[i] for i in inputs)
+        story = next(
+            s
+            for s in task.source.library.stories
+            if text.endswith(" ".join(s.question)) and all(" ".join(fact) in text for fact in s.sentences)
+        )
+        assert story.answer == task.words[answer]
+        places = [text.index(" ".join(fact)) for fact in story.sentences]
+        assert places == sorted(places) and text[: places[-1]].count(" ") < 2 * task.segment
+        seen.add(places[0])
+        rest = text.removesuffix(" ".join(story.question))
+        for fact in story.sentences:
+            rest = rest.replace(" ".join(fact) + " ", "", 1)
+        assert (sentence * 9).startswith(rest)
+    assert len(seen) > 1 and task.chance < task.without_first(2) < task.without_first(20) < 1
+
+
+def test_babilong_of_the_real_files(shared: Path) -> None:
+    files = {"babi": shared / "data/babi/babi-en-and-en-10k.tar.xz", "books": shared / "data/books"}
+    task = PROBES.create("babilong", "qa5", **files, split="test")
+    assert {task.words[answer] for answer in draw(task, 8, rows=400).targets_BN[:, -1].tolist()} == {
+        *("bill", "fred", "jeff", "mary"),
+        *("apple", "football", "milk"),
+    }

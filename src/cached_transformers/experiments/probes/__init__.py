@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import facts, tasks
+from . import tasks
 from .tasks import Episode, ProbeTask
 
-__all__ = ["Episode", "ProbeTask", "facts", "tasks"]
+__all__ = ["Episode", "ProbeTask", "tasks"]
