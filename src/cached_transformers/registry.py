@@ -233,5 +233,6 @@ LISTED: dict[str, Registry[Any]] = {
     "models": MODELS,
     "datasets": DATASETS,
     "objectives": OBJECTIVES,
+    "probes": PROBES,
 }
 """What `cached list` lists and `cached explain` explains, by the word of the command line."""

@@ -400,8 +400,10 @@ def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) ->
         "notes": {"rmt": "a note"},
         "results": [{**t, "chance": 0.25} for t in trainings],
     }
+    probe["results"][0]["exact"] = 0.125
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "probe.json").write_text(json.dumps(probe))
     report = read(write_compare_report(tmp_path))
     assert report.headings[-2:] == ["What memories hold", "latch"]
+    assert "whole episodes 12.5, 9 steps" in report.text and report.text.count("whole episodes") == 1
     assert "What memories hold" not in read(write_compare_report(tmp_path, ["a", "b"])).headings

@@ -33,6 +33,7 @@ RECIPES = sorted(path.stem for path in recipes_folder().glob("demo_*.yaml"))
         ("explain big", ["bigbird"]),
         ("list me", ["memories"]),
         ("probe rmt,transformer_x", ["rmt,transformer_xl"]),
+        ("probe rmt --tasks latch,mq", ["latch,mqar"]),
         ("compare demo_text --with plain,rm", ["plain,rmt"]),
         ("evaluate run --memory carry,res", ["carry,reset"]),
         ("evaluate run --spl", ["--split"]),

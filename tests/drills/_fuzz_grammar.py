@@ -287,6 +287,7 @@ class Grammar:
                 "model.memory=grc",
                 "index=1",
                 "window=4",
+                "latch.classes=2",
                 "=",
                 "a",
             ],

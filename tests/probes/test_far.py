@@ -108,6 +108,12 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
     assert farther["far"]["5"] == content["results"][2]["far"]["5"]
 
 
+def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
+    trials = FarTrials(["rmt"], ["recall", "frequent_words"], 4, 1, 8, tmp_path, course=Course(3, 4), far=4000)
+    asked = {trial.task: trials._distances(trial) for trial in trials.all() if trial.memory == "rmt"}
+    assert asked == {"recall": [1, 2, 5], "frequent_words": [5, 10, 20, 50, 100, 200, 250]}
+
+
 def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:
     trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
     results = dict(trials.train(trials.missing(), jobs=1))

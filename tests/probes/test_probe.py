@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
-from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe
+from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe, score
 from cached_transformers.experiments.probes.settings import setting, stream_memories
+from cached_transformers.experiments.probes.trials import Trials, chosen_tasks
 from cached_transformers.memories import TransformerXL
 from cached_transformers.registry import MEMORIES, PROBES
 from cached_transformers.seam.memory import LayerMemory
@@ -59,6 +60,21 @@ def test_the_bound_of_the_theory_is_the_bound_of_the_gradient() -> None:
                 state = out.state
             outs.append(out.outputs)
         assert torch.equal(*outs), name
+
+
+def test_whole_episodes_are_counted_beside_single_answers() -> None:
+    """Of a model that says 1 everywhere: right where 1 is asked, and wholly where nothing else is."""
+    task = PROBES.create("copy", symbols=2)
+    episode = task.draw(300, 1, torch.Generator().manual_seed(10**6 + 1))
+    answers_BS = episode.targets_BN[:, -task.segment :]
+    model = build_model(task, None, QUICK)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    ones = torch.nn.functional.one_hot(torch.tensor(1), task.vocabulary).float()
+    model.register_forward_hook(lambda module, inputs, out: out._replace(outputs=out.outputs * 0 + ones))
+    share = score(model, task, 1, 300)
+    assert share.accuracy == pytest.approx((answers_BS == 1).float().mean().item())
+    assert share.exact == pytest.approx((answers_BS == 1).all(1).float().mean().item()) and 0 < share.exact < 0.2
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
@@ -133,6 +149,26 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
     assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
 
+def test_options_of_a_task_are_kept_with_its_results(tmp_path: Path) -> None:
+    tasks = chosen_tasks("recall,latch", {}, ["recall.keys=3", "latch.decoys=true"])
+    assert tasks == {"recall": {"keys": 3}, "latch": {"decoys": True}}
+    trials = Trials(["rmt"], list(tasks), 2, 1, 1, tmp_path, tasks)
+    plain = trials.all()[0]
+    [(_, result)] = trials.train([plain], jobs=1)
+    assert result["settings"]["task"] == {"keys": 3} and [*result["distances"]] == [1, 2, 3], "no more than keys"
+    assert result["exact"] == result["accuracy"] and "% right (" in plain.sentence(result)
+    assert len(trials.missing()) == len(trials.all()) - 1
+    assert plain in dataclasses.replace(trials, options={"recall": {"keys": 4}}).missing()
+
+
+def test_files_go_to_the_tasks_that_read_them() -> None:
+    files = {"babi": "a", "books": "b"}
+    assert chosen_tasks("latch,facts,babilong", files) == {"latch": {}, "facts": files, "babilong": files}
+    assert chosen_tasks("babilong", {}, ["babilong.question=qa2"]) == {"babilong": {"question": "qa2"}}
+    assert set(PROBES.names()) - set(chosen_tasks("all", {})) == {"facts"}
+    assert set(chosen_tasks("all", files)) == set(PROBES.names())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -140,6 +176,18 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
         (["probe", "grc"], "memory 'grc' keeps nothing for each row of a stream"),
         (["probe", "all", "--tasks", "lach"], "unknown probe task 'lach'; did you mean 'latch'?"),
         (["probe", "all", "--tasks", "facts"], "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
+        (["probe", "all", "--tasks", "latch", "latch.clases=3"], "did you mean 'classes'?"),
+        (["probe", "all", "--tasks", "latch", "latch.classes=few"], "latch.classes='few' must be a whole number"),
+        (["probe", "all", "--tasks", "latch", "copy.symbols=3"], "'copy', which is not among the tasks latch"),
+        (["probe", "all", "--tasks", "latch", "latch=3"], "latch=3 sets no option; write latch.option=value"),
+        (
+            ["probe", "all", "--tasks", "frequent_words", "--distance", "2"],
+            "at least 3 segments for FrequentWords",
+        ),
+        (
+            ["probe", "all", "--tasks", "recall", "--train-distance", "1..7"],
+            "at most 6 segments for Recall; raise keys",
+        ),
         (["probe", "all", "--distance", "0"], "--distance 0 must be at least 1"),
         (["probe", "transformer_xl", "--tasks", "latch", "--distance", "2", "--steps", "1"], "take at least 3"),
     ],

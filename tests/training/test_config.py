@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 
 from cached_transformers.annotations import check_type, hints_of, understood
-from cached_transformers.registry import ATTENTIONS, DATASETS, LISTED, MEMORIES, PROBES
+from cached_transformers.registry import ATTENTIONS, DATASETS, LISTED, MEMORIES
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training.config import RunConfig, config_hash, config_to_dict, config_to_yaml, differing_keys
 from cached_transformers.training.optim import OptimizerConfig
@@ -136,7 +136,7 @@ def test_dumped_yaml_is_plain():
     assert yaml.safe_load(config_to_yaml(build()))["training"]["batch_size"] == 8
 
 
-@pytest.mark.parametrize("registry", [*LISTED.values(), PROBES], ids=lambda registry: registry.kind)
+@pytest.mark.parametrize("registry", LISTED.values(), ids=lambda registry: registry.kind)
 def test_every_annotation_of_every_part_is_understood(registry):
     for entry in registry:
         for name, annotation in hints_of(entry.factory).items():

@@ -110,6 +110,10 @@ def _memories() -> list[str]:
     return list(parts()["memories"])
 
 
+def _probes() -> list[str]:
+    return ["all", *parts()["probes"]]
+
+
 def _tables() -> list[str]:
     from cached_transformers.experiments.reproductions import MEASURED, REPRODUCTIONS
 
@@ -129,6 +133,7 @@ NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("compare", "control"): lambda: ["conv", "flops"],
     ("explain", "name"): _parts,
     ("probe", "memories"): lambda: ["all", *_memories()],
+    ("probe", "tasks"): _probes,
     ("reproduce", "reproduction"): _tables,
     ("evaluate", "memory"): _modes,
     ("benchmark", "memories"): lambda: ["all", *_memories()],

@@ -12,7 +12,11 @@ from cached_transformers.registry import LISTED
 from cached_transformers.resources import read_facts, recipes_folder
 from cached_transformers.seam.fit import STANDS, in_words
 
-FACTS = {"memories": ("insertion", "cost", "reach"), "attentions": ("order", "can")}
+FACTS = {
+    "memories": ("insertion", "cost", "reach"),
+    "attentions": ("order", "can"),
+    "probes": ("chance",),
+}
 """What is said of a kind beside name, summary and paper."""
 KINDS = (*LISTED, "recipes")
 DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
@@ -21,7 +25,9 @@ DESCRIPTION = re.compile(r"^description:.*(?:\n[ \t].*)*", re.MULTILINE)
 
 def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
-    parser = subparsers.add_parser("list", help="list memories, attentions, models, datasets, objectives and recipes")
+    parser = subparsers.add_parser(
+        "list", help="list memories, attentions, models, datasets, objectives, probe tasks and recipes"
+    )
     parser.add_argument("kind", nargs="?", choices=KINDS, help="one kind, with all that is said of it (default: names)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)

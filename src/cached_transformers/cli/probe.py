@@ -26,11 +26,18 @@ def add_parser(subparsers: Any) -> None:
         "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
         "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
         "Finished trainings are kept: the same command goes on where it was stopped.",
-        epilog="examples: cached probe rmt,transformer_xl --tasks latch,copy --jobs 2; "
+        epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
         "cached probe rmt,memformer --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
-    parser.add_argument("--tasks", default=",".join(FAST), help=f"tasks, by commas (default: {','.join(FAST)})")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="task.option=value", help="options of tasks, which `cached explain TASK` lists"
+    )
+    parser.add_argument(
+        "--tasks",
+        default=",".join(FAST),
+        help=f"tasks from `cached list probes`, by commas, or 'all' (default: {','.join(FAST)})",
+    )
     parser.add_argument("--distance", type=int, help="segments between cue and question (default: 3)")
     parser.add_argument(
         "--train-distance",
@@ -53,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind (default: 1)")
     parser.add_argument("--steps", type=int, default=2000, help="steps at most; ends early when solved (default: 2000)")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
-    parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the task 'facts'")
-    parser.add_argument("--books", type=Path, help="folder of books, for the task 'facts'")
+    parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
+    parser.add_argument("--books", type=Path, help="folder of books, for the same tasks")
     parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="folder (default: runs/probe)")
     parser.set_defaults(run=run)
 
@@ -62,16 +69,16 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.far_trials import FarTrials
-    from cached_transformers.experiments.probes.trials import chosen_memories, chosen_tasks
+    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks
     from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
-    given = {name: str(path) for name in ("babi", "books") if (path := getattr(arguments, name)) is not None}
-    memories, tasks = chosen_memories(arguments.memories), chosen_tasks(arguments.tasks, files=len(given) == 2)
-    trials = _trials(arguments, memories, tasks, given)
+    files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
+    tasks = chosen_tasks(arguments.tasks, files, arguments.overrides)
+    trials = _trials(arguments, chosen_memories(arguments.memories), tasks)
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
@@ -90,14 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trials(
-    arguments: argparse.Namespace, memories: list[str], tasks: list[str], files: dict[str, str]
+    arguments: argparse.Namespace, memories: list[str], options: dict[str, dict[str, Any]]
 ) -> Trials | FarTrials:
     """What is to be trained (ValueError where options do not go together)."""
     from cached_transformers.experiments.probes.distances import Course
     from cached_transformers.experiments.probes.far_trials import FarTrials
     from cached_transformers.experiments.probes.trials import Trials
 
-    taps, kept = arguments.short_convolution, (arguments.seeds, arguments.steps, arguments.out, files)
+    taps, tasks = arguments.short_convolution, list(options)
+    kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
         for name in ("far", "no_curriculum"):
             if getattr(arguments, name):

@@ -10,6 +10,7 @@ from typing import Any
 
 # Imported to fill the registries.
 import cached_transformers.attentions
+import cached_transformers.experiments.probes
 import cached_transformers.memories
 import cached_transformers.tasks
 from cached_transformers.registry import LISTED

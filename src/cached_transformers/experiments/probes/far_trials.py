@@ -70,12 +70,13 @@ class FarTrials(Trials):
 
     def _distances(self, trial: Trial) -> list[int]:
         task = self._task(trial.task)
-        if trial.arm == "far":
-            return ladder(task.segment, self.far)
-        return ladder(task.segment, self.course.farthest * task.segment)
+        far = self.far if trial.arm == "far" else self.course.farthest * task.segment
+        return [distance for distance in ladder(task.segment, far) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
         task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        for distance in (self.course.nearest, self.course.farthest):
+            task.segments(distance)
         spec, passes = None, 1
         if trial.arm == "far":
             chosen = setting(trial.memory)
@@ -85,7 +86,7 @@ class FarTrials(Trials):
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
         return stored_settings(
-            {"files": self._files(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
+            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
         )
 
     def write(self, command: str) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
     torch.set_num_threads(1)
     path = folder / trial.path
     task, sizes, course = (
-        PROBES.create(trial.task, **settings["files"]),
+        PROBES.create(trial.task, **settings["task"]),
         Sizes(**settings["sizes"]),
         Course(**settings["course"]),
     )

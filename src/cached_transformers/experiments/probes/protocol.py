@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,26 @@ class Sizes:
     model: dict[str, Any] = field(default_factory=dict)
 
 
+class Score(NamedTuple):
+    """Share of the asked tokens that are right, and of the episodes of which all are (exact match)."""
+
+    accuracy: float
+    exact: float
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all."""
+    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all.
+
+    `exact` counts, at the trained distance, the episodes of which every answer is right.
+    """
 
     accuracy: float
     steps: int
     seconds: float
     parameters: int
     distances: dict[int, float]
+    exact: float
 
 
 def probe(
@@ -81,8 +92,9 @@ def probe(
     model = build_model(task, memory, sizes)
     accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes)
     by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
+    exact = score(model, task, distance, sizes.rows, passes).exact
     parameters = sum(p.numel() for p in model.parameters())
-    return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance)
+    return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
 
 
 def train(
@@ -156,7 +168,6 @@ def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
     return Forgetful(model) if memory is None and sizes.short_convolution > 1 else model
 
 
-@torch.no_grad()
 def measure(
     model: nn.Module,
     task: ProbeTask,
@@ -169,7 +180,24 @@ def measure(
     shuffle: bool = False,
     whole: bool = False,
 ) -> float:
-    """Share of right answers on `rows` episodes that no training draws.
+    """The accuracy of `score`, which takes the same arguments."""
+    return score(model, task, distance, rows, passes, seed, forget=forget, shuffle=shuffle, whole=whole).accuracy
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    task: ProbeTask,
+    distance: int,
+    rows: int,
+    passes: int = 1,
+    seed: int = 10**6,
+    *,
+    forget: bool = False,
+    shuffle: bool = False,
+    whole: bool = False,
+) -> Score:
+    """Shares of right answers on `rows` episodes that no training draws.
 
     Args:
         forget, shuffle: two ways to ask whether it is the state that answers; where it is, either leaves a guess. The
@@ -186,15 +214,17 @@ def measure(
         return reorder(state, torch.arange(rows).roll(1)) if shuffle else state
 
     segment = episode.inputs_BN.shape[1] if whole else task.segment
-    guesses, answers = _answers(model, segment, episode, passes, before_last)
+    guesses_BN = _guesses(model, segment, episode, passes, before_last)
     model.train(training)
-    return (guesses == answers).double().mean().item()
+    asked_BN = episode.targets_BN != IGNORED
+    right_BN = (guesses_BN == episode.targets_BN).double()
+    return Score(right_BN[asked_BN].mean().item(), right_BN.masked_fill(~asked_BN, 1).prod(1).mean().item())
 
 
-def _answers(
+def _guesses(
     model: nn.Module, segment: int, episode: Episode, passes: int, before_last: Callable[[State], State | None]
-) -> tuple[Tensor, Tensor]:
-    """Best guess and truth at every place that is asked; `before_last` gives the state of the last segment."""
+) -> Tensor:
+    """The best guess at every place, (B, N); `before_last` gives the state of the last segment."""
     segments = episode.inputs_BN.split(segment, 1)
     last = len(segments) - 1
 
@@ -203,6 +233,4 @@ def _answers(
         return out
 
     state = SegmentLoop(model, segment, len(segments), passes).earlier_passes(*episode)
-    guesses = [out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)]
-    asked = episode.targets_BN != IGNORED
-    return torch.cat(guesses, 1)[asked], episode.targets_BN[asked]
+    return torch.cat([out.outputs.argmax(-1) for out in read_segments(read, range(len(segments)), state)], 1)

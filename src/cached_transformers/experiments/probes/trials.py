@@ -11,7 +11,7 @@ import datetime
 import itertools
 import json
 import multiprocessing
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +23,14 @@ from cached_transformers.experiments.environment import environment
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
 from cached_transformers.training.run_lock import folder_lock
+from cached_transformers.yaml_tree import apply_override
 
 from .protocol import Sizes, probe
 from .settings import setting, stream_memories
 from .tasks import ProbeTask
 
-NEEDS_FILES = "facts"
-"""The task that reads files: bAbI's, and books."""
+FILES = ("babi", "books")
+"""Options of tasks that read files: bAbI's, and books."""
 
 
 class Trial(NamedTuple):
@@ -49,8 +50,9 @@ class Trial(NamedTuple):
     def sentence(self, result: dict[str, Any]) -> str:
         """Its result in a line."""
         what = self.arm if self.memory == "none" else f"{self.memory}, {self.arm}"
+        exact = f" ({100 * result['exact']:.1f} % of episodes)" if "exact" in result else ""
         return (
-            f"{self.task}: {what}, seed {self.seed}: {100 * result['accuracy']:.1f} % right after "
+            f"{self.task}: {what}, seed {self.seed}: {100 * result['accuracy']:.1f} % right{exact} after "
             f"{result['steps']} steps, {result['seconds']:.0f} s"
         )
 
@@ -60,8 +62,8 @@ class Trials:
     """What is probed.
 
     Attributes:
-        steps: the most of a training. files: "babi" and "books", which the task of facts reads. taps: of the short
-            convolution in front of attention, the same for all; 1 for none.
+        steps: the most of a training. options: of tasks, by their names. taps: of the short convolution in front of
+            attention, the same for all; 1 for none.
     """
 
     memories: Sequence[str]
@@ -70,7 +72,7 @@ class Trials:
     seeds: int
     steps: int
     folder: Path
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     taps: int = 1
 
     def all(self) -> list[Trial]:
@@ -95,6 +97,7 @@ class Trials:
             ValueError: the task or the memory's options do not go with the distance.
         """
         task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        task.segments(self.distance)
         spec, passes = None, 1
         if trial.arm != "no memory":
             chosen = setting(trial.memory)
@@ -103,18 +106,18 @@ class Trials:
             spec, passes = {"name": trial.memory, **options(task.segment, self.distance, sizes.depth)}, chosen.passes
             if chosen.learning_rate is not None:
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
-        settings = {"files": self._files(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
+        settings = {"task": self._options(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
         return stored_settings({**settings, "sizes": dataclasses.asdict(sizes)})
 
     def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Train one, and keep its result."""
         return _train(trial, settings, folder)
 
-    def _files(self, task: str) -> dict[str, str]:
-        return self.files if task == NEEDS_FILES else {}
+    def _options(self, task: str) -> dict[str, Any]:
+        return dict(self.options.get(task, {}))
 
     def _task(self, name: str) -> ProbeTask:
-        task: ProbeTask = PROBES.create(name, **self._files(name))
+        task: ProbeTask = PROBES.create(name, **self._options(name))
         return task
 
     def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
@@ -167,10 +170,9 @@ class Trials:
         """What else to know, by memory and task."""
         notes = {memory: setting(memory).why for memory in self.memories if setting(memory).why}
         for name in self.tasks:
-            task = PROBES.create(name) if name != NEEDS_FILES else None
-            if task is not None and task.without_first(self.distance) > task.chance:
-                share = 100 * task.without_first(self.distance)
-                notes[name] = f"a memory that falls short of the first segment alone is right in {share:.1f} %"
+            task = self._task(name)
+            if (share := task.without_first(self.distance)) > task.chance:
+                notes[name] = f"without the first segment alone a memory can still be right in {100 * share:.1f} %"
         return notes
 
 
@@ -188,17 +190,46 @@ def chosen_memories(text: str) -> list[str]:
     return names
 
 
-def chosen_tasks(text: str, files: bool) -> list[str]:
-    """Tasks from names with commas between them, or "all"."""
-    names: list[str] = PROBES.names() if text == "all" else text.split(",")
-    if text == "all" and not files:
-        names = [name for name in names if name != NEEDS_FILES]
-    for name in names:
-        if name not in PROBES:
-            raise ValueError(unknown_name("probe task", name, PROBES.names()))
-    if NEEDS_FILES in names and not files:
-        raise ValueError("the task 'facts' reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
-    return names
+def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Tasks from names with commas between them, or "all", and the options of each.
+
+    Args:
+        files: "babi" and "books", for the tasks that have such options; "all" are those that need no more.
+        overrides: options as `task.option=value`.
+
+    Raises:
+        ValueError: an unknown task or option, a value of another type, an option of a task that is not among them, or
+            a task without its files.
+    """
+    missing = {
+        entry.name: {key for key in FILES if (o := entry.options.get(key)) is not None and o.default is o.empty}
+        for entry in PROBES
+    }
+    names = PROBES.names() if text == "all" else text.split(",")
+    if text == "all":
+        names = [name for name in names if missing[name] <= set(files)]
+    tasks = {name: {key: files[key] for key in FILES if key in files and key in _options(name)} for name in names}
+    for override in overrides:
+        task = override.partition("=")[0].partition(".")[0]
+        if task not in tasks:
+            raise ValueError(
+                f"{override!r} sets an option of {task!r}, which is not among the tasks {', '.join(tasks)}; "
+                "write task.option=value, and give the task with --tasks"
+            )
+        apply_override(tasks, override)
+    for name, options in tasks.items():
+        if not isinstance(options, dict):
+            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
+        PROBES.check(name, options, name)
+        if not missing[name] <= set(options):
+            raise ValueError(f"the task {name!r} reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
+    return tasks
+
+
+def _options(task: str) -> Mapping[str, Any]:
+    if task not in PROBES:
+        raise ValueError(unknown_name("probe task", task, PROBES.names()))
+    return PROBES.entry(task).options
 
 
 def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -209,8 +240,7 @@ def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    task, distance = PROBES.create(trial.task, **settings["files"]), settings["distance"]
-    farthest = min(2 * distance, 6) if trial.task == "recall" else 2 * distance
+    task, distance = PROBES.create(trial.task, **settings["task"]), settings["distance"]
     outcome = probe(
         task,
         settings["memory"],
@@ -218,7 +248,7 @@ def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, An
         seed=trial.seed,
         sizes=Sizes(**settings["sizes"]),
         passes=settings["passes"],
-        distances=range(max(task.shortest, 1), farthest + 1),
+        distances=[other for other in range(1, 2 * distance + 1) if task.has(other)],
     )
     result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **dataclasses.asdict(outcome)}
     path = folder / trial.path

@@ -53,8 +53,13 @@ def select(results: Results, task: str, memory: str, arm: str) -> list[Mapping[s
 
 
 def _cell(trainings: Sequence[Mapping[str, Any]]) -> Cell:
-    steps = f"{mean(r['steps'] for r in trainings):.0f} steps" if trainings else ""
-    return Cell(accuracy_text(trainings), small=steps)
+    if not trainings:
+        return Cell("")
+    small = f"{mean(r['steps'] for r in trainings):.0f} steps"
+    exact = [r.get("exact", r["accuracy"]) for r in trainings]  # older files have none
+    if exact != [r["accuracy"] for r in trainings]:
+        small = f"whole episodes {100 * mean(exact):.1f}, {small}"
+    return Cell(accuracy_text(trainings), small=small)
 
 
 def distance_figure(content: Mapping[str, Any], task: str) -> Figure:
