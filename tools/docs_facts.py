@@ -21,7 +21,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.fit import in_words
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md")
+PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md", "docs/probes.md")
 REGION = re.compile(r"(<!-- facts: ([\w ]+?) -->)(.*?)(<!-- /facts -->)", re.DOTALL)
 NUMBERS = (
     *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -32,6 +32,8 @@ SAID = {
     "attentions": ("equation", "order", "cost"),
 }
 """Facts of a section, in this order."""
+PROBED = ("chance", "sizes", "solved_by")
+"""Facts of a probe task, in this order."""
 CODE = {"equation", "equations"}
 BAR = r"\|"
 """A bar within a cell of a table."""
@@ -66,6 +68,19 @@ def table(facts: Facts, kind: str, old: str) -> str:
         for name in in_order(list(parts), old)
     ]
     return block(["| memory | paper | carries |", "| --- | --- | --- |", *rows])
+
+
+def probes(facts: Facts, old: str) -> str:
+    """Name, paper, a guess, sizes, and who solves it."""
+    parts = {f"`{part['name']}`": part for part in facts["probes"]}
+    rows = [
+        f"| {name} | {paper_link(parts[name])} | {parts[name]['summary']} | "
+        + " | ".join(parts[name]["info"][key] for key in PROBED)
+        + " |"
+        for name in in_order(list(parts), old)  # quoted: "facts" and "copy" stand in sentences, too
+    ]
+    head = "| task | paper | what is asked | chance | sizes | solved by |"
+    return block([head, "| --- | --- | --- | --- | --- | --- |", *rows])
 
 
 def purposes(facts: Facts, kind: str, old: str) -> str:
@@ -118,6 +133,7 @@ TEXTS: dict[str, Callable[[Facts, str], str]] = {
     "purposes of attentions": lambda facts, old: purposes(facts, "attentions", old),
     "papers of memories": lambda facts, old: papers(facts, "memories"),
     "other papers of memories": lambda facts, old: papers(facts, "memories", 1),
+    "table of probes": probes,
     "number of attentions": lambda facts, old: str(len(facts["attentions"])),
 }
 """What a region may hold, beside `memory NAME` and `attention NAME`."""

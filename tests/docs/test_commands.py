@@ -24,6 +24,7 @@ NOT_RUN = {
     "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
     "cached probe all": "trains for hours; tests/probes/test_probe.py",
+    "cached probe rmt --tasks babilong": "reads bAbI and books; tests/probes/test_tasks.py",
     "cached reproduce table9": "measures for minutes; tests/cli/test_table9.py",
     "cached reproduce table1 --scale paper": "reads ImageNet; tests/cli/test_image_tables.py",
 }
