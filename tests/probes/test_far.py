@@ -127,6 +127,21 @@ def test_tokens_are_held_up_to_the_first_that_are_not() -> None:
     assert held_tokens({"far": {"1": [0.5, 0.5]}}, 16) == 0
 
 
+def test_options_of_memories_are_set_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "probe rmt rmt.length=1 latch.classes=2 --tasks latch --train-distance 1 --steps 4 --far 4"
+    assert main(words.split()) == 0
+    content = json.loads(Path("runs/probe/far.json").read_text())
+    assert content["results"][2]["options"] == {"name": "rmt", "length": 1} and content["results"][0]["chance"] == 0.5
+    for wrong, says in (("rmt.lenght=1", "did you mean 'length'"), ("rmt.length=x", "rmt.length='x'")):
+        assert main(["probe", "rmt", wrong]) != 0
+        assert says in capsys.readouterr().err
+    assert main(["probe", "rmt", "memformer.length=1"]) != 0
+    assert "neither among the memories nor among the tasks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

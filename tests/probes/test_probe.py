@@ -178,7 +178,10 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         (["probe", "all", "--tasks", "facts"], "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
         (["probe", "all", "--tasks", "latch", "latch.clases=3"], "did you mean 'classes'?"),
         (["probe", "all", "--tasks", "latch", "latch.classes=few"], "latch.classes='few' must be a whole number"),
-        (["probe", "all", "--tasks", "latch", "copy.symbols=3"], "'copy', which is not among the tasks latch"),
+        (
+            ["probe", "all", "--tasks", "latch", "copy.symbols=3"],
+            "'copy', which is neither among the memories nor among the tasks latch",
+        ),
         (["probe", "all", "--tasks", "latch", "latch=3"], "latch=3 sets no option; write latch.option=value"),
         (
             ["probe", "all", "--tasks", "frequent_words", "--distance", "2"],

@@ -27,11 +27,14 @@ def add_parser(subparsers: Any) -> None:
         "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
         "Finished trainings are kept: the same command goes on where it was stopped.",
         epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
-        "cached probe rmt,memformer --tasks latch --train-distance 1..20 --far 1000000",
+        "cached probe rmt,grc_stream grc_stream.update_bias=-4 --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
     parser.add_argument(
-        "overrides", nargs="*", metavar="task.option=value", help="options of tasks, which `cached explain TASK` lists"
+        "overrides",
+        nargs="*",
+        metavar="NAME.option=value",
+        help="options of tasks and memories, which `cached explain NAME` lists",
     )
     parser.add_argument(
         "--tasks",
@@ -69,7 +72,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.far_trials import FarTrials
-    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks
+    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks, options_of_memories
     from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
@@ -77,8 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
-    tasks = chosen_tasks(arguments.tasks, files, arguments.overrides)
-    trials = _trials(arguments, chosen_memories(arguments.memories), tasks)
+    memories = chosen_memories(arguments.memories)
+    of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
+    of_tasks = [override for override in arguments.overrides if override not in of_memories]
+    tasks = chosen_tasks(arguments.tasks, files, of_tasks)
+    trials = _trials(arguments, list(tasks), memories, tasks | options_of_memories(memories, of_memories))
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
@@ -97,14 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trials(
-    arguments: argparse.Namespace, memories: list[str], options: dict[str, dict[str, Any]]
+    arguments: argparse.Namespace, tasks: list[str], memories: list[str], options: dict[str, dict[str, Any]]
 ) -> Trials | FarTrials:
     """What is to be trained (ValueError where options do not go together)."""
     from cached_transformers.experiments.probes.distances import Course
     from cached_transformers.experiments.probes.far_trials import FarTrials
     from cached_transformers.experiments.probes.trials import Trials
 
-    taps, tasks = arguments.short_convolution, list(options)
+    taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
         for name in ("far", "no_curriculum"):

@@ -80,7 +80,7 @@ class FarTrials(Trials):
         spec, passes = None, 1
         if trial.arm == "far":
             chosen = setting(trial.memory)
-            spec = {"name": trial.memory, **chosen.far(task.segment, self.course.farthest, sizes.depth)}
+            spec = self._spec(trial.memory, chosen.far(task.segment, self.course.farthest, sizes.depth))
             passes = chosen.passes
             if chosen.learning_rate is not None:
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)

@@ -62,7 +62,8 @@ class Trials:
     """What is probed.
 
     Attributes:
-        steps: the most of a training. options: of tasks, by their names. taps: of the short convolution in front of
+        steps: the most of a training. options: of tasks and memories, by their names; those of a memory come on top of
+            what its registration says. taps: of the short convolution in front of
             attention, the same for all; 1 for none.
     """
 
@@ -103,7 +104,7 @@ class Trials:
             chosen = setting(trial.memory)
             options = chosen.within if trial.arm == "within reach" else chosen.beyond
             assert options is not None
-            spec, passes = {"name": trial.memory, **options(task.segment, self.distance, sizes.depth)}, chosen.passes
+            spec, passes = self._spec(trial.memory, options(task.segment, self.distance, sizes.depth)), chosen.passes
             if chosen.learning_rate is not None:
                 sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         settings = {"task": self._options(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
@@ -113,8 +114,11 @@ class Trials:
         """Train one, and keep its result."""
         return _train(trial, settings, folder)
 
-    def _options(self, task: str) -> dict[str, Any]:
-        return dict(self.options.get(task, {}))
+    def _options(self, name: str) -> dict[str, Any]:
+        return dict(self.options.get(name, {}))
+
+    def _spec(self, memory: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"name": memory, **options, **self._options(memory)}
 
     def _task(self, name: str) -> ProbeTask:
         task: ProbeTask = PROBES.create(name, **self._options(name))
@@ -213,8 +217,8 @@ def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] =
         task = override.partition("=")[0].partition(".")[0]
         if task not in tasks:
             raise ValueError(
-                f"{override!r} sets an option of {task!r}, which is not among the tasks {', '.join(tasks)}; "
-                "write task.option=value, and give the task with --tasks"
+                f"{override!r} sets an option of {task!r}, which is neither among the memories nor among the tasks "
+                f"{', '.join(tasks)}; write NAME.option=value, and give a task with --tasks"
             )
         apply_override(tasks, override)
     for name, options in tasks.items():
@@ -224,6 +228,23 @@ def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] =
         if not missing[name] <= set(options):
             raise ValueError(f"the task {name!r} reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
     return tasks
+
+
+def options_of_memories(memories: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The options of memories that are set by `memory.option=value`.
+
+    Raises:
+        ValueError: an unknown option or preset, or a value of another type.
+    """
+    found: dict[str, Any] = {name: {} for name in memories}
+    for override in overrides:
+        apply_override(found, override)
+    for name, options in found.items():
+        if not isinstance(options, dict):
+            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
+        found[name] = MEMORIES.with_preset(name, options)
+        MEMORIES.check(name, found[name], name)
+    return {name: options for name, options in found.items() if options}
 
 
 def _options(task: str) -> Mapping[str, Any]:
