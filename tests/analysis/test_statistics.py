@@ -12,6 +12,7 @@ from cached_transformers.experiments.statistics import (
     holm,
     mean_interval,
     paired_t_test,
+    ratio_interval,
     sign_flip_test,
     smallest_sign_flip_p,
     summarise,
@@ -194,3 +195,27 @@ def test_pairs_are_compared_each_with_its_own() -> None:
 def test_bad_input(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_ratio_of_equal_units_is_a_mean():
+    values = GENERATOR.normal(size=9)
+    assert ratio_interval(7 * values, [7] * 9) == pytest.approx(mean_interval(values))
+    assert ratio_interval([3.0], [2]) == (1.5, None, None)
+
+
+def test_a_ratio_weighs_units_by_their_size():
+    """Twin: the bootstrap, which draws units whole."""
+    counts = GENERATOR.integers(1, 40, size=60)
+    sums = counts * 0.3 + GENERATOR.normal(size=60) * np.sqrt(counts)
+    drawn = GENERATOR.integers(0, 60, size=(20_000, 60))
+    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
+    found = ratio_interval(sums, counts)
+    assert found.mean == pytest.approx(sums.sum() / counts.sum())
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.12 * (high - low))
+    assert abs(found.mean - (sums / counts).mean()) > 0.01, "which is not the mean of the units' means"
+
+
+@pytest.mark.parametrize(("sums", "counts"), [([1.0, 2.0], [1]), ([1.0, 2.0], [1, 0])])
+def test_a_unit_without_values_is_refused(sums, counts):
+    with pytest.raises(ValueError, match="each of 2 sums needs a count above 0"):
+        ratio_interval(sums, counts)

@@ -145,3 +145,12 @@ def test_more_rows_than_there_is_text_are_refused():
         Streams(tokens, starts, START, 3, 8, align=8)
     with pytest.raises(ValueError, match="align=3 must divide length=8"):
         Streams(tokens, starts, START, 2, 8, align=3)
+
+
+@pytest.mark.parametrize("align", [0, 4])
+def test_targets_tell_their_document_and_their_place_in_it(align: int) -> None:
+    tokens, starts = corpus(5, 9, 1, 6)
+    for batch in epoch(Streams(tokens, starts, START, 2, 4, align=align, seed=3)):
+        valid = batch.targets != -100
+        place = starts[batch.documents[valid].numpy()] + batch.positions[valid].numpy()
+        assert tokens[place].tolist() == batch.targets[valid].tolist()

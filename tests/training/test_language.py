@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,20 +11,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import pytest
 import torch
 import yaml
 from training.same_run import assert_same_run, final
-from training.small_language import STEPS, fitted, make, recipe, write_text
+from training.small_language import CPU, STEPS, fitted, make, recipe, write_text
 
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.build import build_model
 from cached_transformers.experiments.run import run_training
-from cached_transformers.state import named_tensors
+from cached_transformers.state import from_tensors, named_tensors
+from cached_transformers.tasks.kinds import make_task
+from cached_transformers.tasks.language.streams import rows_to_empty
+from cached_transformers.tasks.recipes import load_config
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.settings import TrainingConfig
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -106,6 +112,7 @@ def test_accumulation_does_not_change_what_is_learned(tmp_path, text):
     # 12 steps are more than an epoch, so that the last step with its padding is among them.
     # SGD: the bias of the keys has no gradient but rounding, which Adam would blow up.
     options = ("model.dropout=0.0", "training.segments=32", "training.bptt=2", "optimizer.name=sgd")
+    options += ("training.reset_rows=0.5",)
     whole = fitted(tmp_path / "a", text, *options)
     assert (
         whole.task.streams.steps < STEPS and whole.task.streams.batch(whole.task.streams.steps - 1).padding is not None
@@ -172,6 +179,49 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
     assert math.isfinite(trainer.latest["loss"])
 
 
+def test_a_row_that_is_emptied_goes_on_as_a_new_one(tmp_path, text):
+    """Twin: each row alone, from an empty memory or from the one that it had."""
+    trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.reset_rows=0.5")
+    task, loop = trainer.task, SegmentLoop(trainer.model, 8)
+    _, runner = task.runner()
+    batches, states = task.batches(1), []  # at the first step all rows are new
+    for _ in range(2):
+        batch = next(batches)
+        task.backward(runner, batch, trainer.scaler)
+        task.finish(True)
+        states.append(task.state_dict())
+    emptied_B = batch.reset[:, 0]
+    assert emptied_B.tolist() == rows_to_empty(trainer.settings, 2).tolist() and 0 < emptied_B.sum() < 4
+    fresh = trainer.model.init_state(1)
+    for row, emptied in enumerate(emptied_B):
+        before = (
+            fresh if emptied else from_tensors({n: t[[row]] for n, t in states[0].items()}, fresh, "the step before")
+        )
+        _, after = loop(batch.inputs[[row]], batch.targets[[row]], before)
+        for name, tensor in named_tensors(after):
+            torch.testing.assert_close(tensor[0], states[1][name][row], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
+    settings = TrainingConfig(batch_size=8, reset_rows=0.3)
+    drawn = torch.stack([rows_to_empty(settings, step) for step in range(1000)]).double()
+    assert drawn.mean() == pytest.approx(0.3, abs=0.02) and (drawn.mean(0) > 0.2).all()
+    assert torch.equal(rows_to_empty(settings, 7), drawn[7].bool())
+    other = torch.stack([rows_to_empty(dataclasses.replace(settings, seed=1), step) for step in range(1000)])
+    assert (other != drawn.bool()).any(0).all()
+    assert not rows_to_empty(dataclasses.replace(settings, reset_rows=0.0), 7).any()
+    with pytest.raises(ValueError, match=r"reset_rows=1\.0 with training\.segments=1 empties the memory before each"):
+        TrainingConfig(reset_rows=1.0)
+    assert rows_to_empty(TrainingConfig(reset_rows=1.0, segments=2), 0).all()
+
+
+def test_rows_of_images_have_no_memory_to_empty():
+    config = load_config("demo_digits", ["training.reset_rows=0.1"])
+    data = SimpleNamespace(task="classification", name="digits")
+    with pytest.raises(ValueError, match=r"training\.reset_rows=0\.1 empties .* streams of text, which data 'digits'"):
+        make_task(config, torch.nn.Identity(), data, data, CPU)
+
+
 def map_nan(state):
     from cached_transformers.state import map_state
 
@@ -181,7 +231,10 @@ def map_nan(state):
 # ------------------------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("options", [(), ("training.accumulate=2", "data.reset=document", "data.shuffle=true")])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3")],
+)
 def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
     options = (*options, "training.evaluate_every=3")
     for steps in (3, 9, 12):
@@ -224,7 +277,8 @@ def test_a_state_of_another_memory_is_refused(tmp_path, text):
 @pytest.mark.usefixtures("no_report")
 def test_two_processes_follow_the_curve_of_one(tmp_path, text):
     file = tmp_path / "language.yaml"
-    tree = recipe(text, "model.dropout=0.0", "training.accumulate=2", "training.evaluation_batch_size=3")
+    options = ("training.accumulate=2", "training.evaluation_batch_size=3", "training.reset_rows=0.3")
+    tree = recipe(text, "model.dropout=0.0", *options)
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     curves, carried = [], []
     for processes in (1, 2):
@@ -260,8 +314,17 @@ def test_train_evaluate_and_report(tmp_path, text, capsys):
     assert result["scores"][0]["loss"] == summary["test"]["loss"]
     stored = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert stored["scores"] == result["scores"] and stored["scores"][1]["places"][0]["tokens"] == 1
+    assert stored["use"] == result["use"] and result["use"]["units"] > 8 and "unknown" not in result
+    assert "Verdict: " in (run / "report.html").read_text(encoding="utf-8")
+    assert stored["reset"] == {"reset_rows": 0.0, "documents": False, "trained_on": False}
     assert main(["evaluate", str(run), "--segment-length", "4"]) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    assert "whether the memory is used: --memory carry,shuffle" in capsys.readouterr().out
+    assert main(["evaluate", str(run), "--memory", "reset,carry,shuffle"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "place tokens reset carry shuffle use quarter 1 of the segment" in said and " 0 segments read before" in said
+    assert (
+        "reset: an empty memory; trained on: no" in said and f"{result['use']['units']} blocks of consecutive" in said
+    )
 
 
 @pytest.mark.usefixtures("no_report")
@@ -300,6 +363,7 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("training.evaluation_batch_size=9999", "a batch of 9999 rows exceeds the"),
         ("training.accumulate=3", "training.batch_size=4 must be a multiple of training.accumulate=3"),
         ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
+        ("training.reset_rows=1.5", "training.reset_rows=1.5 must lie in [0, 1]"),
         ("training.segment_length=0", "training.segment_length=0 must be at least 1"),
         ("training.label_smoothing=0.1", "training.label_smoothing=0.1 is not for text"),
         ("evaluation.segment_length=0", "evaluation.segment_length=0 must be at least 1"),
@@ -329,8 +393,6 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 
 @pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
-    from cached_transformers.tasks.recipes import load_config
-
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
     for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):
         summary = run_training(load_config(name, [*options, f"data.path={path}"]), tmp_path / name)

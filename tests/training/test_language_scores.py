@@ -12,7 +12,7 @@ import pytest
 import torch
 from training.small_language import CPU, fitted, make, write_text
 
-from cached_transformers.tasks.language.task import evaluate_language, evaluation_streams
+from cached_transformers.tasks.language.scores import evaluate_language, evaluation_streams, split_losses
 from cached_transformers.training.segments import SegmentLoop
 from cached_transformers.training.trainer import Trainer
 
@@ -60,6 +60,20 @@ def test_the_score_is_that_of_reading_the_split_from_beginning_to_end(tmp_path, 
     for place in places:
         part = losses[place["from"] : place["to"] + 1]
         assert place["tokens"] == len(part) and place["loss"] == pytest.approx(sum(part) / len(part), rel=1e-4)
+    one_row = dataclasses.replace(trainer.config.training, evaluation_batch_size=1)
+    found = split_losses(
+        trainer.model, trainer.task.validation, CPU, dataclasses.replace(trainer.config, training=one_row)
+    )
+    segments = [losses[at : at + 8] for at in range(0, len(losses), 8)]
+    assert found.segments[0, 0].tolist() == pytest.approx([sum(part) for part in segments], rel=1e-4)
+    assert found.segments[1, 0].tolist() == [len(part) for part in segments]
+    assert found.documents.tolist() == [[pytest.approx(sum(losses), rel=1e-5)], [len(losses)]]
+    for quarter in range(4):
+        part = [x for at in (2 * quarter, 2 * quarter + 1) for x in losses[at::8]]
+        assert found.quarters[:, quarter].tolist() == pytest.approx([sum(part), len(part)], rel=1e-4)
+    for power in range(5):
+        part = [x for segment in segments[2**power - 1 : 2 ** (power + 1) - 1] for x in segment]
+        assert found.carried[:, power].tolist() == pytest.approx([sum(part), len(part)], rel=1e-4)
 
 
 def test_without_a_memory_rows_and_modes_change_nothing(tmp_path, text):
@@ -159,3 +173,19 @@ def test_a_pass_that_shows_no_answer_is_not_refused(tmp_path, text, memory):
     data.tokens = data.tokens.copy()
     data.tokens[1:] ^= 1
     assert evaluation(trainer, evaluation_batch_size=1)[1][0]["loss"] == before
+
+
+def test_the_memory_of_a_document_that_begins_has_read_nothing(tmp_path, text):
+    """In one row of three documents, whose segments each count from 0."""
+    for number, file in enumerate(("a", "b", "c")):
+        (text / "valid").mkdir(exist_ok=True)
+        (text / "valid" / f"{file}.txt").write_text("abc de\n" * (2 * number + 1), encoding="utf-8")
+    (text / "valid.txt").unlink()
+    trainer = make(tmp_path / "run", text, "data.reset=document", "training.evaluation_batch_size=1")
+    found = split_losses(trainer.model, trainer.task.validation, CPU, trainer.config)
+    sizes = [7, 21, 35]
+    assert found.documents[1].tolist() == sizes
+    assert found.carried[1, :3].tolist() == [
+        sum(max(0, min(8 * last, size) - 8 * first) for size in sizes) for first, last in ((0, 1), (1, 3), (3, 7))
+    ]
+    assert found.segments[1, 0].tolist() == [7, 8, 8, 5, 8, 8, 8, 8, 3]

@@ -1,6 +1,7 @@
 """`cached evaluate`: scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
-For text RUN/evaluation.json and the report show the loss by place in the document.
+For text it says in one verdict whether the memory is used, and RUN/evaluation.json and the report show the loss by
+place.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"
     )
     help_memory = "comma-separated: carry (as it is), reset (emptied), shuffle (entries or rows permuted)"
+    help_memory += "; of text carry and shuffle give the verdict whether it is used"
     help_memory += ", and of shared caches: other (that of --other), batch (updated by each batch, as in training)"
     parser.add_argument("--memory", default="carry", metavar="MODES", help=help_memory)
     parser.add_argument("--other", type=Path, metavar="RUN", help="run whose caches --memory other takes")
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one row of scores per way of treating the memory."""
     from cached_transformers.experiments.evaluate import Evaluation
     from cached_transformers.experiments.load import read_run_config
-    from cached_transformers.experiments.reports.terminal import open_console, print_scores
+    from cached_transformers.experiments.reports.terminal import open_console, print_scores, print_text_use
     from cached_transformers.experiments.run_outputs import write_evaluation, write_report
     from cached_transformers.files import jsonable
     from cached_transformers.training.progress import Reporter
@@ -70,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     evaluation = Evaluation(folder, config, arguments.checkpoint, split, modes, arguments.other, arguments.average)
     found = evaluation.score(arguments.device)
 
-    result: dict[str, Any] = {"split": split, "step": found.step, "scores": found.rows}
+    result: dict[str, Any] = {"split": split, "step": found.step, "scores": found.rows, **found.about}
     if found.baselines is not None:
         result["baselines"] = found.baselines
     console = open_console()
@@ -81,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(jsonable({"run": str(folder), **result}), indent=1, allow_nan=False))
         return 0
     print_scores(f"{folder}: {split} split, step {found.step}", found.rows, console)
+    print_text_use(found.rows, found.about, console)
     for name, value in (found.baselines or {}).items():  # names are too long for a column of a narrow terminal
         console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0

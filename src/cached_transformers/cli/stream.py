@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_on(arguments: argparse.Namespace, path: Path) -> int:
     """Read on from the state in a file, which nobody else writes."""
     from cached_transformers.experiments.load import load_run
+    from cached_transformers.experiments.reports.wording import unknown_words
     from cached_transformers.tasks.language.reading import TextReader, fingerprint, read_tokenizer
     from cached_transformers.training.checkpoint import Checkpoints
     from cached_transformers.training.distributed import pick_device
@@ -86,6 +87,8 @@ def _read_on(arguments: argparse.Namespace, path: Path) -> int:
         return 0
     size = f", {now.bits_per_byte(reader.places.end):.4f} bits per byte" if arguments.tokens is None else ""
     print(f"{now.tokens:,} tokens: loss {now.nats / now.tokens:.4f} nats, perplexity {now.perplexity:.3f}{size}")
+    if tokenizer.unknown is not None:
+        print(unknown_words(reader.unknown / now.tokens))
     print(f"state: {path}")
     return 0
 

@@ -85,6 +85,11 @@ class TextDataset:
             values["word_perplexity"] = perplexity(loss / per_token["words"])
         return values
 
+    def unknown_share(self) -> float | None:
+        """The share of the tokens that stand for words which the vocabulary lacks; None where it lacks none."""
+        unknown = self.tokenizer.unknown
+        return None if unknown is None else float(np.mean(self.tokens == unknown))
+
     def baselines(self, train: TextDataset) -> dict[str, dict[str, float]]:
         """Scores of the unigram model of `train` with add-one smoothing."""
         size = self.tokenizer.vocabulary

@@ -40,6 +40,7 @@ class Tokenizer(Protocol):
         sentence_ends: ids of the tokens that end a sentence.
         line_ends: ids of the tokens that end a line.
         ends_document: whether `encode` puts an id behind the text.
+        unknown: id of all words that the vocabulary lacks; None where it lacks none.
     """
 
     vocabulary: int
@@ -48,6 +49,9 @@ class Tokenizer(Protocol):
     sentence_ends: tuple[int, ...]
     line_ends: tuple[int, ...]
     ends_document: bool
+
+    @property
+    def unknown(self) -> int | None: ...
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -64,6 +68,7 @@ class ByteTokenizer:
     vocabulary, start, lossless, ends_document = 256, ord("\n"), True, False
     sentence_ends: tuple[int, ...] = tuple(map(ord, SENTENCE_MARKS))
     line_ends: tuple[int, ...] = (ord("\n"),)
+    unknown = None
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
@@ -83,7 +88,7 @@ class WordTokenizer:
         punctuation: separate punctuation from words, for text that was not tokenised before.
     """
 
-    start, lossless, ends_document = 1, False, False
+    start, unknown, lossless, ends_document = 1, 0, False, False
 
     def __init__(self, words: list[str], punctuation: bool) -> None:
         self.words, self.punctuation, self.vocabulary = words, punctuation, len(words)
@@ -106,7 +111,7 @@ class WordTokenizer:
     def encode(self, text: str) -> np.ndarray:
         ids, found = self._ids, array("i")
         for line in lines_of(text):
-            found.extend(ids.get(word, 0) for word in split_words(line, self.punctuation))
+            found.extend(ids.get(word, self.unknown) for word in split_words(line, self.punctuation))
             found.append(self.start)
         return np.array(found, dtype=np.int32)
 
@@ -125,7 +130,7 @@ class BytePairTokenizer:
         model: the trained tokenizer of the `tokenizers` library, as JSON.
     """
 
-    start, lossless, ends_document = 0, True, True
+    start, unknown, lossless, ends_document = 0, None, True, True
 
     def __init__(self, model: str) -> None:
         self._json = model
@@ -184,7 +189,7 @@ class SpecialTokens:
         self.vocabulary = text.vocabulary + len(SPECIALS) + sentinels
         self.sentinels = tuple(self.vocabulary - 1 - index for index in range(sentinels))
         self.start, self.lossless, self.ends_document = text.start, text.lossless, text.ends_document
-        self.sentence_ends, self.line_ends = text.sentence_ends, text.line_ends
+        self.sentence_ends, self.line_ends, self.unknown = text.sentence_ends, text.line_ends, text.unknown
         self._names = {text.vocabulary + index: f"<{name}>" for index, name in enumerate(SPECIALS)}
         self._names |= {token: f"<extra_id_{index}>" for index, token in enumerate(self.sentinels)}
 

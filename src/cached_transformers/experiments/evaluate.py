@@ -1,16 +1,16 @@
 """Scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
 If emptying the memory costs nothing, the model does not use it: that is the question which the modes answer. For text
-the memory is emptied before each segment, or exchanged between rows. A cache that all rows share can also be that of
-another run (`other`), or be updated by each batch as in training (`batch N`), which shows how far training and
-evaluation, and batches of different sizes, differ.
+the memory is emptied before each segment, or exchanged between rows, and what that costs is put into a verdict
+(`memory_use.py`). A cache that all rows share can also be that of another run (`other`), or be updated by each batch as
+in training (`batch N`), which shows how far training and evaluation, and batches of different sizes, differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from torch import nn
 from cached_transformers.experiments.build import build_dataset
 from cached_transformers.experiments.load import load_run, read_categories
 from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
+from cached_transformers.models.segments import remembers
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
 from cached_transformers.tasks.kinds import baselines, task_name
-from cached_transformers.tasks.language.task import evaluate_language
+from cached_transformers.tasks.language.scores import SplitLosses, split_losses
 from cached_transformers.tasks.translation.task import evaluate_pairs
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.run_files import check_tokenizer
 
 from .cache_use import score_cache_use
+from .memory_use import about_text, text_row
 from .statistics import with_intervals
 
 OF_SHARED_CACHES = ("other", "batch")
@@ -41,13 +43,15 @@ class Scores:
     """What is found: a row of scores per way of treating the memory, the step, and what guessers reach.
 
     Attributes:
-        rows: {"memory": mode, score: value}, for text with "places", the loss by place in the document.
+        rows: {"memory": mode, score: value}, for text as `text_row` has them.
         baselines: scores of guessers; None where the data offer none.
+        about: of text, what `about_text` says.
     """
 
     rows: list[Row]
     step: int
     baselines: dict[str, float] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ class Evaluation:
         dataset = self._dataset()
         task = task_name(dataset)
         self._check(dataset, task)
-        if task not in ("language", "detection", "translation"):
+        if task == "language":
+            return self._score_text(dataset, processes)
+        if task not in ("detection", "translation"):
             return self._score_shared(dataset, processes)
         rows: list[Row] = []
         for mode in self.modes:
@@ -88,9 +94,8 @@ class Evaluation:
             model.to(processes.device)
             if task == "translation" and mode != "carry" and not has_caches(model):
                 raise ValueError(f"--memory {mode}: the model of {self.folder} has no cache to {mode}; take carry")
-            if task != "language" or has_caches(model):
-                treat_memory(model, mode, self.config)
-            rows.append({"memory": mode, **self._score_streams_or_pairs(model, dataset, task, mode, processes)})
+            treat_memory(model, mode, self.config)
+            rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
         return Scores(rows, step)
 
     def _dataset(self) -> Any:
@@ -121,17 +126,28 @@ class Evaluation:
                 f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
             )
 
-    def _score_streams_or_pairs(self, model: nn.Module, dataset: Any, task: str, mode: str, processes: World) -> Row:
+    def _score_pairs_or_objects(self, model: nn.Module, dataset: Any, task: str, processes: World) -> Row:
         config = self.config
         if task == "translation":
             return evaluate_pairs(model, dataset, processes, config, None)[0]
-        if task == "detection":
-            size = config.training.evaluation_batch_size or config.training.batch_size
-            return evaluate_detector(model, dataset, processes, size)
-        section = dataclasses.replace(config.evaluation, memory=mode)  # type: ignore[arg-type]
-        changed = dataclasses.replace(config, evaluation=section)
-        values, places = evaluate_language(model, dataset, processes, changed)
-        return {**values, "places": places}
+        size = config.training.evaluation_batch_size or config.training.batch_size
+        return evaluate_detector(model, dataset, processes, size)
+
+    def _score_text(self, dataset: Any, processes: World) -> Scores:
+        """Scores of a language model, of which each row carries a memory of its own."""
+        losses: dict[str, SplitLosses] = {}
+        for mode in self.modes:
+            _, model, step = load_run(self.folder, self.checkpoint)
+            model.to(processes.device)
+            shared = has_caches(model)
+            if shared:
+                treat_memory(model, mode, self.config)
+            section = dataclasses.replace(self.config.evaluation, memory=mode)  # type: ignore[arg-type]
+            changed = dataclasses.replace(self.config, evaluation=section)
+            losses[mode] = split_losses(model, dataset, processes, changed)
+        memory = shared or remembers(model.init_state(1))  # type: ignore[operator]
+        rows = [{"memory": mode, **text_row(found, dataset)} for mode, found in losses.items()]
+        return Scores(rows, step, about=about_text(losses, dataset, self.config, memory, shared))
 
     def _score_shared(self, dataset: Any, processes: World) -> Scores:
         """Scores of a classifier, of which the memory is a cache that all rows share."""

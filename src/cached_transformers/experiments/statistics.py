@@ -53,6 +53,30 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def ratio_interval(sums: Sequence[float], counts: Sequence[float], level: float = 0.95) -> Interval:
+    """The sum of `sums` over that of `counts`, with its t interval: a mean over units of different size.
+
+    Units (documents, blocks of a text) are drawn whole, and weigh by their size. The interval is that of the linearised
+    ratio (Cochran, "Sampling Techniques", 1977, chapter 6); where all counts are equal it is that of `mean_interval`.
+
+    Args:
+        sums: of the values of each unit. counts: how many values these are.
+
+    Raises:
+        ValueError: lengths differ, a number is not finite, or a unit has no values.
+    """
+    _check_level(level)
+    total, size = _finite(sums, "sums"), _finite(counts, "counts")
+    if len(total) != len(size) or size.min() <= 0:
+        raise ValueError(f"each of {len(total)} sums needs a count above 0; got {list(counts)!r}")
+    n, mean = len(total), float(total.sum() / size.sum())
+    if n < 2:
+        return Interval(mean, None, None)
+    error = math.sqrt(n / (n - 1) * float(((total - mean * size) ** 2).sum())) / float(size.sum())
+    half = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
+    return Interval(mean, mean - half, mean + half)
+
+
 def paired_t_test(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> PairedResult:
     """Paired t-test of `first` minus `second` (same seed at the same place in both)."""
     difference = _differences(first, second)

@@ -87,6 +87,8 @@ class TrainingConfig:
     """Text: segments that a gradient may cross, within a step."""
     passes: int = 1
     """Text: how often the segments of a step are read (`SegmentLoop`); refused where a memory shows what follows."""
+    reset_rows: float = 0.0
+    """Text: share of the rows that begin a step with an empty memory, drawn anew for each step; 0 empties none."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
@@ -99,6 +101,11 @@ class TrainingConfig:
                 f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
                 "a gradient stays within the step"
             )
+        if self.reset_rows == 1 and self.segments == 1:
+            raise ValueError(
+                "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that "
+                "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
+            )
         for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")
@@ -108,7 +115,7 @@ class TrainingConfig:
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
         for name in ("mixup", "cutmix"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative; 0 switches it off")
-        for name in ("mix_probability", "cutmix_share"):
+        for name in ("mix_probability", "cutmix_share", "reset_rows"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")
         decay = self.ema_decay
         _require(decay is None or 0 <= decay < 1, "ema_decay", decay, "must lie in [0, 1), or be null")
@@ -149,7 +156,8 @@ class EvaluationConfig:
     segment_length: int | None = None
     """Tokens in a segment; null takes `training.segment_length`."""
     memory: Literal["carry", "reset", "shuffle"] = "carry"
-    """What a row keeps from segment to segment: its memory, nothing, or the memory of another row."""
+    """What a row keeps from segment to segment: its memory, nothing (which training meets where `training.reset_rows`
+    or `data.reset` say so), or the memory of another row."""
 
     bleu_sentences: int | None = 0
     """Translation: validation sentences that are translated for BLEU and chrF each time, the first ones; null: all."""

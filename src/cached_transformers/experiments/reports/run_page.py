@@ -15,6 +15,7 @@ from cached_transformers.experiments.statistics import wilson_interval
 
 from .detection_table import average_precisions
 from .figures import curves, gates_and_maps
+from .memory_use_table import use_sentence
 from .page import Block, Cell, Facts, Folded, Header, Row, Table, Text, pictured, titled, write_page
 from .run_folder import Run, read_run
 from .wording import MISSING, Metric, environment_text, run_summary, short_count, short_seconds
@@ -95,6 +96,8 @@ def _places(run: Run) -> list[Block]:
     title = "Loss by place in the document"
     split = evaluation.get("split")
     text = f"Loss of the {split} tokens at these places of their documents, by what rows keep of memory."
+    if use := evaluation.get("use"):
+        text += f" Verdict: {use_sentence(use)}."
     return pictured(title, curves.loss_by_place(lines), "places", title, text)
 
 

@@ -13,8 +13,9 @@ from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .far_page import COLUMNS as COLUMNS_FAR
 from .far_page import far_cells, far_rows
+from .memory_use_table import place_table, reset_sentence, use_sentence
 from .probe_page import accuracy_text, table_columns, table_rows
-from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name
+from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name, unknown_words
 
 UNBOUNDED = 10_000
 """Characters of a line where there is no terminal."""
@@ -110,9 +111,31 @@ def print_scores(title: str, rows: Sequence[dict[str, Any]], console: Console) -
             console.print(f" {name.removesuffix('_signature')}: {value}", markup=False, soft_wrap=True)
 
 
+def print_text_use(rows: Sequence[dict[str, Any]], about: Mapping[str, Any], console: Console) -> None:
+    """Print what an evaluation of a text says beside its scores: unknown words, losses by place, use of the memory.
+
+    Args:
+        rows: of `text_row`. about: of `about_text`.
+    """
+    lines = []
+    if "unknown" in about:
+        lines.append(unknown_words(about["unknown"]))
+    if "use" in about:
+        header, cells = place_table(rows)
+        table = _table("loss (nats) by place", header[0], header[1:])
+        for row in cells:
+            table.add_row(*row)
+        console.print(table)
+        lines += [reset_sentence(about["reset"])] if "reset" in about else []
+        asked = about["use"] is not None
+        lines.append(use_sentence(about["use"]) if asked else "whether the memory is used: --memory carry,shuffle")
+    for line in lines:
+        console.print(f" {line}", markup=False, soft_wrap=True)
+
+
 def _score_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    left_out = ("_interval", "_signature")
-    columns = [name for name in rows[0] if name not in ("memory", "places") and not name.endswith(left_out)]
+    numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+    columns = [name for name in numbers if name != "memory"]
     headings = ["loss (nats)" if name == "loss" else name.replace("_", " ") for name in columns]
     table = _table(title, "memory", headings)
     for row in rows:

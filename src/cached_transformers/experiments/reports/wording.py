@@ -84,6 +84,11 @@ def short_seconds(x: float | None) -> str:
     return f"{1e6 * x:.3g} µs"
 
 
+def unknown_words(share: float) -> str:
+    """How much of a text the vocabulary lacks, and what that means for its scores."""
+    return f"unknown words (<unk>): {share:.2%} of the tokens, which lowers the loss; compare with the same vocabulary"
+
+
 def short_p(p: float | None) -> str:
     """A p-value as text; never as zero."""
     if p is None:

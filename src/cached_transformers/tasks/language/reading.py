@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,8 @@ class Bookmark(NamedTuple):
     """Where reading stands: the model's state and, as tensors of one number, the place and the sums so far.
 
     `begin` is the byte at which the piece of the next token begins, `skip` counts the tokens of that piece that are
-    read. `what` tells the run, the file and the segments it belongs to. As one state it is saved whole or not at all.
+    read, `unknown` the tokens so far that stand for words which the vocabulary lacks. `what` tells run, file and
+    segments that it belongs to. As one state it is saved whole or not at all.
     """
 
     state: states.State
@@ -35,20 +37,28 @@ class Bookmark(NamedTuple):
     skip: Tensor
     tokens: Tensor
     nats: Tensor
+    unknown: Tensor
     what: Tensor
 
 
 class Places:
-    """Remembers in which piece of the file the next token of the stream stands."""
+    """Remembers in which piece of the file the next token of the stream stands, and counts unknown words.
 
-    def __init__(self, pieces: Iterator[Piece], skip: int) -> None:
-        self._pieces, self._skip = pieces, skip
+    Args:
+        skip: tokens of the first piece that are read already.
+        id: of unknown words; None where there are none.
+    """
+
+    def __init__(self, pieces: Iterator[Piece], skip: int, id: int | None = None) -> None:
+        self._pieces, self._skip, self._id = pieces, skip, id
+        self._unknown: deque[int] = deque()  # tokens handed out before each unknown word that is not counted yet
         self._starts: list[tuple[int, int]] = []  # tokens handed out before a piece, byte at which it begins
         self._handed, self.end = -skip, 0
 
     def __iter__(self) -> Iterator[list[int]]:
         for piece in self._pieces:
             self._starts.append((self._handed, piece.begin))
+            self._unknown += [self._handed + i for i, token in enumerate(piece.ids) if token == self._id]
             self._handed += len(piece.ids)
             self.end = piece.end
             yield piece.ids[self._skip :]
@@ -60,6 +70,13 @@ class Places:
             self._starts.pop(0)
         handed, begin = self._starts[0]
         return begin, consumed - handed
+
+    def unknown(self, consumed: int) -> int:
+        """Unknown words among the tokens that were predicted up to so many inputs, and not counted by another call."""
+        count = 0
+        while self._unknown and self._unknown[0] <= consumed:
+            count += self._unknown.popleft() > 0  # the first token was an input alone, or predicted before
+        return count
 
 
 class Lap(NamedTuple):
@@ -89,6 +106,7 @@ class TextReader:
     Attributes:
         first: tokens that were read before.
         now: where it stands; None before anything is read.
+        unknown: how many of the tokens up to there stand for words that the vocabulary lacks.
 
     Raises:
         ValueError: the state belongs to something else.
@@ -107,12 +125,12 @@ class TextReader:
         self.model, self.file, self.length, self.path, self.what = model.eval(), file, length, path, what
         self.schedule = schedule
         self.now: Progress | None = None
-        begin = skip = 0
+        begin = skip = self.unknown = 0
         if (before := _load(path, model, what)) is not None:
-            begin, skip = int(before.begin), int(before.skip)
+            begin, skip, self.unknown = int(before.begin), int(before.skip), int(before.unknown)
             self.now = Progress(int(before.tokens), float(before.nats), 0, 0.0, 0, before.state)
         self.first = 0 if self.now is None else self.now.tokens
-        self.places = Places(text_pieces(file, tokenizer, begin), skip)
+        self.places = Places(text_pieces(file, tokenizer, begin), skip, tokenizer.unknown)
 
     def laps(self, every: int, tokens: int | None = None) -> Iterator[Lap]:
         """Read on; the state is saved, and a lap given, whenever `every` tokens are read, and saved at the end.
@@ -127,6 +145,7 @@ class TextReader:
         )
         for now in stream:
             self.now = now
+            self.unknown += self.places.unknown(now.consumed)
             if now.tokens - done >= every:
                 count = now.tokens - done
                 yield Lap(now, count, now.nats - nats, count / (time.perf_counter() - clock))
@@ -140,7 +159,7 @@ class TextReader:
     def _save(self, now: Progress) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         place = self.places.place(now.consumed)
-        states.save(_bookmark(now.state, *place, now.tokens, now.nats, self.what), self.path)
+        states.save(_bookmark(now.state, *place, now.tokens, now.nats, self.unknown, self.what), self.path)
 
 
 def read_tokenizer(path: Path, model: nn.Module) -> Tokenizer:
@@ -181,15 +200,17 @@ def fingerprint(checkpoint: Path, file: Path, length: int) -> Tensor:
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)[None]
 
 
-def _bookmark(state: states.State, begin: int, skip: int, tokens: int, nats: float, what: Tensor) -> Bookmark:
-    place_1, skip_1, tokens_1 = (torch.tensor([n], dtype=torch.long) for n in (begin, skip, tokens))
-    return Bookmark(state, place_1, skip_1, tokens_1, torch.tensor([nats], dtype=torch.float64), what)
+def _bookmark(
+    state: states.State, begin: int, skip: int, tokens: int, nats: float, unknown: int, what: Tensor
+) -> Bookmark:
+    place_1, skip_1, tokens_1, unknown_1 = (torch.tensor([n]) for n in (begin, skip, tokens, unknown))
+    return Bookmark(state, place_1, skip_1, tokens_1, torch.tensor([nats], dtype=torch.float64), unknown_1, what)
 
 
 def _load(path: Path, model: nn.Module, what: Tensor) -> Bookmark | None:
     if not path.is_file():
         return None
-    empty = _bookmark(model.init_state(1), 0, 0, 0, 0.0, what)  # type: ignore[operator]
+    empty = _bookmark(model.init_state(1), 0, 0, 0, 0.0, 0, what)  # type: ignore[operator]
     stored: Bookmark = states.load(path, empty)
     if not torch.equal(stored.what, what):
         raise ValueError(

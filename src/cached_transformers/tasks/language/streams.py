@@ -19,6 +19,12 @@ import torch
 from torch import Tensor
 
 from cached_transformers.data.pairs import IGNORED
+from cached_transformers.data.text import TextDataset
+from cached_transformers.training.loader import to_device
+from cached_transformers.training.settings import TrainingConfig
+
+_EMPTIED = 1
+"""Tells the rows that are drawn at a step from the order of documents that is drawn for an epoch."""
 
 
 class StreamBatch(NamedTuple):
@@ -30,6 +36,7 @@ class StreamBatch(NamedTuple):
             first token of the step, where documents are not aligned.
         padding: bool (B, N), True = padding; None where there is none.
         positions: places of the targets in their documents, long (B, N), from 0.
+        documents: which documents they are of, long (B, N), in order of the split.
         tokens: number of targets, over all rows of the step and not only those asked for.
     """
 
@@ -38,7 +45,31 @@ class StreamBatch(NamedTuple):
     reset: Tensor
     padding: Tensor | None
     positions: Tensor
+    documents: Tensor
     tokens: int
+
+    def moved(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Inputs, targets, resets and padding on a device."""
+        return to_device((self.inputs, self.targets, self.reset, self.padding), device)
+
+    def emptied(self, rows_B: Tensor) -> StreamBatch:
+        """The batch with a reset of some rows (bool) at its first token, wherever in a document that is."""
+        reset = self.reset.clone()
+        reset[:, 0] |= rows_B
+        return self._replace(reset=reset)
+
+
+def rows_to_empty(settings: TrainingConfig, step: int) -> Tensor:
+    """Which rows of the batch of a step begin it with an empty memory, (B,) bool: a function of seed and step alone."""
+    generator = np.random.Generator(np.random.PCG64([settings.seed, step, _EMPTIED]))
+    return torch.from_numpy(generator.random(settings.batch_size) < settings.reset_rows)
+
+
+def grain(data: TextDataset, segment: int, settings: TrainingConfig) -> int:
+    """Multiples of how many tokens documents begin at: of a segment, or of all that several passes read."""
+    if data.reset != "document":
+        return 0
+    return segment * settings.segments if settings.passes > 1 else segment
 
 
 class Streams:
@@ -137,5 +168,6 @@ class Streams:
             reset=torch.from_numpy(fresh_BS),
             padding=torch.from_numpy(~valid_BN) if padded else None,
             positions=torch.from_numpy(offset_BN),
+            documents=torch.from_numpy(own_BN),
             tokens=count,
         )

@@ -1,0 +1,176 @@
+"""The verdict on the use of a memory: what losses are paired by, what the interval makes of them, and two real runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training.small_language import CPU, fitted
+
+from cached_transformers.experiments.memory_use import (
+    BLOCKS,
+    DOCUMENTS,
+    about_text,
+    emptied_in_training,
+    memory_use,
+    paired_units,
+    text_row,
+)
+from cached_transformers.experiments.reports.memory_use_table import place_table, reset_sentence, use_sentence
+from cached_transformers.experiments.statistics import ratio_interval
+from cached_transformers.tasks.language.scores import BUCKETS, SplitLosses, split_losses
+
+WORDS: Any = SimpleNamespace(tokenizer=SimpleNamespace(lossless=False))
+
+
+def made(generator: torch.Generator, documents: int, rows: int, segments: int, more: float = 0.0) -> SplitLosses:
+    """Losses of a split of 5 tokens a segment, of which each costs `more`."""
+    parts = torch.rand(rows, segments, generator=generator, dtype=torch.float64) + 5 * (1 + more)
+    by_document = (
+        torch.rand(documents, generator=generator, dtype=torch.float64) + torch.arange(1, documents + 1) * more
+    )
+    pad = torch.zeros(2, BUCKETS, dtype=torch.float64)
+    pad[:, :2] = torch.tensor([[1.0, 2.0], [5.0, 5.0]])
+    sizes = torch.arange(1, documents + 1).double()
+    return SplitLosses(
+        pad, pad[:, :4], pad, torch.stack([by_document, sizes]), torch.stack([parts, torch.full_like(parts, 5.0)])
+    )
+
+
+def test_documents_are_paired_where_there_are_many() -> None:
+    generator = torch.Generator().manual_seed(0)
+    carry, shuffle = (made(generator, DOCUMENTS + 1, 2, 3) for _ in range(2))
+    carry.documents[:, 4] = shuffle.documents[:, 4] = 0  # of a document without tokens nothing is known
+    over, sums_U, counts_U = paired_units(carry, shuffle)
+    kept = [d for d in range(DOCUMENTS + 1) if d != 4]
+    assert over == "documents" and counts_U.tolist() == [d + 1 for d in kept]
+    assert sums_U.tolist() == [float(shuffle.documents[0, d] - carry.documents[0, d]) for d in kept]
+
+
+@pytest.mark.parametrize(("rows", "segments"), [(1, 100), (3, 40), (40, 6), (2, 5)])
+def test_blocks_of_rows_are_paired_where_documents_are_few(rows: int, segments: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    carry, shuffle = (made(generator, DOCUMENTS - 1, rows, segments) for _ in range(2))
+    for losses in (carry, shuffle):
+        losses.segments[:, 0, -2:] = 0  # the first row is through before the others
+    over, sums_U, counts_U = paired_units(carry, shuffle)
+    blocks = min(math.ceil(BLOCKS / rows), segments - 2)
+    sums, counts = [], []
+    for row in range(rows):
+        length = segments - 2 if row == 0 else segments
+        number = min(math.ceil(BLOCKS / rows), length)
+        ends = [0]
+        for block in range(number):
+            ends.append(ends[-1] + length // number + (block < length % number))
+            inside = range(ends[-2], ends[-1])
+            sums.append(sum(float(shuffle.segments[0, row, s] - carry.segments[0, row, s]) for s in inside))
+            counts.append(5 * len(inside))
+    assert over == "blocks of consecutive segments" and len(sums_U) >= blocks
+    assert sums_U.tolist() == pytest.approx(sums) and counts_U.tolist() == counts
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict", "begins"),
+    [
+        (0.2, "used", "the memory is used: shuffled, it changes the loss by +0."),
+        (-0.2, "harmful", "the memory is harmful: shuffled, it changes the loss by −0."),
+        (0.0, "not shown", "no use of the memory can be shown: shuffled, it changes"),
+    ],
+)
+def test_the_verdict_says_where_the_interval_lies(more: float, verdict: str, begins: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    carry, shuffle = made(generator, 1, 4, 50), made(generator, 1, 4, 50, more)
+    use = memory_use(carry, shuffle, WORDS)
+    twin = ratio_interval(*(t.tolist() for t in paired_units(carry, shuffle)[1:]))
+    assert use["nats"] == list(twin) and use["verdict"] == verdict and "bits_per_byte" not in use
+    assert abs(use["nats"][0] - more) < 0.03
+    assert use_sentence(use).startswith(begins) and "over 32 blocks of consecutive segments" in use_sentence(use)
+
+
+def test_nothing_is_claimed_of_one_unit_or_where_nothing_is_carried() -> None:
+    generator = torch.Generator().manual_seed(1)
+    carry, shuffle = made(generator, 1, 1, 1), made(generator, 1, 1, 1, 3.0)
+    use = memory_use(carry, shuffle, WORDS)
+    assert use["verdict"] == "not shown" and use["nats"][1:] == [None, None] and use["units"] == 1
+    assert use_sentence(use).endswith("a single one of blocks of consecutive segments gives no interval")
+    carry, shuffle = made(generator, 1, 4, 50), made(generator, 1, 4, 50, 3.0)
+    carry.carried[:, 1:] = 0
+    use = memory_use(carry, shuffle, WORDS)
+    assert use["verdict"] == "not shown" and "no segment follows another of its document" in use_sentence(use)
+    assert memory_use(carry, shuffle, WORDS, shared=True)["verdict"] == "used", "a cache is read by all segments"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHED_TRANSFORMERS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def judged(folder: Path, repeats: int, *options: str) -> tuple[dict[str, Any], dict[str, SplitLosses], Any]:
+    """What is said of a small model trained on lines of 8 random letters, each `repeats` times in a row.
+
+    A segment is a line: what stands in it can be known from the segment before it, or not at all.
+    """
+    letters = random.Random(3)
+    lines = ["".join(letters.choices("abcdefgh", k=8)) for _ in range(900 // repeats)]
+    text = "".join(line * repeats for line in lines).encode()
+    (folder / "text").mkdir()
+    for name, part in {"train": text[:6000], "valid": text[-1200:], "test": text[-1200:]}.items():
+        (folder / "text" / f"{name}.txt").write_bytes(part)
+    trainer = fitted(
+        folder / "run",
+        folder / "text",
+        *("model.width=32", "model.depth=1", "model.dropout=0.0", "model.memory.length=8", "training.batch_size=12"),
+        *("training.evaluate_every=1000", *options),
+    )
+    data, losses = trainer.task.validation, {}
+    for mode in ("carry", "reset", "shuffle"):
+        section = dataclasses.replace(trainer.config.evaluation, memory=mode)
+        losses[mode] = split_losses(trainer.model, data, CPU, dataclasses.replace(trainer.config, evaluation=section))
+    return about_text(losses, data, trainer.config, memory=True, shared=False), losses, data
+
+
+def test_a_memory_that_must_be_used_is_found_to_be(folder: Path) -> None:
+    about, losses, data = judged(folder, 6, "training.steps=120", "training.reset_rows=0.2")
+    use = about["use"]
+    carry, shuffle = (losses[mode].scores(data)["loss"] for mode in ("carry", "shuffle"))
+    assert use["verdict"] == "used" and use["nats"][1] > 0.1 and use["nats"][0] == pytest.approx(shuffle - carry)
+    assert use["bits_per_byte"][0] == pytest.approx(use["nats"][0] / math.log(2)), "a token is a byte"
+    assert "bits per byte [+" in use_sentence(use)
+    assert about["reset"] == {"reset_rows": 0.2, "documents": False, "trained_on": True}
+    assert "trained on: yes, in a share of 0.2 of the rows at each step" in reset_sentence(about["reset"])
+    rows = [{"memory": mode, **text_row(found, data)} for mode, found in losses.items()]
+    header, lines = place_table(rows)
+    assert header == ["place", "tokens", "carry", "reset", "shuffle", "use"]
+    first, second = (next(line for line in lines if line[0].startswith(words)) for words in ("0 segments", "1 to 2"))
+    assert first[2] == first[3] == first[4], "rows that have read nothing have nothing to exchange"
+    assert float(second[-1]) > 0.1 and int(first[1]) == 12 * 8
+    assert "unknown" not in about, "bytes know every word"
+    json.dumps(about, allow_nan=False)
+
+
+def test_a_memory_that_cannot_help_is_not_said_to(folder: Path) -> None:
+    about, _, _ = judged(folder, 1, "training.steps=30")
+    assert about["use"]["verdict"] == "not shown" and about["use"]["nats"][1] < 0 < about["use"]["nats"][2]
+    assert reset_sentence(about["reset"]).endswith("no (training.reset_rows=0), so that its loss is no measure of use")
+
+
+@pytest.mark.parametrize(
+    ("share", "reset", "words"),
+    [
+        (0.0, "document", "yes, where a document begins"),
+        (0.5, "document", "0.5 of the rows at each step (training.reset_rows) and where a"),
+    ],
+)
+def test_a_document_begins_with_an_empty_memory_too(share: float, reset: str, words: str) -> None:
+    """Whether the option says so or it is what the data do by themselves."""
+    config: Any = SimpleNamespace(training=SimpleNamespace(reset_rows=share), data={"name": "books"})
+    data: Any = SimpleNamespace(reset=reset)
+    assert words in reset_sentence(emptied_in_training(data, config))
