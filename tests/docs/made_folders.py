@@ -10,6 +10,8 @@ from translation.made import write_corpus
 
 TEXTS = ("FILE", "my_book.txt", "book.txt", "another_book.txt")
 CORPORA = ("FOLDER", "wikitext-2", "FOLDER_OF_WIKITEXT_2", "multi30k", "FOLDER_OF_MULTI30K")
+SPLITS = {"wiki": "wiki.{}.tokens", "ptb": "ptb.{}.txt"}
+"""Folders of a text in three files, and what these are called."""
 DETECTION = ("FOLDER", "coco")
 LEARNED_BY_HEART = (572, 605, 620, 650, 12448, 133030)
 """Numbers of the images that the recipes coco_overfit_* name."""
@@ -28,6 +30,10 @@ def make_folders(root: Path) -> Path:
             test.rename(test.with_name(f"test_2016_flickr.{language}"))
     for name in TEXTS:
         (root / name).write_text(book[:3000], encoding="utf-8")
+    for name, file in SPLITS.items():
+        (root / name).mkdir()
+        for split in ("train", "valid", "test"):
+            (root / name / file.format(split)).write_text(book, encoding="utf-8")
     for name in DETECTION:
         for split in ("train2017", "val2017"):
             annotations, pictures = shapes.tree()

@@ -32,8 +32,12 @@ NOT_RUN = {
 FAST = (["compare", "digits_vit_plain"], ["reproduce", "table5"])
 """Comparisons that are put together in a moment; others count the operations of many models."""
 HERE = [words for words in COMMANDS if not any(" ".join(words).startswith(begin) for begin in NOT_RUN)]
-OF_TEXT = [words for words in HERE if words[1] != "compare" and {"demo_text", "runs/demo_text"} & {*words}]
-"""What a page does with a run on a text, which it trains first."""
+OF_TEXT = [
+    words
+    for words in HERE
+    if words[1] != "compare" and any(w.startswith(("demo_text", "runs/demo_text")) for w in words)
+]
+"""What a page does with runs on a text, which it trains first."""
 OF_DIGITS = [words for words in HERE if words[1] in ("evaluate", "plot") and words not in OF_TEXT]
 
 
