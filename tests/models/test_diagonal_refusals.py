@@ -50,6 +50,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made(name="sequence_classifier", classes=2, max_length=8, memory="grc"),
         "memory GRC is one for all rows and steps",
     ),
+    "last token": (
+        lambda: made(name="sequence_classifier", classes=2, max_length=8, pool="last"),
+        "pool='last' is not offered",
+    ),
     "reversible": (lambda: made(reversible=True), "reversible=True computes activations again"),
     "one layer": (lambda: made(depth=1), "there is one alone"),
     "unlike layers": (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.training.curriculum import Curriculum
+from cached_transformers.training.curriculum import AdaptiveCurriculum, Curriculum
 
 
 def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:
@@ -33,6 +33,25 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
     assert [first.largest(step) for step in (0, 49, 50, 99, 1000)] == [3, 3, 7, 7, 7]
     with pytest.raises(IndexError, match="step 100 of a curriculum of 100 steps"):
         first[100]
+
+
+def test_a_stage_lasts_until_it_is_solved() -> None:
+    curriculum = AdaptiveCurriculum([1, 3, 7], solved=0.9, seed=1)
+    found = []
+    for accuracy in (0.5, 0.9, 0.2, 0.95, 1.0, 1.0):
+        found.append((curriculum.largest(), curriculum.scored(accuracy)))
+    assert found == [(1, False), (1, True), (3, False), (3, True), (7, False), (7, False)]
+    same = Curriculum([7], 50, seed=1)
+    assert [curriculum.segments(step) for step in range(60)] == [same.segments(step) for step in range(60)]
+    assert [same.segments(step) for step in range(50)] == list(same)
+
+
+@pytest.mark.parametrize("solved", [0, 1.01])
+def test_an_accuracy_that_nothing_reaches_is_refused(solved: float) -> None:
+    with pytest.raises(ValueError, match=f"solved={solved} must be an accuracy above 0 and up to 1"):
+        AdaptiveCurriculum([1, 2], solved)
+    with pytest.raises(ValueError, match=r"stages=\[2, 1\] must grow"):
+        AdaptiveCurriculum([2, 1], 0.5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`cached evaluate`: scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
 For text it says in one verdict whether the memory is used, and RUN/evaluation.json and the report show the loss by
-place.
+place; for documents with a label they show the accuracy by their length.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--segment-length", type=int, metavar="N", help="text: tokens in a segment (default: the run's)"
     )
+    parser.add_argument(
+        "--segments",
+        metavar="N,N,...",
+        help="documents: read so many segments of each at most; those that are made have just so many",
+    )
     add_weights(parser, "tested")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -69,14 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.segment_length is not None:
         section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
         config = dataclasses.replace(config, evaluation=section)
-    evaluation = Evaluation(folder, config, arguments.checkpoint, split, modes, arguments.other, arguments.average)
+    lengths = [] if arguments.segments is None else numbers_from_one("--segments", arguments.segments, "1,8,64")
+    about = (arguments.checkpoint, split, modes, arguments.other, arguments.average, lengths)
+    evaluation = Evaluation(folder, config, *about)
     found = evaluation.score(arguments.device)
 
     result: dict[str, Any] = {"split": split, "step": found.step, "scores": found.rows, **found.about}
     if found.baselines is not None:
         result["baselines"] = found.baselines
     console = open_console()
-    if any("places" in row for row in found.rows):
+    if any("places" in row or "segments" in row for row in found.rows):
         write_evaluation(folder, result)
         write_report(folder, Reporter("", 0, None if arguments.json else console))
     if arguments.json:

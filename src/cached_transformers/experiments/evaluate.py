@@ -1,9 +1,10 @@
 """Scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
 If emptying the memory costs nothing, the model does not use it: that is the question which the modes answer. For text
-the memory is emptied before each segment, or exchanged between rows, and what that costs is put into a verdict
-(`memory_use.py`). A cache that all rows share can also be that of another run (`other`), or be updated by each batch as
-in training (`batch N`), which shows how far training and evaluation, and batches of different sizes, differ.
+and documents the memory is emptied before each segment, or exchanged between rows; of text, what that costs is put
+into a verdict (`memory_use.py`), and documents can be longer than those of training. A cache that all rows share can
+also be that of another run (`other`), or be updated by each batch as in training (`batch N`), which shows how far
+training and evaluation, and batches of different sizes, differ.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cached_transformers.experiments.load import load_run, read_categories
 from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
 from cached_transformers.models.segments import remembers
 from cached_transformers.tasks.detection.task import check_categories, evaluate_detector
+from cached_transformers.tasks.documents.scores import evaluate_documents
 from cached_transformers.tasks.kinds import baselines, task_name
 from cached_transformers.tasks.language.scores import SplitLosses, split_losses
 from cached_transformers.tasks.translation.task import evaluate_pairs
@@ -43,7 +45,8 @@ class Scores:
     """What is found: a row of scores per way of treating the memory, the step, and what guessers reach.
 
     Attributes:
-        rows: {"memory": mode, score: value}, for text as `text_row` has them.
+        rows: {"memory": mode, score: value}, for text as `text_row` has them; for documents with "segments", how many
+            they have at most, a row for each number.
         baselines: scores of guessers; None where the data offer none.
         about: of text, what `about_text` says.
     """
@@ -62,6 +65,7 @@ class Evaluation:
         checkpoint, average: as `load_run` takes them.
         modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
         other: folder of the run whose caches "other" takes.
+        segments: of documents: numbers of segments that they have at most; none leaves them as long as they are.
     """
 
     folder: Path
@@ -71,6 +75,7 @@ class Evaluation:
     modes: Sequence[str]
     other: Path | None = None
     average: int | None = None
+    segments: Sequence[int] = ()
 
     def score(self, device: str) -> Scores:
         """Scores of each mode, on the processes that this one is of.
@@ -86,7 +91,7 @@ class Evaluation:
         self._check(dataset, task)
         if task == "language":
             return self._score_text(dataset, processes)
-        if task not in ("detection", "translation"):
+        if task not in ("documents", "detection", "translation"):
             return self._score_shared(dataset, processes)
         rows: list[Row] = []
         for mode in self.modes:
@@ -94,9 +99,25 @@ class Evaluation:
             model.to(processes.device)
             if task == "translation" and mode != "carry" and not has_caches(model):
                 raise ValueError(f"--memory {mode}: the model of {self.folder} has no cache to {mode}; take carry")
-            treat_memory(model, mode, self.config)
-            rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
-        return Scores(rows, step)
+            if task != "documents" or has_caches(model):
+                treat_memory(model, mode, self.config)
+            if task == "documents":
+                rows += self._score_documents(model, dataset, mode, processes)
+            else:
+                rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
+        return Scores(rows, step, fitted_baselines(self.config, dataset) if task == "documents" else None)
+
+    def _score_documents(self, model: nn.Module, dataset: Any, mode: str, processes: World) -> list[Row]:
+        """A row for each number of segments."""
+        settings = self.config.training
+        size, passes = settings.evaluation_rows, settings.passes
+        rows: list[Row] = []
+        for count in self.segments or (None,):
+            values = evaluate_documents(model, dataset, processes, size, passes, count, mode, settings.seed)
+            longest = dataset.segments if count is None else count
+            length = {"segments": longest, "tokens": longest * dataset.segment_length}
+            rows.append({"memory": mode, **length, **with_intervals(values)})
+        return rows
 
     def _dataset(self) -> Any:
         try:
@@ -120,8 +141,10 @@ class Evaluation:
             check_categories([record["name"] for record in read_categories(self.folder)], dataset)
         if length and task != "language":
             raise ValueError(f"--segment-length {length} is for text, not {dataset.name!r}")
+        if self.segments and task != "documents":
+            raise ValueError(f"--segments {','.join(map(str, self.segments))} is for documents, not {dataset.name!r}")
         refused = [mode for mode in self.modes if mode.split()[0] in OF_SHARED_CACHES]
-        if refused and task in ("language", "detection", "translation"):
+        if refused and task in ("language", "documents", "detection", "translation"):
             raise ValueError(
                 f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
             )

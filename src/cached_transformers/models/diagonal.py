@@ -71,6 +71,10 @@ def check_schedule(schedule: str, model: Any) -> None:
         raise ValueError(unknown_name("schedule", schedule, list(SCHEDULES)))
     if schedule == "diagonal":
         _groups(model)
+        if getattr(model, "pool", None) == "last":  # `answer` is told of no padding
+            raise ValueError(
+                f"schedule='diagonal' with pool='last' is not offered; take pool='class_token', or {WAY_OUT}"
+            )
 
 
 def read_diagonally(

@@ -44,6 +44,8 @@ class SequenceClassifier(StackModel):
         vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence, or segment of one.
         width: D. depth: layers. heads: per layer. feed_forward: hidden width.
         head_width: hidden width of the head; None takes `feed_forward`, as the arena does.
+        pool: what the head reads: the "class_token" in front of the segment; or the "last" token that is no padding,
+            by a `LastTokenHead`, as ERNIE-Doc (arXiv:2012.15688) does.
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
         options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has
             max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
@@ -69,6 +71,7 @@ class SequenceClassifier(StackModel):
         feed_forward: int = 1024,
         *,
         head_width: int | None = None,
+        pool: Literal["class_token", "last"] = "class_token",
         init: Literal["xavier", "lra"] = "xavier",
         **options: Unpack[StackKeywords],
     ) -> None:
@@ -76,9 +79,16 @@ class SequenceClassifier(StackModel):
         stack = StackOptions(width, depth, heads, feed_forward, **options)
         if init not in ("xavier", "lra"):
             raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
+        if pool not in ("class_token", "last"):
+            raise ValueError(unknown_name("pool", pool, ["class_token", "last"]))
+        if pool == "last" and (init == "lra" or head_width is not None):
+            raise ValueError(
+                f"pool='last' has a head of ERNIE-Doc, without init={init!r} and head_width={head_width}; "
+                "take pool='class_token', or leave these out"
+            )
         at_least_one(vocabulary=vocabulary, classes=classes, max_length=max_length)
         at_least_one("; null takes feed_forward", head_width=head_width)
-        self.vocabulary, self.max_length = vocabulary, max_length
+        self.vocabulary, self.max_length, self.pool = vocabulary, max_length, pool
         self.embedding = nn.Embedding(vocabulary, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         sizes: dict[str, Any] = {"width": width, "heads": heads, "length": max_length + 1}
@@ -89,8 +99,11 @@ class SequenceClassifier(StackModel):
         if stack.positions is None and acts_in_layers(self.stack):
             self.positions = Positions()
         self._carries = carries(self.stack)
-        hidden = feed_forward if head_width is None else head_width
-        self.head = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        if pool == "last":
+            self.head: nn.Module = LastTokenHead(width, classes)
+        else:
+            hidden = feed_forward if head_width is None else head_width
+            self.head = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes))
         if init == "lra":
             initialise_as_lra(self)
         else:
@@ -101,6 +114,8 @@ class SequenceClassifier(StackModel):
         self, inputs_BN: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
     ) -> ModelOutput:
         """Logits (B, classes) of token ids (B, N).
+
+        A row that is padding and nothing else leaves its state as it was, and its logits mean nothing.
 
         Args:
             inputs_BN: token ids.
@@ -117,6 +132,8 @@ class SequenceClassifier(StackModel):
             state = self.stack.init_state(inputs_BN.shape[0], self.class_token)
         x_BND, options = self.embed(inputs_BN, state, padding)
         out = self.stack(x_BND, state, **options)
+        if self.pool == "last":
+            return out._replace(outputs=self.head(out.outputs, options["padding_BN"]))
         return out._replace(outputs=self.answer(out.outputs))
 
     def embed(
@@ -126,7 +143,7 @@ class SequenceClassifier(StackModel):
         rows, n = inputs_BN.shape
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
-            padding = F.pad(padding, (1, 0), value=False)
+            padding = torch.cat([padding.all(1, keepdim=True), padding], 1)
         if state is None:
             places_BN1 = torch.arange(n + 1, device=inputs_BN.device)[None, :, None].expand(rows, -1, -1)
         else:
@@ -165,6 +182,28 @@ class SequenceClassifier(StackModel):
             )
 
 
+class LastTokenHead(nn.Module):
+    """Logits of the last token that is no padding: a linear map, tanh, and another one (BERT's pooler).
+
+    Args:
+        width: D. classes: number of outputs.
+    """
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.pool = nn.Linear(width, width)
+        self.classify = nn.Linear(width, classes)
+
+    def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
+        """(B, classes) from the outputs of a stack, whose padding is marked with True."""
+        if padding_BN is None:
+            last_BD = x_BND[:, -1]
+        else:
+            place_BN = torch.arange(x_BND.shape[1], device=x_BND.device).masked_fill(padding_BN, -1)
+            last_BD = x_BND[torch.arange(x_BND.shape[0], device=x_BND.device), place_BN.amax(1).clamp(min=0)]
+        return self.classify(self.pool(last_BD).tanh())  # type: ignore[no-any-return]
+
+
 def initialise_as_lra(model: SequenceClassifier) -> None:
     """Initial weights of the Long Range Arena; the class token is zero, and memories keep their own.
 
@@ -184,6 +223,7 @@ def initialise_as_lra(model: SequenceClassifier) -> None:
         for linear in (positionwise.enter, positionwise.leave):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.normal_(linear.bias, std=1e-6)
+    assert isinstance(model.head, nn.Sequential)
     for linear in (model.head[0], model.head[2]):
         assert isinstance(linear, nn.Linear)
         # A normal distribution cut off at two standard deviations has 0.8796 of its own.

@@ -1,4 +1,4 @@
-"""What is trained: a folder each for classification, language, translation, pretraining and detection.
+"""What is trained: a folder each for classification, documents, language, translation, pretraining and detection.
 
 Importing this package registers every data set, and with the models of others and the detectors every model.
 """
@@ -26,6 +26,9 @@ from .classification.listops.expressions import Expression, evaluate, generate_t
 from .classification.listops.files import read_tsv, verify_tsv, write_tsv
 from .detection.coco import CocoDetection, DetectionBatch
 from .detection.detector import FasterRCNN, MaskRCNN, RetinaNet
+from .documents.labelled import LabelledDocuments
+from .documents.planted import PlantedDocuments
+from .documents.reordered import ReorderedDocuments
 from .language.datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
 from .language.streams import StreamBatch, Streams
 from .pretraining.datasets import Denoising
@@ -50,11 +53,14 @@ __all__ = [
     "ImageFolder",
     "ImageNet",
     "ImageShards",
+    "LabelledDocuments",
     "ListOps",
     "ListOpsTSV",
     "MaskRCNN",
     "Multi30k",
     "PennTreebank",
+    "PlantedDocuments",
+    "ReorderedDocuments",
     "RetinaNet",
     "StreamBatch",
     "Streams",

@@ -1,4 +1,4 @@
-"""Which task a data set calls for: rows with a label each, streams of text, pairs, or images with objects."""
+"""Which task a data set calls for: rows or documents with a label, streams of text, pairs, or images with objects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from cached_transformers.training.task import Arguments, Task
 
 from .classification.task import Classification
 from .detection.task import Detection
+from .documents.task import DocumentClassification
 from .language.task import LanguageModelling
 from .translation.task import Translation
 
 TASKS: dict[str, type[Task]] = {
     "classification": Classification,
+    "documents": DocumentClassification,
     "language": LanguageModelling,
     "detection": Detection,
     "translation": Translation,

@@ -39,10 +39,7 @@ class Curriculum(Sequence[int]):
         self.stages = tuple(stages)
         self.steps = (steps_each,) * len(self.stages) if isinstance(steps_each, int) else tuple(steps_each)
         self.seed, self.uniform = seed, uniform
-        if not self.stages or min(self.stages) < 1:
-            raise ValueError(f"stages={list(stages)} must be at least one number of segments, each at least 1")
-        if any(a >= b for a, b in itertools.pairwise(self.stages)):
-            raise ValueError(f"stages={list(stages)} must grow; one stage of many steps is [{self.stages[-1]}]")
+        check_stages(self.stages)
         if len(self.steps) != len(self.stages) or min(self.steps) < 1:
             raise ValueError(
                 f"steps_each={steps_each} must be a number of at least 1, or one for each of {len(self.stages)} stages"
@@ -55,6 +52,10 @@ class Curriculum(Sequence[int]):
             if step < 0:
                 return stage
         return self.stages[-1]
+
+    def segments(self, step: int) -> int:
+        """How many segments a step takes; from the end on as in the last stage."""
+        return drawn(self.largest(step), self.seed, step) if self.uniform else self.largest(step)
 
     def __len__(self) -> int:
         return sum(self.steps)
@@ -72,9 +73,57 @@ class Curriculum(Sequence[int]):
             step += len(self)
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} of a curriculum of {len(self)} steps")
-        largest = self.largest(step)
-        # A generator of its own for every step costs microseconds and needs no state to be saved.
-        return random.Random(f"{self.seed}:{step}").randint(1, largest) if self.uniform else largest
+        return self.segments(step)
 
     def __iter__(self) -> Iterator[int]:
         return (self[step] for step in range(len(self)))
+
+
+class AdaptiveCurriculum:
+    """A curriculum whose next stage begins when this one is solved, as RMT was trained at a million tokens.
+
+    Args:
+        stages: largest number of segments of each stage, growing.
+        solved: accuracy, above 0 and up to 1, with which a stage is over.
+        seed: of the draws, as of `Curriculum`.
+
+    Attributes:
+        stage: which one it is, from 0: all that has to be saved to go on.
+
+    Raises:
+        ValueError: no stage, a number below 1, stages that do not grow, or a share out of range.
+    """
+
+    def __init__(self, stages: Sequence[int], solved: float, *, seed: int = 0) -> None:
+        self.stages, self.solved, self.seed, self.stage = tuple(stages), solved, seed, 0
+        check_stages(self.stages)
+        if not 0 < solved <= 1:
+            raise ValueError(f"solved={solved} must be an accuracy above 0 and up to 1")
+
+    def largest(self) -> int:
+        """The largest number of segments of the stage."""
+        return self.stages[self.stage]
+
+    def segments(self, step: int) -> int:
+        """How many segments a step takes, as long as the stage lasts."""
+        return drawn(self.largest(), self.seed, step)
+
+    def scored(self, accuracy: float) -> bool:
+        """Go on to the next stage, if there is one and documents of this one are solved; whether it did."""
+        moves = accuracy >= self.solved and self.stage + 1 < len(self.stages)
+        self.stage += moves
+        return moves
+
+
+def drawn(largest: int, seed: int, step: int) -> int:
+    """A number from 1 to the largest, uniformly: a function of the seed and the step alone."""
+    # A generator of its own for every step costs microseconds and needs no state to be saved.
+    return random.Random(f"{seed}:{step}").randint(1, largest)
+
+
+def check_stages(stages: Sequence[int]) -> None:
+    """Refuse (ValueError) stages that are none, below 1, or do not grow."""
+    if not stages or min(stages) < 1:
+        raise ValueError(f"stages={list(stages)} must be at least one number of segments, each at least 1")
+    if any(a >= b for a, b in itertools.pairwise(stages)):
+        raise ValueError(f"stages={list(stages)} must grow; one stage of many steps is [{stages[-1]}]")

@@ -14,6 +14,7 @@ backpropagation through time, dropout included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State
 
-from .segments import Piece, SegmentLoop, token_losses
+from .segments import Piece, SegmentLoop
 
 
 class ReplayLoop(SegmentLoop):
@@ -49,18 +50,24 @@ class ReplayLoop(SegmentLoop):
     """
 
     def __init__(
-        self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1, schedule: str = "segments"
+        self,
+        model: nn.Module,
+        segment_length: int,
+        bptt: int = 1,
+        passes: int = 1,
+        schedule: str = "segments",
+        scoring: Callable[..., ModelOutput] | None = None,
     ) -> None:
         if schedule != "segments":
             raise ValueError(
                 f"ReplayLoop runs one segment after the other again and cannot have schedule={schedule!r}; take "
                 "SegmentLoop, with set_activation_checkpointing() to save memory"
             )
-        super().__init__(model, segment_length, bptt, passes)
+        super().__init__(model, segment_length, bptt, passes, scoring=scoring)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         inputs_BN, targets_BN, padding_BN = piece
         arguments: tuple[Any, ...] = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
         if not torch.is_grad_enabled():
-            return token_losses(*arguments)
-        return checkpoint(token_losses, *arguments, use_reentrant=False, preserve_rng_state=True)
+            return self.scoring(*arguments)
+        return checkpoint(self.scoring, *arguments, use_reentrant=False, preserve_rng_state=True)

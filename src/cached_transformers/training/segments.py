@@ -8,7 +8,7 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -50,6 +50,8 @@ class SegmentLoop(nn.Module):
         schedule: "segments", one after the other; or "diagonal", where layers work on different segments at once, with
             the same loss, state and gradients (`models/diagonal.py`): for our models whose memory lives in the layers,
             and one pass.
+        scoring: what is made of a segment, called as `token_losses`; what `read` yields are its outputs. `forward` is
+            for losses of tokens.
 
     Attributes:
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
@@ -65,7 +67,13 @@ class SegmentLoop(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, segment_length: int, bptt: int = 1, passes: int = 1, schedule: str = "segments"
+        self,
+        model: nn.Module,
+        segment_length: int,
+        bptt: int = 1,
+        passes: int = 1,
+        schedule: str = "segments",
+        scoring: Callable[..., ModelOutput] | None = None,
     ) -> None:
         super().__init__()
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
@@ -80,8 +88,10 @@ class SegmentLoop(nn.Module):
                     "schedule='segments', or passes=1"
                 )
         check_schedule(schedule, model)
+        if schedule == "diagonal" and scoring is not None:
+            raise ValueError("schedule='diagonal' scores tokens by itself; leave scoring out, or take 'segments'")
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
-        self.schedule = schedule
+        self.schedule, self.scoring = schedule, token_losses if scoring is None else scoring
         self.auxiliary_loss = torch.zeros(())
 
     def forward(
@@ -180,9 +190,9 @@ class SegmentLoop(nn.Module):
             )
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        """Token losses of one segment, with the state after it."""
+        """What is made of one segment, with the state after it."""
         inputs_BN, targets_BN, padding_BN = piece
-        return token_losses(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        return self.scoring(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
 
 
 def token_losses(

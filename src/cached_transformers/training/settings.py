@@ -9,6 +9,7 @@ import torch
 
 from cached_transformers.checks import comparing_lengths
 
+from .curriculum import AdaptiveCurriculum, Curriculum
 from .scores import Score
 
 
@@ -86,9 +87,21 @@ class TrainingConfig:
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
     passes: int = 1
-    """Text: how often the segments of a step are read (`SegmentLoop`); refused where a memory shows what follows."""
+    """Text and documents: how often the segments of a step are read (`SegmentLoop`); refused for text where a memory
+    shows what follows."""
     reset_rows: float = 0.0
     """Text: share of the rows that begin a step with an empty memory, drawn anew for each step; 0 empties none."""
+    curriculum: tuple[int, ...] | None = None
+    """Documents: the largest number of segments of each stage; every step draws one from 1 to it. null reads documents
+    as long as they are."""
+    steps_each: int | tuple[int, ...] | None = None
+    """Documents: steps of every stage, or of each; the last one goes on to the end."""
+    solved: float | None = None
+    """Documents, in the place of `steps_each`: a stage ends when validation documents as long as its longest are
+    answered with this accuracy."""
+    replay: bool = False
+    """Documents: keep no activations but those of one segment, and run segments again for their gradient
+    (`ReplayLoop`)."""
     max_bad_steps: int = 10
     """Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."""
 
@@ -106,6 +119,7 @@ class TrainingConfig:
                 "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that "
                 "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
             )
+        self._check_curriculum()
         for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")
@@ -136,6 +150,29 @@ class TrainingConfig:
             raise ValueError(
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
+            )
+
+    def _check_curriculum(self) -> None:
+        given = [name for name in ("steps_each", "solved") if getattr(self, name) is not None]
+        if self.curriculum is None:
+            if given:
+                raise ValueError(
+                    f"training.{given[0]}={getattr(self, given[0])} is of training.curriculum, which is not given"
+                )
+            return
+        if len(given) != 1:
+            raise ValueError(
+                f"training.curriculum={list(self.curriculum)} needs training.steps_each (steps of a stage) or "
+                f"training.solved (an accuracy that ends it), and one of them; {len(given)} are given"
+            )
+        try:
+            found = make_curriculum(self)
+        except ValueError as error:
+            raise ValueError(f"training.curriculum: {error}") from None
+        if isinstance(found, Curriculum) and (before := sum(found.steps[:-1])) >= self.steps:
+            raise ValueError(
+                f"training.steps={self.steps} end before the last stage of training.curriculum, which begins after "
+                f"{before}; raise training.steps, or lower training.steps_each"
             )
 
     @property
@@ -178,6 +215,16 @@ class EvaluationConfig:
         if self.bleu_sentences is not None and self.bleu_sentences < 0:
             raise ValueError(f"evaluation.bleu_sentences={self.bleu_sentences} must not be negative; null takes all")
         comparing_lengths(**{"evaluation.length_penalty": self.length_penalty})
+
+
+def make_curriculum(settings: TrainingConfig) -> Curriculum | AdaptiveCurriculum | None:
+    """The curriculum that the settings ask for, if any (ValueError: its numbers do not fit each other)."""
+    if settings.curriculum is None:
+        return None
+    if settings.solved is not None:
+        return AdaptiveCurriculum(settings.curriculum, settings.solved, seed=settings.seed)
+    assert settings.steps_each is not None
+    return Curriculum(settings.curriculum, settings.steps_each, seed=settings.seed)
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:

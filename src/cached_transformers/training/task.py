@@ -33,6 +33,7 @@ class Task:
         share: what this process takes of a batch.
         width: how many sums `backward` returns; the last one counts what the others are divided by.
         dynamic: of torch.compile: True where the sizes of batches vary.
+        of_documents: whether the settings of documents, as a curriculum, mean something here.
 
     Raises:
         ValueError: settings, or a model, that do not suit the data.
@@ -40,10 +41,17 @@ class Task:
 
     width: int
     dynamic: ClassVar[bool | None] = None
+    of_documents: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
         self.data, self.validation = train, validation
+        for name in ("curriculum", "replay"):
+            if getattr(self.settings, name) and not self.of_documents:
+                raise ValueError(
+                    f"training.{name}={getattr(self.settings, name)} is for documents with a label, not for data "
+                    f"{config.data['name']!r}; leave it out"
+                )
         self.share = Share(world.rank, world.size, self.settings.accumulate)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
@@ -68,6 +76,9 @@ class Task:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up what `state_dict` gave."""
+
+    def validated(self, scores: Scores) -> None:
+        """The validation split was scored; what changes by that is saved with the run."""
 
     def averages(self, total: Tensor) -> Scores:
         """Scores from added sums."""

@@ -346,6 +346,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""
         values, _ = self.task.evaluate(self.evaluated, self.task.validation)
+        self.task.validated(values)
         self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
         self.latest = {"step": self.step, **values}
         metric = self.settings.metric

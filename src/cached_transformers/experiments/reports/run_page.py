@@ -49,6 +49,7 @@ def write_run_report(run_folder: str | Path, summary: Mapping[str, Any] | None =
         *average_precisions(summary),
         *learning_curves({run.name: [run.records]}, "curves", metric.name),
         *_places(run),
+        *_lengths(run),
         *gates({run.name: [run.gates]} if run.gates else {}, "gates"),
         *feature_maps(run, "maps"),
         *(titled("Configuration", Folded("config.yaml", run.config)) if run.config else []),
@@ -99,6 +100,22 @@ def _places(run: Run) -> list[Block]:
     if use := evaluation.get("use"):
         text += f" Verdict: {use_sentence(use)}."
     return pictured(title, curves.loss_by_place(lines), "places", title, text)
+
+
+def _lengths(run: Run) -> list[Block]:
+    evaluation = run.evaluation or {}
+    lines: dict[str, list[tuple[int, float, float, float]]] = {}
+    for row in evaluation.get("scores", []):
+        if "segments" in row:
+            point = (row["tokens"], row["accuracy"], *row["accuracy_interval"])
+            lines.setdefault(row["memory"], []).append(point)
+    if not lines:
+        return []
+    title = "Accuracy by length of the document"
+    text = f"Documents of the {evaluation.get('split')} split answered rightly, by what rows keep of memory, with 95 % "
+    text += "intervals for the chance in drawing them."
+    drawn = curves.accuracy_by_length({name: sorted(points) for name, points in lines.items()})
+    return pictured(title, drawn, "lengths", title, text)
 
 
 def _scores(summary: Mapping[str, Any], metric: Metric) -> list[Block]:

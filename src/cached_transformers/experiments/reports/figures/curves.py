@@ -83,6 +83,26 @@ def loss_by_place(lines: Mapping[str, Sequence[tuple[int, int, float]]]) -> Figu
     return figure
 
 
+def accuracy_by_length(lines: Mapping[str, Sequence[tuple[int, float, float, float]]]) -> Figure:
+    """Accuracy over the length of documents, a line for each way of treating the memory, with intervals of the rows.
+
+    Args:
+        lines: for each name (tokens, accuracy, lower and upper end of its interval), from the shortest on.
+    """
+    if not any(lines.values()):
+        raise ValueError("accuracy_by_length needs the accuracy of at least one length")
+    figure, axes = blank_figure(6.6, 3.6, 1, 1)
+    ax, line_looks = axes[0][0], looks(lines)
+    with style():
+        ax.set_xscale("log")
+        rows = {name: np.array(points, dtype=float).T for name, points in lines.items()}
+        percent = {name: _Curve(at, 100 * mean, 100 * low, 100 * high) for name, (at, mean, low, high) in rows.items()}
+        _draw_curves(ax, percent, line_looks)
+        ax.set(title="accuracy by length of the document", xlabel="tokens of the document", ylabel="accuracy [%]")
+        ax.xaxis.set_major_formatter(lambda value, _: short_count(value))
+    return figure
+
+
 def cost_against_length(
     costs: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], reference: str | None = None
 ) -> Figure:

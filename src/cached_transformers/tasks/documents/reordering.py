@@ -3,7 +3,7 @@
 A document is cut into up to m pieces, the pieces are permuted, and the model tells the permutation when it has read
 all: one class for each permutation of 1, 2, ..., m pieces, 1! + 2! + ... + m! classes.
 
-Legend: B rows, N tokens, D model width, C classes.
+Legend: B rows, N tokens, C classes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from itertools import permutations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from cached_transformers.models.sequence_classifier import LastTokenHead
 
 
 def orders(pieces: int = 4) -> list[tuple[int, ...]]:
@@ -55,7 +57,7 @@ def reorder(tokens_BN: Tensor, pieces: int = 4, generator: torch.Generator | Non
     return torch.stack(documents), torch.tensor(classes, device=tokens_BN.device)
 
 
-class ReorderingHead(nn.Module):
+class ReorderingHead(LastTokenHead):
     """Logits of the classes from the last token of the last segment.
 
     Args:
@@ -63,15 +65,4 @@ class ReorderingHead(nn.Module):
     """
 
     def __init__(self, width: int, pieces: int = 4) -> None:
-        super().__init__()
-        self.pool = nn.Linear(width, width)
-        self.classify = nn.Linear(width, len(orders(pieces)))
-
-    def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
-        """(B, C) from the outputs of a stack; the last token is the last that is not padding (True = padding)."""
-        if padding_BN is None:
-            last_BD = x_BND[:, -1]
-        else:
-            place_BN = torch.arange(x_BND.shape[1], device=x_BND.device).masked_fill(padding_BN, -1)
-            last_BD = x_BND[torch.arange(x_BND.shape[0], device=x_BND.device), place_BN.amax(1).clamp(min=0)]
-        return self.classify(self.pool(last_BD).tanh())
+        super().__init__(width, len(orders(pieces)))

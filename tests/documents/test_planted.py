@@ -1,0 +1,108 @@
+"""Documents with facts in them: an oracle answers all of them, labels are even, and nothing gives an answer away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from cached_transformers.data.dataset import Dataset
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.documents.planted import KINDS, PlantedDocuments
+
+LENGTH = 12
+
+
+def planted(kind: str = "memorise", split: str = "train", **options: Any) -> PlantedDocuments:
+    sizes = {"train_size": 600, "validation_size": 60, "test_size": 60, "noise": 7}
+    made = create_dataset("planted_documents", split, kind=kind, segment_length=LENGTH, **{**sizes, **options})
+    assert isinstance(made, PlantedDocuments)
+    return made
+
+
+def facts(words: list[int]) -> list[tuple[int, int, int]]:
+    """(place in the document, person, where to) of each; 0 is "went", 2 to 5 are persons, 6 to 11 places."""
+    return [(i - 1, words[i - 1], words[i + 1]) for i, word in enumerate(words) if word == 0]
+
+
+def answer(words: list[int]) -> int:
+    """By reading."""
+    where, person = words[-2:]
+    assert where == 1 and 2 <= person < 6
+    (place,) = [place for _, one, place in facts(words) if one == person]
+    return place - 6
+
+
+@pytest.mark.parametrize("segments", [1, 2, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_document_is_answered_by_reading_it(kind: str, segments: int) -> None:
+    data = planted(kind)
+    for index in range(0, 600, 3):
+        tokens_N, label = data.document(index, segments)
+        words = tokens_N.tolist()
+        assert tokens_N.shape == (segments * LENGTH,) and answer(words) == label
+        found = facts(words)
+        assert len(found) == len({person for _, person, _ in found}) == len({to for *_, to in found}) == KINDS[kind]
+        assert all(begin // LENGTH == (begin + 2) // LENGTH for begin, *_ in found), "a fact stands in one segment"
+        rest = Counter(word >= 12 for word in words)
+        assert rest[False] == 3 * len(found) + 2, "everything else is noise"
+
+
+def test_facts_stand_where_their_kind_says() -> None:
+    data = {kind: planted(kind) for kind in KINDS}
+    read = {kind: [data[kind].document(i, 4)[0].tolist() for i in range(600)] for kind in KINDS}
+    begins = {kind: [facts(words)[0][0] for words in read[kind]] for kind in KINDS}
+    assert set(begins["memorise"]) == {0}
+    counts = Counter(begin // LENGTH for begin in begins["detect"])
+    assert all(100 < counts[segment] < 200 for segment in range(4)), "uniform, and a question leaves room for 15 of 16"
+    firsts, asked = [facts(words) for words in read["reason"]], [words[-1] for words in read["reason"]]
+    share = sum(found[0][1] == person for found, person in zip(firsts, asked, strict=True)) / 600
+    assert 0.43 < share < 0.57, "either of the two is asked for"
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_labels_are_even_and_guessing_gives_a_sixth(split: str) -> None:
+    data = planted(split=split)
+    assert set(Counter(data.labels.tolist()).values()) == {len(data) // 6}
+    assert data.baselines(planted()) == {"majority class": pytest.approx(1 / 6)}
+
+
+def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_others() -> None:
+    data, again = planted(), planted()
+    same = torch.equal
+    assert same(data[5][0], again[5][0]) and same(data[5][0], data.document(5, data.segments)[0])
+    others = [data[6], data.document(5, epoch=1), planted(seed=1)[5], planted(split="test")[5]]
+    assert not any(same(data[5][0], other) for other, _ in others)
+    assert data.document(5, epoch=1)[1] == data[5][1]
+
+
+def test_it_is_a_data_set() -> None:
+    data = planted()
+    assert isinstance(data, Dataset) and len(list(planted(split="test"))) == 60  # type: ignore[call-overload]
+    facts_of = {"vocabulary": 19, "max_length": LENGTH, "segments": 7, "classes": 6, "size": 600}
+    assert facts_of.items() <= data.describe().items()
+    keys = ("vocabulary", "max_length", "classes")
+    told = PlantedDocuments.foretell(segment_length=LENGTH, noise=7)
+    assert {key: told[key] for key in keys} == {key: data.describe()[key] for key in keys}
+    batch = data.collate([data.document(0, 2), data.document(1, 2)])
+    assert batch.inputs.shape == (2, 2 * LENGTH) and batch.padding is None
+    uneven = data.collate([data.document(0, 2), (torch.tensor([3, 4]), 1)])
+    assert uneven.padding is not None and uneven.padding.sum(1).tolist() == [0, 2 * LENGTH - 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "recall"}, "unknown data.kind 'recall'"),
+        ({"segment_length": 7}, "data.segment_length=7 must be at least 8: two facts of 3 tokens"),
+        ({"segments": 0}, "data.segments=0 must be at least 1"),
+        ({"train_size": 0}, "data.train_size=0 must be at least 1"),
+        ({"noise": 0}, "data.noise=0 must be at least 1"),
+        ({"seed": -1}, "data.seed=-1 must not be negative"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_dataset("planted_documents", "train", **options)

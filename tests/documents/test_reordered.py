@@ -1,0 +1,78 @@
+"""Documents of which the order of pieces is asked: made ones and those of a text, as long as they are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.documents.reordered import COUNTS, ReorderedDocuments
+from cached_transformers.tasks.documents.reordering import orders
+
+
+def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:
+    sizes = {"train_size": 60, "validation_size": 12, "test_size": 12, "segment_length": 8, "segments": 4}
+    made = create_dataset("reordered_documents", split, **{**sizes, **options})
+    assert isinstance(made, ReorderedDocuments)
+    return made
+
+
+def test_made_documents_are_answered_by_where_their_ids_stand() -> None:
+    data = reordered(segment_length=64)
+    rising = np.arange(256) / 256
+    right = 0
+    for tokens_N, label in data:
+        words, order = tokens_N.numpy() / COUNTS, orders(3)[label]
+        # The right order is that in which the pieces, put back, fit a straight line best, wherever they were cut.
+        jumps = np.abs(np.diff(np.convolve(words, np.ones(5) / 5, "valid"), prepend=words[0])) > 0.04
+        right += (len(order) > 1) == bool(jumps.any()) or len(order) > 1  # a permutation may leave the order as it is
+        assert sorted(tokens_N.tolist())[0] < 4 and np.abs(np.sort(words) - rising).max() < 0.1
+    assert right > 50
+    shares = np.bincount([len(orders(3)[label]) for label in reordered(train_size=600).labels])[1:] / 600
+    assert (np.abs(shares - 1 / 3) < 0.07).all(), "1, 2 and 3 pieces, as often"
+
+
+def test_a_text_is_cut_into_documents_whose_pieces_come_back(tmp_path: Path) -> None:
+    for name, size in {"train": 330, "valid": 70, "test": 70}.items():
+        (tmp_path / f"{name}.txt").write_text("".join(chr(97 + i % 26) for i in range(size)), encoding="utf-8")
+    data = reordered(path=tmp_path, tokenizer="byte")
+    assert len(data) == 330 // 32 and data.tokenizer is not None and data.vocabulary == 256
+    text = data._text
+    assert text is not None
+    for index, (tokens_N, _) in enumerate(data):
+        want = np.sort(text.tokens[32 * index : 32 * index + 32])
+        assert sorted(tokens_N.tolist()) == want.tolist()
+        short_N, _ = data.document(index, 2)
+        assert sorted(short_N.tolist()) == np.sort(text.tokens[32 * index : 32 * index + 16]).tolist()
+    assert len(data.document(0, 99)[0]) == 32, "a text has no more than the data ask for"
+    with pytest.raises(
+        ValueError, match=r"validation split of .* has 70 tokens, less than a document of data.segments=9"
+    ):
+        reordered("validation", path=tmp_path, tokenizer="byte", segments=9)
+
+
+def test_a_document_depends_on_its_arguments_alone_and_training_goes_on_to_others() -> None:
+    data, again = reordered(), reordered()
+    assert torch.equal(data[3][0], again[3][0]) and data.labels.tolist() == [data[i][1] for i in range(60)]
+    assert not any(
+        torch.equal(data[3][0], other[0]) for other in (data.document(3, epoch=1), data[4], reordered(seed=1)[3])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pieces": 0}, "pieces=0 must be at least 1"),
+        ({"pieces": 9, "segment_length": 8}, "data.segment_length=8 must be at least data.pieces=9"),
+        ({"segment_length": 0}, "data.segment_length=0 must be at least 1"),
+        ({"test_size": 0}, "data.test_size=0 must be at least 1"),
+        ({"seed": -2}, "data.seed=-2 must not be negative"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reordered(**options)
