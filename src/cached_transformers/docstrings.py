@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,8 @@ def _meaning(source: Any, name: str, depth: int = 4) -> str:
             text = section
         if text and not text.startswith(("see `", "as `", "of the stack")):
             return text
-        elsewhere = next(filter(None, (_meaning(other, name, depth - 1) for other in _referred(text))), "")
+        others = (_meaning(other, name, depth - 1) for other in _referred(text, kind.__module__))
+        elsewhere = next(filter(None, others), "")
         if elsewhere:
             return elsewhere
         left = left or (text if name in said else "")
@@ -66,14 +68,24 @@ def _split(section: str) -> dict[str, str]:
     }
 
 
-def _referred(text: str) -> Iterator[Any]:
-    """Classes and functions of this package that a text names."""
+def _referred(text: str, module: str) -> Iterator[Any]:
+    """Classes and functions of this package that a text of a module names: of several of a name that which stands
+    nearest, whatever was imported first."""
     for name in re.findall(r"`(\w+)`", text):
-        for module in [m for key, m in list(sys.modules.items()) if key.partition(".")[0] == _PACKAGE]:
-            found = vars(module).get(name)
-            if inspect.isclass(found) or inspect.isfunction(found):
-                yield found
-                break
+        found = {
+            f"{there.__module__}.{there.__qualname__}": there
+            for key, m in list(sys.modules.items())
+            if key.partition(".")[0] == _PACKAGE
+            and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
+        }
+        if found:
+            yield found[min(found, key=lambda path: (-_shared(path, module), path))]
+
+
+def _shared(first: str, second: str) -> int:
+    """Rooms that two paths have in common, from the outermost on."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def spelt_out(annotation: str, factory: Callable[..., Any]) -> str:
