@@ -15,6 +15,7 @@ from .wording import environment_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 TITLE = "How far memories hold"
@@ -92,6 +93,13 @@ def _curves(ax: Axes, rows: Sequence[FarRow], segment: int) -> None:
         ax.fill_between(tokens, list(map(min, values)), list(map(max, values)), color=look.colour, alpha=0.15, lw=0)
 
 
+def _in_plain_numbers(*axes: Axis) -> None:
+    """Powers of ten as numbers, since no figure here draws formulas."""
+    for axis in axes:
+        axis.set_major_formatter("{x:,.0f}")
+        axis.set_minor_formatter("")
+
+
 def far_figure(content: Mapping[str, Any], task: str) -> Figure:
     """Right answers against tokens since the cue, on a logarithmic axis: means over seeds, and all between the worst
     and the best of them."""
@@ -104,6 +112,7 @@ def far_figure(content: Mapping[str, Any], task: str) -> Figure:
         ax.axhline(100 * chance, color=MUTED, ls="--", lw=0.8)
         _curves(ax, rows, segment)
         ax.set_xscale("log")
+        _in_plain_numbers(ax.xaxis)
         ax.set(xlabel="tokens since the cue", ylabel="right answers [%]", ylim=(0, 103))
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
@@ -112,7 +121,8 @@ def far_figure(content: Mapping[str, Any], task: str) -> Figure:
 def bytes_figure(content: Mapping[str, Any], task: str) -> Figure:
     """Tokens up to which a memory holds, the least over seeds, against the bytes of its state."""
     rows = [row for row in far_rows(content) if row.task == task and row.name not in ("no memory", "whole text")]
-    segment, chosen = content["segments"][task], looks([row.name for row in far_rows(content) if row.task == task])
+    every = [row.name for row in far_rows(content) if row.task == task]
+    segment, chosen = content["segments"][task], looks(every, "no memory")
     figure, axes = blank_figure(8.0, 3.4, 1, 1)
     ax = axes[0][0]
     with style():
@@ -122,6 +132,7 @@ def bytes_figure(content: Mapping[str, Any], task: str) -> Figure:
             ax.plot(row.trainings[0]["state_bytes"], held, color=look.colour, marker=look.marker, ls="", label=row.name)
         ax.set_xscale("log")
         ax.set_yscale("log")
+        _in_plain_numbers(ax.xaxis, ax.yaxis)
         ax.set(xlabel="bytes of state of a row", ylabel="tokens held, least over seeds")
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
