@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
 from cached_transformers.models import LanguageModel
@@ -174,6 +174,21 @@ def test_one_graph() -> None:
     text = torch.randint(0, 11, (2, 5))
     state = model(text).state
     torch.testing.assert_close(compiled(text, state).outputs, model(text, state).outputs)
+
+
+def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block, self.attention = block, block.attention
+
+        def forward(self, *inputs: Any, **options: Any) -> Any:
+            return self.block(*inputs, **options)
+
+    model = build({"name": "transformer_xl", "length": 4})
+    model.stack.blocks[0] = Wrapped(model.stack.blocks[0])
+    with pytest.raises(ValueError, match="what wraps a block has to pass its init_state on"):
+        model(torch.zeros(1, 3, dtype=torch.long))
 
 
 def test_refused() -> None:

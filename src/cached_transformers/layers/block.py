@@ -104,7 +104,14 @@ class Block(nn.Module):
             attention["others"] = self.memory_weights.attention
         recent_BTD: Tensor | None = None
         if self.short_convolution is not None:
-            recent_BTD, state = state if len(state) else self.init_state(len(x_BND), x_BND)
+            if not len(state):
+                state = self.init_state(len(x_BND), x_BND)
+            if not isinstance(state, ShiftedState):
+                raise ValueError(
+                    "a block with a short convolution was given the state of its attention alone; what wraps a block "
+                    "has to pass its init_state on"
+                )
+            recent_BTD, state = state
             padding_BN = attention.get("padding_BN")
             x_BND, recent_BTD = self.short_convolution(x_BND, recent_BTD, padding_BN=padding_BN, segment=segment)
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)

@@ -158,7 +158,7 @@ class Stack(nn.Module):
             return tuned(batch_size)
         like = like if like is not None else next(self.parameters())
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        layers = tuple(block.init_state(batch_size, like) for block in self.blocks)  # type: ignore[operator]
+        layers = tuple(_state_maker(block)(batch_size, like) for block in self.blocks)
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
 
     @staticmethod
@@ -228,6 +228,11 @@ class Stack(nn.Module):
             with late_gradients(False):  # the second time it is called from the backward, where nothing is put off
                 return checkpoint(block, *args, use_reentrant=False, **kwargs)
         return block(*args, **kwargs)
+
+
+def _state_maker(block: Any) -> Callable[[int, Tensor], State]:
+    """What makes a block's state; a wrapper round a block need not pass on more than its attention."""
+    return getattr(block, "init_state", None) or block.attention.init_state  # type: ignore[no-any-return]
 
 
 def _check_reversible(memory: ModelMemory, blocks: list[Any]) -> None:
