@@ -37,13 +37,13 @@ def mean_gate_update(
     `spread_BMN`, a constant, `s_BMC` are N tokens, and spread_BMN @ s_BMC the slots.
     """
     if weight_B is None:
-        share_B = s_BMC.new_full((1,), 1 / s_BMC.shape[0], dtype=cache_MC.dtype)  # of each row
+        share_B = s_BMC.new_full((s_BMC.shape[0],), 1 / s_BMC.shape[0], dtype=cache_MC.dtype)
     else:
         share_B = weight_B.to(cache_MC.dtype) / weight_B.sum().clamp(min=1)
     if torch.compiler.is_compiling():  # the compiler decides by itself what to recompute
         s_BMC = s_BMC if spread_BMN is None else spread_BMN @ s_BMC
         change = gate_update(s_BMC, cache_MC, weights, candidate) - cache_MC
-        return cache_MC + torch.einsum("b,bmc->mc", share_B.expand(change.shape[0]), change)
+        return cache_MC + torch.einsum("b,bmc->mc", share_B, change)
     kind = s_BMC.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights.tokens.dtype
     norm_weight, norm_bias, eps = weights.norm or (None, None, 0.0)
@@ -94,8 +94,8 @@ class _MeanGateUpdate(torch.autograd.Function):
                 rb.add_(of_cache[slots, width:]).sigmoid_()
                 zb.view(-1, width).addmm_((rb * held_MC[slots]).flatten(0, 1), w_cache[2 * width :].T)
                 change = (candidate_of(zb, candidate, norm).to(cache_MC.dtype) - cache_MC[slots]).mul_(ub)
-                share = _of_rows(share_B, rows)
-                new_MC[slots].add_(_row_sum(change) * share[0] if len(share) == 1 else _row_sum(change.mul_(share)))
+                change.mul_(share_B[rows, None, None])
+                new_MC[slots].add_(change[0] if change.shape[0] == 1 else change.sum(0))
             kept = (s_BMC, w_tokens, w_cache, norm_weight, norm_bias, held_MC, share_B, u, r, z, spread_BMN)
             ctx.save_for_backward(*kept)
             ctx.candidate, ctx.eps = candidate, eps
@@ -111,24 +111,26 @@ class _MeanGateUpdate(torch.autograd.Function):
             ds_BMC = s_BMC.new_empty(s_BMC.shape) if ctx.needs_input_grad[0] else None
             dmaps = None if spread_BMN is None else s_BMC.new_zeros(*s_BMC.shape[:2], 3 * width)
             dw_tokens, dw_candidate = (w_cache.new_zeros(n * width, width, dtype=wide) for n in (3, 1))
-            dmaps_MC = s_BMC.new_zeros(len(held_MC), 3 * width, dtype=wide)  # of all rows together
+            dbias, dof_cache = (s_BMC.new_zeros(*n, dtype=wide) for n in ((3 * width,), (len(held_MC), 2 * width)))
             dnorm: list[Tensor | None] = [None, None]
             for rows, slots in _blocks(u):
                 held = held_MC[slots]
                 ub, rb = u[rows, slots], r[rows, slots]
                 forgotten = rb * held
-                row_grad = (grad_MC[slots] * _of_rows(share_B, rows)).to(dtype)
-                d = ub.new_empty(*ub.shape[:-1], 3 * width)  # gradients of update, reset and candidate logits
-                du, dr, dz = d.split(width, -1)
-                c, *dn = _candidate_backward(
-                    z[rows, slots], row_grad * ub, ctx.candidate, norm_weight, norm_bias, ctx.eps, dz
+                row_grad = (grad_MC[slots] * share_B[rows, None, None]).to(dtype)
+                c, dz, *dn = _candidate_backward(
+                    z[rows, slots], row_grad * ub, ctx.candidate, norm_weight, norm_bias, ctx.eps
                 )
                 dforgotten = (dz.flatten(0, 1) @ w_cache[2 * width :]).view_as(dz)
+                d = dz.new_empty(*dz.shape[:-1], 3 * width)  # gradients of update, reset and candidate logits
+                du, dr, dc = d.split(width, -1)
                 torch.ops.aten.sigmoid_backward.grad_input((c - held).mul_(row_grad), ub, grad_input=du)
                 torch.ops.aten.sigmoid_backward.grad_input(dforgotten.mul_(held), rb, grad_input=dr)
+                dc.copy_(dz)
                 flat = d.flatten(0, 1)
-                dmaps_MC[slots].add_(_row_sum(d))
+                dof_cache[slots].add_(d[0, :, : 2 * width] if d.shape[0] == 1 else d[..., : 2 * width].sum(0))
                 _add_product(dw_candidate, dz.flatten(0, 1).T, forgotten.flatten(0, 1))
+                dbias.add_(flat.sum(0))
                 dnorm = [
                     new if old is None or new is None else old.add_(new) for old, new in zip(dnorm, dn, strict=True)
                 ]
@@ -141,22 +143,11 @@ class _MeanGateUpdate(torch.autograd.Function):
             if dmaps is not None:
                 _add_product(dw_tokens, dmaps.flatten(0, 1).T, s_BMC.flatten(0, 1))
                 ds_BMC = dmaps @ w_tokens
-            dw_cache = torch.cat([dmaps_MC[:, : 2 * width].to(dtype).T @ held_MC, dw_candidate.to(dtype)])
-            return (
-                ds_BMC,
-                dw_tokens.to(dtype),
-                dmaps_MC.sum(0).to(dtype),
-                dw_cache,
-                *dnorm,
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            dw_cache = torch.cat([dof_cache.to(dtype).T @ held_MC, dw_candidate.to(dtype)])
+            return ds_BMC, dw_tokens.to(dtype), dbias.to(dtype), dw_cache, *dnorm, None, None, None, None, None
 
 
-_LARGE, _BLOCK = 3 << 17, 1 << 17
+_LARGE, _BLOCK = 1 << 19, 1 << 17
 """Numbers from which on a CPU goes by blocks, and those of a block: its cache holds them, so that the gates are not
 read from memory many times. Measured; below, one product of everything is the faster."""
 
@@ -174,16 +165,6 @@ def _blocks(s_BMC: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(row, row + together), slice(slot, slot + part)
 
 
-def _of_rows(share_B: Tensor, rows: slice) -> Tensor:
-    """The shares of these rows, (B, 1, 1), or the one that all have."""
-    return (share_B if len(share_B) == 1 else share_B[rows])[:, None, None]
-
-
-def _row_sum(x_BMC: Tensor) -> Tensor:
-    """Sum over rows, (M, C), without a pass where there is one."""
-    return x_BMC[0] if x_BMC.shape[0] == 1 else x_BMC.sum(0)
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b."""
     if total.dtype == a.dtype:
@@ -193,22 +174,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _candidate_backward(
-    z: Tensor, grad: Tensor, candidate: Candidate, weight: Tensor | None, bias: Tensor | None, eps: float, dz: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The candidate f(z), and the gradients of the LayerNorm's weight and bias; that of z is written into `dz`."""
+    z: Tensor, grad: Tensor, candidate: Candidate, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The candidate f(z), and the gradients of z and of the LayerNorm's weight and bias, by PyTorch's own operators."""
     aten = torch.ops.aten
     if candidate == "affine":
-        dz.copy_(grad)
-        return z, None, None
+        return z, grad, None, None
     if candidate == "tanh":
         c = torch.tanh(z)
-        aten.tanh_backward.grad_input(grad, c, grad_input=dz)
-        return c, None, None
+        return c, aten.tanh_backward(grad, c), None, None
     assert weight is not None and bias is not None
     shape, active = z.shape[-1:], F.gelu(z)
     c, mean, scale = torch.native_layer_norm(active, shape, weight.to(z.dtype), bias.to(z.dtype), eps)
     dactive, dweight, dbias = aten.native_layer_norm_backward(
         grad, active, shape, mean, scale, weight.to(z.dtype), bias.to(z.dtype), [True, True, True]
     )
-    aten.gelu_backward.grad_input(dactive, z, grad_input=dz)
-    return c, dweight.to(weight.dtype), dbias.to(bias.dtype)
+    return c, aten.gelu_backward(dactive, z), dweight.to(weight.dtype), dbias.to(bias.dtype)

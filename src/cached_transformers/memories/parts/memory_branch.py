@@ -155,17 +155,13 @@ class MemoryBranch(nn.Module):
         kind = y_BHNE.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         y, o = (t.transpose(1, 2).to(dtype) for t in (y_BHNE, o_BHNF))
-        out = _BlendAndProject.apply(y, o, self.gate_H, weight.to(dtype), None if bias is None else bias.to(dtype))
+        ratio_H = torch.sigmoid(self.gate_H).to(dtype)
+        out = _BlendAndProject.apply(y, o, ratio_H, weight.to(dtype), None if bias is None else bias.to(dtype))
         return out  # type: ignore[no-any-return]
 
 
 class _BlendAndProject(torch.autograd.Function):
-    """linear(ratio * o + (1 - ratio) * y) with ratio = sigmoid(gate).
-
-    Recomputing the mix in the backward costs two passes, keeping it B N D numbers. The gradient of a gate needs no pass
-    over y: with m the mix, ratio dm (o - y) (1 - ratio) = do o - ratio dm m, where do = ratio dm, and the sum of dm m
-    over all tokens is that of weight dweight over all outputs.
-    """
+    """linear(ratio * o + (1 - ratio) * y); recomputing the mix costs two passes, keeping it B N D numbers."""
 
     @staticmethod
     def _blend(y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor) -> Tensor:
@@ -180,10 +176,9 @@ class _BlendAndProject(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_BNHE: Tensor, o_BNHF: Tensor, gate_H: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, y_BNHE: Tensor, o_BNHF: Tensor, ratio_H: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         with torch.autocast(y_BNHE.device.type, enabled=False):
-            ratio_H = torch.sigmoid(gate_H).to(y_BNHE.dtype)
             ctx.save_for_backward(y_BNHE, o_BNHF, ratio_H, weight)
             ctx.biased = bias is not None
             out = F.linear(_BlendAndProject._blend(y_BNHE, o_BNHF, ratio_H), weight, bias)
@@ -201,10 +196,10 @@ class _BlendAndProject(torch.autograd.Function):
             dmixed = grad @ weight
             dpart = dmixed.view_as(y_BNHE)[..., :memory]
             do = dpart * ratio_H[:, None].expand(-1, memory).contiguous()
-            of_o_H = (do * o_BNHF).flatten(0, 1).sum(0).sum(1)
-            of_mix_H = (dweight * weight).sum(0).view(heads, width).sum(1)
+            from_o = (dpart * o_BNHF).sum((0, 1, 3))
+            from_y = (dmixed * y_BNHE.flatten(2).flatten(0, 1)).sum(0).view(heads, width).sum(1)
             dy = dmixed.mul_((1 - ratio_H).repeat_interleave(width)).view_as(y_BNHE)
-            return dy, do, of_o_H - ratio_H * of_mix_H, dweight, grad.sum(0) if ctx.biased else None
+            return dy, do, from_o - from_y, dweight, grad.sum(0) if ctx.biased else None
 
 
 class PositionalConvolution(nn.Module):
