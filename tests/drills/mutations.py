@@ -84,7 +84,11 @@ def _prepare(shared: Path) -> None:
     _command(*half, "--tokens", "400", "--state", str(shared / "half.safetensors"))
     shutil.copy(shared / "half.safetensors", shared / "end.safetensors")
     _command(*half, "--tokens", "10000", "--state", str(shared / "end.safetensors"))
-    said = {name: _command("evaluate", str(shared / name / "whole"), "--json") for name in made}
+    said = {}
+    for name in made:
+        scored = shared / name / "scored"  # a copy, since the command writes more of its scores than training does
+        shutil.copytree(shared / name / "whole", scored)
+        said[name] = _command("evaluate", str(scored), "--json")
     said["translate"] = _translate(whole.parents[1] / "translation" / "whole", shared)
     (shared / "said.json").write_text(json.dumps(said), encoding="utf-8")
 
