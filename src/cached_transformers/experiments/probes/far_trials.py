@@ -79,11 +79,7 @@ class FarTrials(Trials):
             task.segments(distance)
         spec, passes = None, 1
         if trial.arm == "far":
-            chosen = setting(trial.memory)
-            spec = self._spec(trial.memory, chosen.far(task.segment, self.course.farthest, sizes.depth))
-            passes = chosen.passes
-            if chosen.learning_rate is not None:
-                sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+            spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
         course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
         return stored_settings(
             {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}

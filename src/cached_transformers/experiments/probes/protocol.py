@@ -168,20 +168,9 @@ def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
     return Forgetful(model) if memory is None and sizes.short_convolution > 1 else model
 
 
-def measure(
-    model: nn.Module,
-    task: ProbeTask,
-    distance: int,
-    rows: int,
-    passes: int = 1,
-    seed: int = 10**6,
-    *,
-    forget: bool = False,
-    shuffle: bool = False,
-    whole: bool = False,
-) -> float:
-    """The accuracy of `score`, which takes the same arguments."""
-    return score(model, task, distance, rows, passes, seed, forget=forget, shuffle=shuffle, whole=whole).accuracy
+def measure(model: nn.Module, task: ProbeTask, distance: int, rows: int, *more: Any, **how: Any) -> float:
+    """The accuracy of `score`, with the same arguments."""
+    return score(model, task, distance, rows, *more, **how).accuracy
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from cached_transformers.experiments.children import stop_with
 from cached_transformers.experiments.environment import environment
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.seam.probing import Options
 from cached_transformers.training.run_lock import folder_lock
 from cached_transformers.yaml_tree import apply_override
 
@@ -104,9 +105,7 @@ class Trials:
             chosen = setting(trial.memory)
             options = chosen.within if trial.arm == "within reach" else chosen.beyond
             assert options is not None
-            spec, passes = self._spec(trial.memory, options(task.segment, self.distance, sizes.depth)), chosen.passes
-            if chosen.learning_rate is not None:
-                sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+            spec, passes, sizes = self._of_memory(trial.memory, options, task, sizes)
         settings = {"task": self._options(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
         return stored_settings({**settings, "sizes": dataclasses.asdict(sizes)})
 
@@ -117,8 +116,15 @@ class Trials:
     def _options(self, name: str) -> dict[str, Any]:
         return dict(self.options.get(name, {}))
 
-    def _spec(self, memory: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"name": memory, **options, **self._options(memory)}
+    def _of_memory(
+        self, memory: str, options: Options, task: ProbeTask, sizes: Sizes
+    ) -> tuple[dict[str, Any], int, Sizes]:
+        """With which options a memory is trained, readings of each episode, and sizes with its own learning rate."""
+        spec = {"name": memory, **options(task.segment, self.distance, sizes.depth), **self._options(memory)}
+        chosen = setting(memory)
+        if chosen.learning_rate is not None:
+            sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
+        return spec, chosen.passes, sizes
 
     def _task(self, name: str) -> ProbeTask:
         task: ProbeTask = PROBES.create(name, **self._options(name))
