@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,19 @@ def test_the_state_holds_what_is_carried_and_the_taps_are_trained() -> None:
     assert all(isinstance(layer, ShiftedState) and layer.recent_BTD.shape == (2, 2, 16) for layer in out.state.layers)
     out.outputs.square().sum().backward()
     assert all(bool((block.short_convolution.weight_KD.grad != 0).all()) for block in model.stack.blocks)
+
+
+def test_states_are_converted_and_models_reloaded_with_it(tmp_path: Path) -> None:
+    text = torch.randint(0, 11, (2, 10), generator=torch.Generator().manual_seed(1))
+    kept = build({"name": "transformer_xl", "length": 7, "keep": "kv"})
+    plain = build({"name": "transformer_xl", "length": 7}).eval()
+    plain.load_state_dict(kept.state_dict())
+    state = kept.train()(text[:, :5]).state
+    expected = plain(text[:, 5:], state).outputs
+    torch.testing.assert_close(kept.eval()(text[:, 5:], kept.as_kept(state)).outputs, expected)
+    kept.save_pretrained(tmp_path)
+    again = LanguageModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(text).outputs, kept(text).outputs)
 
 
 def test_one_graph() -> None:
