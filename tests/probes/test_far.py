@@ -114,6 +114,20 @@ def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
     assert asked == {"recall": [1, 2, 5], "frequent_words": [5, 10, 20, 50, 100, 200, 250]}
 
 
+def test_a_training_that_is_cut_off_leaves_no_weights_beside_the_result_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trials(steps: int) -> FarTrials:
+        return FarTrials(["rmt"], ["latch"], 1, 1, steps, tmp_path, course=Course(1, 1), far=4)
+
+    list(trials(4).train(trials(4).missing(), jobs=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("cached_transformers.experiments.probes.far_trials.json_text", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(trials(6).train(trials(6).missing(), jobs=1))
+    assert len(trials(4).missing()) == 1  # that of which the weights are another's by now
+
+
 def test_asking_ends_where_a_memory_is_near_a_guess(tmp_path: Path) -> None:
     trials = FarTrials(["rmt"], ["latch"], 2, 1, 8, tmp_path, course=Course(1, 2), far=4000)
     results = dict(trials.train(trials.missing(), jobs=1))

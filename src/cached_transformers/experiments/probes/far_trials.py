@@ -135,6 +135,7 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
         stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}  # tied ones apart
+        path.unlink(missing_ok=True)  # a run that ends here must not leave new weights beside the result of others
         write_whole(weights, safetensors.torch.save(tensors))
         write_whole(path, json_text(stored))
     while unasked := _unasked(stored, distances):
