@@ -44,6 +44,7 @@ def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsy
         "compare",
         "plot",
         "probe",
+        "leaderboard",
         "stream",
         "generate",
         "benchmark",

@@ -34,6 +34,8 @@ RECIPES = sorted(path.stem for path in recipes_folder().glob("demo_*.yaml"))
         ("list me", ["memories"]),
         ("probe rmt,transformer_x", ["rmt,transformer_xl"]),
         ("probe rmt --tasks latch,mq", ["latch,mqar"]),
+        ("leaderboard --memories rmt,transformer_x", ["rmt,transformer_xl"]),
+        ("leaderboard --tasks latch,mq", ["latch,mqar"]),
         ("compare demo_text --with plain,rm", ["plain,rmt"]),
         ("evaluate run --memory carry,res", ["carry,reset"]),
         ("evaluate run --spl", ["--split"]),

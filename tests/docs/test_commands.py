@@ -23,6 +23,7 @@ NOT_RUN = {
     "cached evaluate runs/coco": "needs a trained detector; tests/detection/test_training.py",
     "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
     "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
+    "cached leaderboard": "trains for minutes; tests/probes/test_board.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
     "cached probe all": "trains for hours; tests/probes/test_probe.py",
     "cached probe rmt --tasks babilong": "reads bAbI and books; tests/probes/test_tasks.py",

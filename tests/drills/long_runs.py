@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cached_transformers.experiments.environment import environment
-
-from .table import write_between
+from cached_transformers.experiments.reports.markdown import write_between
 
 MARKS = ("<!-- long runs: made by `make long-runs` -->", "<!-- long runs end -->")
 SLACK_MIB = 16

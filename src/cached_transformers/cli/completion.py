@@ -134,6 +134,8 @@ NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("explain", "name"): _parts,
     ("probe", "memories"): lambda: ["all", *_memories()],
     ("probe", "tasks"): _probes,
+    ("leaderboard", "memories"): lambda: ["all", *_memories()],
+    ("leaderboard", "tasks"): _probes,
     ("reproduce", "reproduction"): _tables,
     ("evaluate", "memory"): _modes,
     ("benchmark", "memories"): lambda: ["all", *_memories()],

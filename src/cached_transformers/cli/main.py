@@ -19,7 +19,21 @@ from cached_transformers import __version__
 from cached_transformers.registry import unknown_name
 from cached_transformers.training.interruption import Interrupted, RunFailed, Stopped, ended_by_signals
 
-from . import benchmark, compare, completion, detect, evaluate, explain, generate, plot, probe, reproduce, stream, train
+from . import (
+    benchmark,
+    compare,
+    completion,
+    detect,
+    evaluate,
+    explain,
+    generate,
+    leaderboard,
+    plot,
+    probe,
+    reproduce,
+    stream,
+    train,
+)
 from . import list as list_command
 from . import translate as translate_command
 
@@ -37,6 +51,7 @@ examples:
   cached reproduce table6 --rows transformer-grc           rows of one that generates its data
   cached plot curves runs/digits_vit_grc                   a figure from what a run recorded
   cached probe grc_stream,transformer_xl --tasks latch     what memories hold
+  cached leaderboard --quick --jobs 2                      all memories beside each other, with what they cost
   cached stream runs/demo_text book.txt                    read a text of any length in constant memory
   cached generate runs/demo_text --prompt "It was"         what follows, printed while it is written
   cached benchmark --help                                  speed and memory
@@ -84,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, compare, reproduce, plot, probe, stream, generate, benchmark, completion):
+    for module in (*shown, compare, reproduce, plot, probe, leaderboard, stream, generate, benchmark, completion):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cached_transformers.experiments.probes.far_trials import FarTrials
     from cached_transformers.experiments.probes.trials import Trials
 
@@ -30,12 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "cached probe rmt,grc_stream grc_stream.update_bias=-4 --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="NAME.option=value",
-        help="options of tasks and memories, which `cached explain NAME` lists",
-    )
+    add_options(parser)
     parser.add_argument(
         "--tasks",
         default=",".join(FAST),
@@ -62,35 +59,36 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind (default: 1)")
     parser.add_argument("--steps", type=int, default=2000, help="steps at most; ends early when solved (default: 2000)")
+    parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="folder (default: runs/probe)")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what all commands that probe have in common."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="NAME.option=value",
+        help="options of tasks and memories, which `cached explain NAME` lists",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
     parser.add_argument("--books", type=Path, help="folder of books, for the same tasks")
-    parser.add_argument("--out", type=Path, default=Path("runs/probe"), help="folder (default: runs/probe)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.far_trials import FarTrials
-    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks, options_of_memories
     from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
-    files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
-    memories = chosen_memories(arguments.memories)
-    of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
-    of_tasks = [override for override in arguments.overrides if override not in of_memories]
-    tasks = chosen_tasks(arguments.tasks, files, of_tasks)
-    trials = _trials(arguments, list(tasks), memories, tasks | options_of_memories(memories, of_memories))
-    console, missing = open_console(), trials.missing()
-    if len(missing) < len(trials.all()):
-        console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    with contextlib.closing(trials.train(missing, arguments.jobs)) as results:
-        for trial, result in results:
-            console.print(trial.sentence(result), markup=False, soft_wrap=True)
+    memories, tasks, options = chosen(arguments, arguments.tasks)
+    trials = _trials(arguments, tasks, memories, options)
+    console = open_console()
+    train_missing(trials, arguments.jobs, console)
     by_distance = isinstance(trials, FarTrials)
     (print_far if by_distance else print_probe)(trials.write(command_line()), console)
     try:
@@ -100,6 +98,28 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"no report: {error}", markup=False)
     console.print(f"written: {path}", markup=False, soft_wrap=True)
     return 0
+
+
+def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
+    """Names of memories and of tasks, and the options that were given of both (ValueError where there are none)."""
+    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks, options_of_memories
+
+    files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
+    memories = chosen_memories(arguments.memories)
+    of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
+    of_tasks = [override for override in arguments.overrides if override not in of_memories]
+    by_task = chosen_tasks(tasks, files, of_tasks)
+    return memories, list(by_task), by_task | options_of_memories(memories, of_memories)
+
+
+def train_missing(trials: Trials, jobs: int, console: Console) -> None:
+    """Train and ask what is not there yet, with a line for each."""
+    missing = trials.missing()
+    if len(missing) < len(trials.all()):
+        console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
+    with contextlib.closing(trials.train(missing, jobs)) as results:
+        for trial, result in results:
+            console.print(trial.sentence(result), markup=False, soft_wrap=True)
 
 
 def _trials(

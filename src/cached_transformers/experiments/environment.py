@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import shutil
 import subprocess
@@ -23,6 +24,16 @@ def environment(device: torch.device | str) -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": _commit(),
     }
+
+
+def machine() -> str:
+    """Cores and processor of this machine, for what is timed on it: `2 cores, Intel(R) Xeon(R) Processor`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # of Linux alone
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {named[0] if named else platform.processor() or platform.machine()}"
 
 
 def _commit() -> str | None:

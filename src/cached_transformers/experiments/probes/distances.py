@@ -94,9 +94,7 @@ def train_by_distance(
         sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
         passes: readings of each episode. whole: episodes are read as one segment each.
     """
-    pieces = 1 if whole else course.farthest + 1
-    length = (course.farthest + 1) * task.segment // pieces
-    loop = (SegmentLoop if pieces < REPLAYED else ReplayLoop)(model, length, pieces, passes)
+    loop = loop_of(model, task, course, passes, whole)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     stages, stage, solved_at = course.stages, 0, {}
@@ -124,6 +122,13 @@ def train_by_distance(
         elif stage + 1 == len(stages):
             falls_from = min(falls_from, step)
     return Trained(max(solved_at, default=0), accuracy, step, solved_at)
+
+
+def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, whole: bool = False) -> SegmentLoop:
+    """What reads the episodes of a training; arguments as of `train_by_distance`."""
+    pieces = 1 if whole else course.farthest + 1
+    length = (course.farthest + 1) * task.segment // pieces
+    return (SegmentLoop if pieces < REPLAYED else ReplayLoop)(model, length, pieces, passes)
 
 
 def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from cached_transformers.experiments.environment import environment
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import PROBES
 from cached_transformers.state import nbytes
@@ -34,7 +35,7 @@ NONE, WHOLE = "no memory", "whole text"
 NEAR_A_GUESS = 0.25
 """Share of what there is above chance that a memory must still know; with less, it is asked nothing farther."""
 ROWS = 64
-"""Texts that are read at once."""
+"""Texts that are read at once, if nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class FarTrials(Trials):
 
     Attributes:
         course: distances of the training. far: tokens of the longest text that is asked about. taps: of the short
-            convolution in front of attention, the same for all.
+            convolution in front of attention, the same for all. rows: texts of each distance that are asked about.
     """
 
     course: Course = dataclasses.field(default_factory=Course)
     far: int = 1_000_000
     taps: int = 3
+    rows: int = ROWS
 
     def all(self) -> list[Trial]:
         trials = []
@@ -66,12 +68,14 @@ class FarTrials(Trials):
         if not path.is_file():
             return False
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return stored["settings"] == self.settings(trial) and not _unasked(stored, self._distances(trial))
+        asked = _asked_of(stored, self.rows)
+        return stored["settings"] == self.settings(trial) and not _unasked(asked, self._distances(trial))
 
     def _distances(self, trial: Trial) -> list[int]:
-        task = self._task(trial.task)
-        far = self.far if trial.arm == "far" else self.course.farthest * task.segment
-        return [distance for distance in ladder(task.segment, far) if task.has(distance)]
+        """Those of the ladder, and the farthest of the training, if the texts are that long."""
+        task, farthest = self._task(trial.task), self.course.farthest
+        asked = ladder(task.segment, self.far if trial.arm == "far" else farthest * task.segment)
+        return [distance for distance in sorted({*asked, min(farthest, asked[-1])}) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
         task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
@@ -85,20 +89,29 @@ class FarTrials(Trials):
             {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
         )
 
-    def write(self, command: str) -> dict[str, Any]:
-        """Write far.json, and return what it holds."""
-        result = self._written(command) | {
+    def content(self, command: str) -> dict[str, Any]:
+        """All that is known, as files and pages have it."""
+        return self._written(command) | {
             "course": dataclasses.asdict(self.course),
             "far": self.far,
             "taps": self.taps,
-            "rows": ROWS,
+            "rows": self.rows,
             "segments": {task: self._task(task).segment for task in self.tasks},
         }
+
+    def write(self, command: str) -> dict[str, Any]:
+        """Write far.json, and return what it holds."""
+        result = self.content(command)
         write_whole(self.folder / "far.json", json_text(result))
         return result
 
     def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-        return _train_and_ask(trial, settings, folder, self._distances(trial))
+        return _train_and_ask(trial, settings, folder, self._distances(trial), self.rows)
+
+
+def _asked_of(stored: dict[str, Any], rows: int) -> dict[str, Any]:
+    """A training with what it answered for so many texts: nothing, where it was asked for another number."""
+    return stored if stored.get("rows", ROWS) == rows else {**stored, "rows": rows, "far": {}, "seconds_far": 0.0}
 
 
 def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
@@ -114,7 +127,9 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
     return []
 
 
-def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int]) -> dict[str, Any]:
+def _train_and_ask(
+    trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int], rows: int
+) -> dict[str, Any]:
     """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
     torch.set_num_threads(1)
     path = folder / trial.path
@@ -138,9 +153,10 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
         path.unlink(missing_ok=True)  # a run that ends here must not leave new weights beside the result of others
         write_whole(weights, safetensors.torch.save(tensors))
         write_whole(path, json_text(stored))
+    stored = _asked_of(stored, rows)
     while unasked := _unasked(stored, distances):
         started, distance = time.perf_counter(), unasked[0]
-        answers = holds(model, task, distance, ROWS, passes=settings["passes"], whole=trial.arm == WHOLE)
+        answers = holds(model, task, distance, rows, passes=settings["passes"], whole=trial.arm == WHOLE)
         stored["far"][str(distance)] = answers
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))
@@ -158,6 +174,7 @@ def _result(
         "seconds": seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": nbytes(model.init_state(1)),  # type: ignore[operator]
+        "environment": environment("cpu"),
         "far": {},
         "seconds_far": 0.0,
     }

@@ -1,4 +1,7 @@
-"""The tables of a comparison as Markdown, for a README or an issue: what `report.html` shows, without figures."""
+"""The tables of a comparison as Markdown, for a README or an issue: what `report.html` shows, without figures.
+
+And what every table in Markdown needs: rows and bars, and the part of a page that a command writes again.
+"""
 
 from __future__ import annotations
 
@@ -86,3 +89,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as Markdown; a bar in a cell stays one."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def write_between(page: Path, marks: tuple[str, str], content: str) -> None:
+    """Write the part of a page between two lines again.
+
+    Raises:
+        ValueError: the page has no such lines.
+    """
+    before, after = around(page, marks)
+    write_whole(page, f"{before}{marks[0]}\n{content}\n{marks[1]}{after}".encode())
+
+
+def around(page: Path, marks: tuple[str, str]) -> tuple[str, str]:
+    """What stands before and behind the part of a page between two lines (ValueError where it has no such lines)."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not begin or not end:
+        raise ValueError(f"{page} has no part between {marks[0]!r} and {marks[1]!r}; put both lines where it goes")
+    return before, after

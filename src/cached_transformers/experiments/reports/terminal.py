@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .board_page import board_tables
 from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .far_page import COLUMNS as COLUMNS_FAR
@@ -186,6 +187,15 @@ def print_far(result: dict[str, Any], console: Console) -> None:
     for row in far_rows(result):
         table.add_row(row.task, row.name, *far_cells(row, result))
     console.print(table)
+
+
+def print_board(result: dict[str, Any], console: Console) -> None:
+    """Print the tables of a leaderboard, as `leaderboard.json` has them."""
+    for title, header, rows in board_tables(result):
+        shown = _table(title, header[0], header[1:])
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
 
 
 def _table(title: str, names: str, columns: Sequence[str]) -> Table:

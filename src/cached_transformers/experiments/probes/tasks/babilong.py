@@ -34,6 +34,7 @@ COUNTED = 1000
 
 @PROBES.register(
     "babilong",
+    asks="joining",
     paper="arXiv:2406.10149",
     title="BABILong",
     chance="qa1, qa2: 1 / 6; qa3, qa4: 1 / 5; qa5: 1 / 3; of files 1 / answers of the same question",

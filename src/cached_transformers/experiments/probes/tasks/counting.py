@@ -75,6 +75,7 @@ class _Counting(StreamedTask):
 
 @PROBES.register(
     "common_words",
+    asks="counting",
     paper="arXiv:2404.06654",
     title="RULER",
     chance="common / words",
@@ -118,6 +119,7 @@ class CommonWords(_Counting):
 
 @PROBES.register(
     "frequent_words",
+    asks="counting",
     paper="arXiv:2404.06654",
     title="RULER",
     chance="1 / words, and more with each that is told",

@@ -21,6 +21,7 @@ from .stories import Library
 
 @PROBES.register(
     "facts",
+    asks="holding",
     paper="arXiv:2406.10149",
     title="BABILong",
     chance="1 / 6",

@@ -20,6 +20,7 @@ from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_ask
 
 @PROBES.register(
     "latch",
+    asks="holding",
     paper="arXiv:2304.11062",
     title="RMT-1M",
     chance="1 / classes",
@@ -63,6 +64,7 @@ class Latch(StreamedTask):
 
 @PROBES.register(
     "copy",
+    asks="order",
     paper="arXiv:2207.06881",
     title="RMT",
     chance="1 / symbols",
@@ -106,6 +108,7 @@ class Copy(StreamedTask):
 
 @PROBES.register(
     "reverse",
+    asks="order",
     paper="arXiv:2207.06881",
     title="RMT",
     chance="1 / symbols",
@@ -120,6 +123,7 @@ class Reverse(Copy):
 
 @PROBES.register(
     "passkey",
+    asks="holding",
     paper="arXiv:2305.16300",
     title="landmark attention",
     chance="1 / 10",

@@ -25,6 +25,7 @@ BLOCK = 65_536
 
 @PROBES.register(
     "mqar",
+    asks="binding",
     paper="arXiv:2312.04927",
     title="Zoology",
     chance="2 / vocabulary",

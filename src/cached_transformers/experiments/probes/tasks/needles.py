@@ -104,6 +104,7 @@ class _Needles(PlantedTask):
 
 @PROBES.register(
     "niah_single",
+    asks="holding",
     **FACTS,
     sizes="2 digits; the paper: 7 digits or a UUID",
     solved_by="in a repeated line a delta rule, not mere decay; among random words what also forgets",
@@ -119,6 +120,7 @@ class NiahSingle(_Needles):
 
 @PROBES.register(
     "niah_multikey",
+    asks="binding",
     **FACTS,
     sizes="4 keys, 2 digits; the paper: 4 keys or a haystack of needles, 7 digits or a UUID",
     solved_by="what binds a value to its key; among needles alone a state with room for all of them, or a search",
@@ -140,6 +142,7 @@ class NiahMultikey(_Needles):
 
 @PROBES.register(
     "niah_multivalue",
+    asks="order",
     **FACTS,
     sizes="4 values, 2 digits; the paper: 4 values of 7 digits",
     solved_by="what keeps several values under one key, in order: a store; a delta rule writes over all but the last",
@@ -161,6 +164,7 @@ class NiahMultivalue(_Needles):
 
 @PROBES.register(
     "niah_multiquery",
+    asks="binding",
     **FACTS,
     sizes="4 keys, 2 digits; the paper: 4 keys, numbers of 7 digits",
     solved_by="as niah_multikey, and the state must serve every question",

@@ -23,6 +23,7 @@ MOST_KEYS = 2**20
 
 @PROBES.register(
     "recall",
+    asks="binding",
     paper="arXiv:2207.06881",
     title="RMT",
     chance="1 / values",
@@ -144,6 +145,7 @@ class _Strings(StreamedTask):
 
 @PROBES.register(
     "remember",
+    asks="binding",
     paper="arXiv:2407.04841",
     title="ARMT",
     chance="1 / symbols",
@@ -165,6 +167,7 @@ class Remember(_Strings):
 
 @PROBES.register(
     "rewrite",
+    asks="overwriting",
     paper="arXiv:2407.04841",
     title="ARMT",
     chance="1 / symbols",

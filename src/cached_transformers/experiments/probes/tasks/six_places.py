@@ -77,6 +77,7 @@ class _SixPlaces(PlantedTask):
 
 @PROBES.register(
     "memorise",
+    asks="holding",
     paper="arXiv:2304.11062",
     title="RMT-1M",
     chance="1 / 6",
@@ -92,6 +93,7 @@ class Memorise(_SixPlaces):
 
 @PROBES.register(
     "detect",
+    asks="holding",
     paper="arXiv:2304.11062",
     title="RMT-1M",
     chance="1 / 6",
@@ -107,6 +109,7 @@ class Detect(_SixPlaces):
 
 @PROBES.register(
     "reason",
+    asks="binding",
     paper="arXiv:2304.11062",
     title="RMT-1M",
     chance="1 / 6",

@@ -24,6 +24,7 @@ WIDTH = 3
 
 @PROBES.register(
     "variable_tracking",
+    asks="joining",
     paper="arXiv:2404.06654",
     title="RULER",
     chance="1 / names, and more with each that is told",

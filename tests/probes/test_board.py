@@ -1,0 +1,231 @@
+"""`cached leaderboard`: the order of the rows, their intervals and costs, and what the command keeps and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cached_transformers.cli.main import main
+from cached_transformers.experiments.leaderboard.boards import BOARDS
+from cached_transformers.experiments.leaderboard.costs import measure_costs
+from cached_transformers.experiments.leaderboard.standings import groups, standings
+from cached_transformers.experiments.probes.far_trials import FarTrials
+from cached_transformers.experiments.probes.settings import setting, stream_memories
+from cached_transformers.experiments.probes.trials import stored_settings
+from cached_transformers.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
+from cached_transformers.experiments.statistics import mean_interval, wilson_interval
+from cached_transformers.memories import RMT
+from cached_transformers.registry import MEMORIES, PROBES
+from cached_transformers.seam.probing import Probing, fixed
+
+
+def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float], **more: Any) -> dict[str, Any]:
+    answers = {distance: [share, share] for distance, share in far.items()}
+    settings = {"task": {}, "sizes": {"steps": 9, "depth": 2, "width": 32}}
+    kept = {"solved": 3, "parameters": 10, "state_bytes": 4, "settings": settings, **more}
+    return {"memory": memory, "arm": arm, "task": task, "seed": seed, "far": answers, **kept}
+
+
+def made(seeds: int = 1, **shares: tuple[dict[str, float], dict[str, float]]) -> dict[str, Any]:
+    """What is known of two tasks: for each memory its answers by distance on one and the other."""
+    found = [
+        result("none", arm, task, seed, {"3": 0.5})
+        for arm in ("no memory", "whole text")
+        for task in ("latch", "copy")
+        for seed in range(seeds)
+    ]
+    for memory, by_task in shares.items():
+        for task, far in zip(("latch", "copy"), by_task, strict=True):
+            found += [result(memory, "far", task, seed, far) for seed in range(seeds)]
+    return {
+        "memories": list(shares),
+        "tasks": ["latch", "copy"],
+        "rows": 100,
+        "seeds": seeds,
+        "far": 800,
+        "segments": {"latch": 8, "copy": 4},
+        "course": {"nearest": 1, "farthest": 3},
+        "results": found,
+    }
+
+
+def test_memories_are_sorted_by_their_mean_then_by_far_ones_then_by_bytes_behind_those_without_one() -> None:
+    content = made(
+        last=({"3": 0.2, "100": 0.9}, {"3": 0.2, "200": 0.9}),
+        heavy=({"3": 0.8, "100": 0.5}, {"3": 0.6, "200": 0.5}),
+        light=({"3": 0.6, "100": 0.5}, {"3": 0.8, "200": 0.5}),
+        first=({"3": 0.6, "100": 0.6}, {"3": 0.8, "200": 0.5}),
+    )
+    for r in content["results"]:
+        r["state_bytes"] += 100 * (r["memory"] == "heavy" and r["task"] == "copy")
+    rows = standings(content)
+    assert [row["name"] for row in rows] == ["no memory", "whole text", "first", "light", "heavy", "last"]
+    assert rows[2]["near_mean"] == pytest.approx(0.7) and rows[2]["far_mean"] == pytest.approx(0.55)
+    assert rows[4]["state_bytes"] == [4, 104] and rows[0]["far"] == {} and rows[0]["far_mean"] is None
+
+
+def test_where_asking_ended_the_last_answer_stands_with_its_tokens() -> None:
+    content = made(short=({"1": 1.0, "3": 0.9, "5": 0.3}, {"3": 1.0, "200": 0.75}))
+    row = standings(content)[-1]
+    assert row["near"]["latch"]["mean"] == 0.9 and row["near"]["latch"]["asked"] == 24
+    assert row["far"]["latch"]["mean"] == 0.3 and row["far"]["latch"]["asked"] == 40
+    assert row["far"]["copy"]["asked"] == 800 and row["far_mean"] == pytest.approx(0.525)
+    cost = {"flops": 1500.0, "reading": {"median": 2.0, "low": 1.0, "high": 3.0}}
+    costs = dict.fromkeys(("no memory", "whole text", "short"), cost | {"training": cost["reading"]})
+    shown = board_tables(
+        content | {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
+    )
+    assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 1
+    assert shown[2].rows[0][1:] == ["30.0 [21.9, 39.6] at 40", "75.0 [65.7, 82.5]"]
+    assert shown[1].header == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
+    assert shown[0].rows[-1][1:5] == ["95.0", "52.5", "2 of 2", "4"]
+    assert shown[0].rows[-1][6:] == ["1.5 k", "2.00 (1.00-3.00)", "2.00 (1.00-3.00)"]
+
+
+def test_intervals_are_over_rows_of_one_seed_and_over_several_seeds() -> None:
+    rows = standings(made(a=({"3": 0.9}, {"3": 1.0})))
+    wilson = wilson_interval(90, 100)
+    assert (rows[-1]["near"]["latch"]["low"], rows[-1]["near"]["latch"]["high"]) == (wilson.low, wilson.high)
+    content = made(seeds=3, a=({"3": 0.9}, {"3": 1.0}))
+    shares = iter([0.5, 0.9, 1.0])
+    for r in content["results"]:
+        if r["memory"] == "a" and r["task"] == "latch":
+            r["far"]["3"], r["solved"] = [next(shares), 0.0], 2
+    row = standings(content)[-1]
+    over_seeds = mean_interval([0.5, 0.9, 1.0])
+    assert over_seeds.high is not None and over_seeds.high > 1
+    assert row["near"]["latch"] == {"mean": over_seeds.mean, "low": over_seeds.low, "high": 1.0, "asked": 24}
+    assert (row["solved"], row["trainings"]) == (3, 6)
+
+
+def test_every_task_says_what_it_asks_and_one_that_does_not_has_a_group() -> None:
+    assert [entry.name for entry in PROBES if "asks" not in entry.info] == []
+    assert groups(["latch", "copy", "passkey"]) == {"holding": ["latch", "passkey"], "order": ["copy"]}
+
+
+@pytest.mark.parametrize("name", list(BOARDS))
+def test_boards_can_be_trained_with_every_memory(name: str, tmp_path: Path) -> None:
+    board = BOARDS[name]
+    trials = board.trials(stream_memories(), list(board.tasks), tmp_path, {"mqar": {"pairs": 2}, "rmt": {"length": 7}})
+    assert len(trials.missing()) == len(board.tasks) * board.seeds * (2 + len(stream_memories()))
+    settings = {trial[:3]: trials.settings(trial) for trial in trials.all()}
+    assert settings["mqar", "rmt", "far"]["task"] == {"segment": 8, "vocabulary": 32, "pairs": 2}
+    assert settings["latch", "rmt", "far"]["memory"] == {"name": "rmt", "length": 7}
+    far = {"name": "infinity_former", **setting("infinity_former").far(8, board.farthest, 2)}
+    assert settings["latch", "infinity_former", "far"]["memory"] == stored_settings(far)
+    assert all(board.farthest in trials._distances(trial) for trial in trials.all())
+    assert board.reason(trials) != board.why == board.reason(board.trials(["rmt"], list(board.tasks), tmp_path, {}))
+
+
+def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
+    trials = BOARDS["quick"].trials(["rmt"], ["latch"], tmp_path, {"latch": {"segment": 400}})
+    assert trials.far == 1200 and trials._distances(trials.all()[-1]) == [1, 2, 3]
+
+
+def test_costs_are_counted_of_the_task_and_compared_with_no_memory(tmp_path: Path) -> None:
+    trials = BOARDS["quick"].trials(["memory_transformer", "read_twice"], ["latch"], tmp_path, {})
+    costs = measure_costs(trials, "latch", rounds=1)
+    assert costs["no memory"]["reading"]["median"] == 1.0 == costs["no memory"]["training"]["median"]
+    # By hand, of segments of 8 tokens: projections, feed-forward and logits of width 32, and scores over all 8 keys.
+    depth, width, hidden, vocabulary = 2, 32, 64, PROBES.create("latch", segment=8, decoys=True).vocabulary
+
+    def by_hand(keys: int) -> int:
+        return 2 * (depth * (4 * width**2 + 2 * width * hidden + 2 * keys * width) + width * vocabulary)
+
+    assert costs["no memory"]["flops"] == by_hand(8) and costs["whole text"]["flops"] == by_hand(32)
+    assert costs["read_twice"]["flops"] > 2 * costs["no memory"]["flops"]  # it reads twice
+
+
+COMMAND = "leaderboard --memories {} --tasks latch --steps 4 --page board.md"
+
+
+@pytest.fixture
+def mine() -> Iterator[str]:
+    """A memory of somebody else's, registered in this process."""
+
+    class Mine(RMT):
+        """Theirs."""
+
+    MEMORIES.register("mine", probe=Probing(fixed(length=3)))(Mine)
+    yield "mine"
+    del MEMORIES._entries["mine"]
+
+
+def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cached_transformers.experiments.leaderboard.boards.ROWS", 16)
+    page = Path("board.md")
+    page.write_text(f"before\n{MARKS[0]}\nwhat was there\n{MARKS[1]}\nafter\n", encoding="utf-8")
+    assert main(COMMAND.format(mine).split()) == 0
+    assert "latch: mine, far, seed 0" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    content = json.loads(Path("runs/leaderboard/leaderboard.json").read_text())
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "what was there" not in text
+    assert board_markdown(content) in text and "| mine |" in text and "Intel" not in board_markdown(made_plain(content))
+    assert [row["name"] for row in content["standings"]] == ["no memory", "whole text", "mine"]
+    assert content["rows"] == 16 and content["results"][-1]["options"] == {"name": "mine", "length": 3}
+    weights = Path("runs/leaderboard/latch/mine/far_0.safetensors")
+    stamp = weights.stat().st_mtime_ns
+    assert main(COMMAND.format(mine).split()) == 0
+    assert "3 finished trainings kept, 0 to do" in capsys.readouterr().out and weights.stat().st_mtime_ns == stamp
+
+
+def made_plain(content: dict[str, Any]) -> dict[str, Any]:
+    """The same from a machine that nobody names, and from trainings that tell no commit."""
+    results = [{key: value for key, value in r.items() if key != "environment"} for r in content["results"]]
+    return content | {"machine": "a machine", "results": results}
+
+
+def test_another_number_of_rows_asks_again_and_trains_nothing(tmp_path: Path) -> None:
+    def trials(rows: int) -> FarTrials:
+        return FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, far=4, rows=rows)
+
+    stamps = []
+    for rows in (8, 16):
+        list(trials(rows).train(trials(rows).missing(), jobs=1))
+        stamps.append((tmp_path / "latch/rmt/far_0.safetensors").stat().st_mtime_ns)
+    stored = json.loads((tmp_path / "latch/rmt/far_0.json").read_text())
+    assert stored["rows"] == 16 and trials(16).missing() == [] and len(trials(8).missing()) == 3
+    assert (stored["far"]["1"][0] * 16).is_integer() and stamps[0] == stamps[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--page old.md", "old.md has no part between '<!-- leaderboard"),
+        ("--page .", "--page . is a folder"),
+        ("--memories grc", "memory 'grc' keeps nothing for each row"),
+        ("--tasks lach", "did you mean 'latch'?"),
+        ("--steps 0", "--steps 0 must be at least 1"),
+        ("rmt.lenght=3 --memories rmt", "did you mean 'length'?"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.md").write_text("a page of somebody's\n")
+    assert main(["leaderboard", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err and not Path("runs").exists()
+
+
+def test_a_page_that_is_not_there_is_made_and_its_marks_are_once_in_it(tmp_path: Path) -> None:
+    content = made(a=({"3": 0.9}, {"3": 1.0}))
+    cost = {"flops": 1.0, "reading": {"median": 1.0, "low": 1.0, "high": 1.0}}
+    costs = dict.fromkeys(("no memory", "whole text", "a"), cost | {"training": cost["reading"]})
+    content |= {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
+    content |= {"command": "cached leaderboard", "machine": "m", "board": "quick", "why": "w", "taps": 3}
+    content |= {"costs_of": "latch", "environment": {"torch": "2", "python": "3", "commit": None}, "date": "2026-11-23"}
+    page = tmp_path / "pages/board.md"
+    for _ in range(2):
+        write_board_page(page, content)
+    text = page.read_text(encoding="utf-8")
+    assert [text.count(mark) for mark in MARKS] == [1, 1] and text.count("# Leaderboard") == 1
+    assert "commit unknown" in text and "Wilson's over the 100 texts" in text
+    assert "t interval over 3 seeds" in board_markdown(content | {"seeds": 3})
