@@ -15,7 +15,13 @@ from cached_transformers import extras
 from cached_transformers.extras import require
 
 PROJECT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "faiss": "faiss-cpu", "huggingface_hub": "huggingface-hub"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "faiss": "faiss-cpu",
+    "huggingface_hub": "huggingface-hub",
+    "lm_eval": "lm-eval",
+    "sklearn": "scikit-learn",
+}
 
 
 def project_table() -> dict[str, list[str]]:
