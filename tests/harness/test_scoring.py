@@ -70,8 +70,7 @@ def alone(model: Any, text: Scored, segment: int | None = SEGMENT) -> Score:
     return Score(sum(logp[at, token].item() for at, token in scored), all(logp[at].argmax() == t for at, t in scored))
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("name", "rows"), [*((name, 4) for name in MODELS), ("rmt", 1)])
 def test_a_batch_of_unequal_texts_is_scored_as_each_alone(name: str, rows: int) -> None:
     model, given = MODELS[name](), texts()
     found = dict(log_probabilities(model, given, SEGMENT, rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from cached_transformers.experiments.leaderboard.boards import BOARDS
 from cached_transformers.experiments.leaderboard.costs import measure_costs
 from cached_transformers.experiments.leaderboard.standings import groups, standings
 from cached_transformers.experiments.probes.far_trials import FarTrials
+from cached_transformers.experiments.probes.protocol import Sizes
 from cached_transformers.experiments.probes.settings import setting, stream_memories
 from cached_transformers.experiments.probes.trials import stored_settings
 from cached_transformers.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
@@ -69,7 +71,7 @@ def test_memories_are_sorted_by_their_mean_then_by_far_ones_then_by_bytes_behind
 
 
 def test_where_asking_ended_the_last_answer_stands_with_its_tokens() -> None:
-    content = made(short=({"1": 1.0, "3": 0.9, "5": 0.3}, {"3": 1.0, "200": 0.75}))
+    content = made(short=({"1": 1.0, "3": 0.9, "5": 0.3}, {"3": 1.0, "200": 0.75, "500": 0.1}))  # 500: of a probe
     row = standings(content)[-1]
     assert row["near"]["latch"]["mean"] == 0.9 and row["near"]["latch"]["asked"] == 24
     assert row["far"]["latch"]["mean"] == 0.3 and row["far"]["latch"]["asked"] == 40
@@ -91,14 +93,14 @@ def test_intervals_are_over_rows_of_one_seed_and_over_several_seeds() -> None:
     wilson = wilson_interval(90, 100)
     assert (rows[-1]["near"]["latch"]["low"], rows[-1]["near"]["latch"]["high"]) == (wilson.low, wilson.high)
     content = made(seeds=3, a=({"3": 0.9}, {"3": 1.0}))
-    shares = iter([0.5, 0.9, 1.0])
+    shares = iter([0.0, 0.9, 1.0])
     for r in content["results"]:
         if r["memory"] == "a" and r["task"] == "latch":
             r["far"]["3"], r["solved"] = [next(shares), 0.0], 2
     row = standings(content)[-1]
-    over_seeds = mean_interval([0.5, 0.9, 1.0])
-    assert over_seeds.high is not None and over_seeds.high > 1
-    assert row["near"]["latch"] == {"mean": over_seeds.mean, "low": over_seeds.low, "high": 1.0, "asked": 24}
+    over_seeds = mean_interval([0.0, 0.9, 1.0])
+    assert over_seeds.low is not None and over_seeds.low < 0 and over_seeds.high is not None and over_seeds.high > 1
+    assert row["near"]["latch"] == {"mean": over_seeds.mean, "low": 0.0, "high": 1.0, "asked": 24}
     assert (row["solved"], row["trainings"]) == (3, 6)
 
 
@@ -126,8 +128,13 @@ def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
     assert trials.far == 1200 and trials._distances(trials.all()[-1]) == [1, 2, 3]
 
 
-def test_costs_are_counted_of_the_task_and_compared_with_no_memory(tmp_path: Path) -> None:
-    trials = BOARDS["quick"].trials(["memory_transformer", "read_twice"], ["latch"], tmp_path, {})
+def test_costs_are_counted_of_the_task_and_compared_with_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cached_transformers.experiments.probes.far_trials.Sizes", functools.partial(Sizes, batch_size=4)
+    )
+    trials = BOARDS["quick"].trials(["read_twice"], ["latch"], tmp_path, {})
     costs = measure_costs(trials, "latch", rounds=1)
     assert costs["no memory"]["reading"]["median"] == 1.0 == costs["no memory"]["training"]["median"]
     # By hand, of segments of 8 tokens: projections, feed-forward and logits of width 32, and scores over all 8 keys.

@@ -71,7 +71,7 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
         segment = content["segments"][task]
         near[task] = _share([r["far"][str(farthest)][0] for r in found], content["rows"], farthest * segment)
         if arm == "far":
-            last = [max(map(int, r["far"])) for r in found]
+            last = [max(d for d in map(int, r["far"]) if d * segment <= content["far"]) for r in found]
             shares = [r["far"][str(distance)][0] for r, distance in zip(found, last, strict=True)]
             far[task] = _share(shares, content["rows"], min(last) * segment)
         all_of_them += found
