@@ -25,10 +25,10 @@ from cached_transformers.registry import MEMORIES, PROBES
 from cached_transformers.seam.probing import Probing, fixed
 
 
-def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float], **more: Any) -> dict[str, Any]:
-    answers = {distance: [share, share] for distance, share in far.items()}
+def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -> dict[str, Any]:
+    answers = {distance: [share, share, 100] for distance, share in far.items()}
     settings = {"task": {}, "sizes": {"steps": 9, "depth": 2, "width": 32}}
-    kept = {"solved": 3, "parameters": 10, "state_bytes": 4, "settings": settings, **more}
+    kept = {"solved": 3, "parameters": 10, "state_bytes": 4, "settings": settings, "chance": 0.25}
     return {"memory": memory, "arm": arm, "task": task, "seed": seed, "far": answers, **kept}
 
 
@@ -51,6 +51,7 @@ def made(seeds: int = 1, **shares: tuple[dict[str, float], dict[str, float]]) ->
         "far": 800,
         "segments": {"latch": 8, "copy": 4},
         "course": {"nearest": 1, "farthest": 3},
+        "longest": {"latch": 100, "copy": 200},
         "results": found,
     }
 
@@ -70,21 +71,21 @@ def test_memories_are_sorted_by_their_mean_then_by_far_ones_then_by_bytes_behind
     assert rows[4]["state_bytes"] == [4, 104] and rows[0]["far"] == {} and rows[0]["far_mean"] is None
 
 
-def test_where_asking_ended_the_last_answer_stands_with_its_tokens() -> None:
+def test_a_memory_of_which_asking_ended_counts_as_a_guess() -> None:
     content = made(short=({"1": 1.0, "3": 0.9, "5": 0.3}, {"3": 1.0, "200": 0.75, "500": 0.1}))  # 500: of a probe
     row = standings(content)[-1]
-    assert row["near"]["latch"]["mean"] == 0.9 and row["near"]["latch"]["asked"] == 24
-    assert row["far"]["latch"]["mean"] == 0.3 and row["far"]["latch"]["asked"] == 40
-    assert row["far"]["copy"]["asked"] == 800 and row["far_mean"] == pytest.approx(0.525)
+    assert row["near"]["latch"]["mean"] == 0.9 and row["near"]["latch"]["tokens"] == 24
+    assert row["far"]["latch"] == {"mean": 0.25, "low": None, "high": None, "tokens": 800, "ended": 1}
+    assert row["far"]["copy"]["tokens"] == 800 and row["far_mean"] == pytest.approx(0.5)
     cost = {"flops": 1500.0, "reading": {"median": 2.0, "low": 1.0, "high": 3.0}}
     costs = dict.fromkeys(("no memory", "whole text", "short"), cost | {"training": cost["reading"]})
     shown = board_tables(
         content | {"standings": standings(content), "costs": costs, "groups": groups(["latch", "copy"])}
     )
     assert [table.rows[-1][0] for table in shown] == ["short"] * 3 and len(shown[2].rows) == 1
-    assert shown[2].rows[0][1:] == ["30.0 [21.9, 39.6] at 40", "75.0 [65.7, 82.5]"]
+    assert shown[2].rows[0][1:] == ["25.0 ~", "75.0 [65.7, 82.5]"]
     assert shown[1].header == ["memory", "holding: latch, 24 tokens", "order: copy, 12 tokens"]
-    assert shown[0].rows[-1][1:5] == ["95.0", "52.5", "2 of 2", "4"]
+    assert shown[0].rows[-1][1:5] == ["95.0", "50.0", "2 of 2", "4"]
     assert shown[0].rows[-1][6:] == ["1.5 k", "2.00 (1.00-3.00)", "2.00 (1.00-3.00)"]
 
 
@@ -96,11 +97,11 @@ def test_intervals_are_over_rows_of_one_seed_and_over_several_seeds() -> None:
     shares = iter([0.0, 0.9, 1.0])
     for r in content["results"]:
         if r["memory"] == "a" and r["task"] == "latch":
-            r["far"]["3"], r["solved"] = [next(shares), 0.0], 2
+            r["far"]["3"], r["solved"] = [next(shares), 0.0, 100], 2
     row = standings(content)[-1]
     over_seeds = mean_interval([0.0, 0.9, 1.0])
     assert over_seeds.low is not None and over_seeds.low < 0 and over_seeds.high is not None and over_seeds.high > 1
-    assert row["near"]["latch"] == {"mean": over_seeds.mean, "low": 0.0, "high": 1.0, "asked": 24}
+    assert row["near"]["latch"] == {"mean": over_seeds.mean, "low": 0.0, "high": 1.0, "tokens": 24, "ended": 0}
     assert (row["solved"], row["trainings"]) == (3, 6)
 
 
@@ -109,23 +110,28 @@ def test_every_task_says_what_it_asks_and_one_that_does_not_has_a_group() -> Non
     assert groups(["latch", "copy", "passkey"]) == {"holding": ["latch", "passkey"], "order": ["copy"]}
 
 
+def test_a_task_of_bounded_distance_is_far_where_it_ends(tmp_path: Path) -> None:
+    trials = BOARDS["quick"].trials(["rmt"], ["recall"], tmp_path, {"recall": {"keys": 12}})
+    assert trials.distances(trials.all()[-1]) == [1, 2, 3, 5, 10]
+
+
 @pytest.mark.parametrize("name", list(BOARDS))
 def test_boards_can_be_trained_with_every_memory(name: str, tmp_path: Path) -> None:
     board = BOARDS[name]
     trials = board.trials(stream_memories(), list(board.tasks), tmp_path, {"mqar": {"pairs": 2}, "rmt": {"length": 7}})
-    assert len(trials.missing()) == len(board.tasks) * board.seeds * (2 + len(stream_memories()))
+    assert len(trials.missing()) == len(board.tasks) * (1 + board.seeds * (1 + len(stream_memories())))
     settings = {trial[:3]: trials.settings(trial) for trial in trials.all()}
     assert settings["mqar", "rmt", "far"]["task"] == {"segment": 8, "vocabulary": 32, "pairs": 2}
     assert settings["latch", "rmt", "far"]["memory"] == {"name": "rmt", "length": 7}
     far = {"name": "infinity_former", **setting("infinity_former").far(8, board.farthest, 2)}
     assert settings["latch", "infinity_former", "far"]["memory"] == stored_settings(far)
-    assert all(board.farthest in trials._distances(trial) for trial in trials.all())
+    assert all(board.farthest in trials.distances(trial) for trial in trials.all())
     assert board.reason(trials) != board.why == board.reason(board.trials(["rmt"], list(board.tasks), tmp_path, {}))
 
 
 def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
     trials = BOARDS["quick"].trials(["rmt"], ["latch"], tmp_path, {"latch": {"segment": 400}})
-    assert trials.far == 1200 and trials._distances(trials.all()[-1]) == [1, 2, 3]
+    assert trials.far == 1200 and trials.distances(trials.all()[-1]) == [1, 2, 3]
 
 
 def test_costs_are_counted_of_the_task_and_compared_with_no_memory(
@@ -189,7 +195,7 @@ def made_plain(content: dict[str, Any]) -> dict[str, Any]:
     return content | {"machine": "a machine", "results": results}
 
 
-def test_another_number_of_rows_asks_again_and_trains_nothing(tmp_path: Path) -> None:
+def test_more_rows_ask_again_and_train_nothing(tmp_path: Path) -> None:
     def trials(rows: int) -> FarTrials:
         return FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, far=4, rows=rows)
 
@@ -198,8 +204,7 @@ def test_another_number_of_rows_asks_again_and_trains_nothing(tmp_path: Path) ->
         list(trials(rows).train(trials(rows).missing(), jobs=1))
         stamps.append((tmp_path / "latch/rmt/far_0.safetensors").stat().st_mtime_ns)
     stored = json.loads((tmp_path / "latch/rmt/far_0.json").read_text())
-    assert stored["rows"] == 16 and trials(16).missing() == [] and len(trials(8).missing()) == 3
-    assert (stored["far"]["1"][0] * 16).is_integer() and stamps[0] == stamps[1]
+    assert stored["far"]["1"][2] == 16 and trials(16).missing() == trials(8).missing() == [] and stamps[0] == stamps[1]
 
 
 @pytest.mark.parametrize(

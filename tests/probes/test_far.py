@@ -110,7 +110,7 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
 
 def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
     trials = FarTrials(["rmt"], ["recall", "frequent_words"], 4, 1, 8, tmp_path, course=Course(3, 4), far=4000)
-    asked = {trial.task: trials._distances(trial) for trial in trials.all() if trial.memory == "rmt"}
+    asked = {trial.task: trials.distances(trial) for trial in trials.all() if trial.memory == "rmt"}
     assert asked == {"recall": [1, 2, 4, 5], "frequent_words": [4, 5, 10, 20, 50, 100, 200, 250]}
 
 

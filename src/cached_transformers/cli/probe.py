@@ -50,6 +50,12 @@ def add_parser(subparsers: Any) -> None:
         help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
     )
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
+    parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --train-distance: read texts of 10,000 segments and more with a compiled model, in half the time",
+    )
     parser.add_argument(
         "--short-convolution",
         type=int,
@@ -69,7 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="NAME.option=value",
-        help="options of tasks and memories, which `cached explain NAME` lists",
+        help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
+        "feed_forward, batch_size and learning_rate are those of the models",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
@@ -83,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     memories, tasks, options = chosen(arguments, arguments.tasks)
     trials = _trials(arguments, tasks, memories, options)
@@ -101,15 +108,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
-    """Names of memories and of tasks, and the options that were given of both (ValueError where there are none)."""
-    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks, options_of_memories
+    """Names of memories and of tasks, and the options that were given of them and of the models (ValueError where
+    there are none)."""
+    from cached_transformers.experiments.probes.trials import (
+        FILES,
+        MODEL,
+        chosen_memories,
+        chosen_tasks,
+        options_of_memories,
+        options_of_models,
+    )
 
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
     memories = chosen_memories(arguments.memories)
     of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
-    of_tasks = [override for override in arguments.overrides if override not in of_memories]
+    of_models = [override for override in arguments.overrides if override.partition(".")[0] == MODEL]
+    of_tasks = [override for override in arguments.overrides if override not in of_memories + of_models]
     by_task = chosen_tasks(tasks, files, of_tasks)
-    return memories, list(by_task), by_task | options_of_memories(memories, of_memories)
+    options = by_task | options_of_memories(memories, of_memories) | options_of_models(of_models)
+    return memories, list(by_task), options
 
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
@@ -133,7 +150,7 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "no_curriculum"):
+        for name in ("far", "rows", "compile", "no_curriculum"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -141,7 +158,8 @@ def _trials(
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
     nearest, farthest = _distances(arguments.train_distance)
     course = Course(nearest, farthest, curriculum=not arguments.no_curriculum)
-    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000)
+    how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
+    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
 def _distances(text: str) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from cached_transformers.experiments.probes.distances import Course
 from cached_transformers.experiments.probes.far_trials import FarTrials
 from cached_transformers.registry import PROBES
 
-ROWS = 256
-"""Texts behind each share: an interval of 12 points at the widest."""
+ROWS, TAPS = 256, 3
+"""Texts behind each share: an interval of 12 points at the widest; and tokens of the short convolution, as of `cached
+probe --train-distance`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Board:
             steps or self.steps,
             folder,
             {name: chosen for name, chosen in merged.items() if chosen},
+            TAPS,
             course=Course(1, self.farthest),
             far=max([self.far, *(self.farthest * PROBES.create(task, **merged[task]).segment for task in tasks)]),
             rows=ROWS,

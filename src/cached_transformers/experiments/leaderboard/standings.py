@@ -1,7 +1,7 @@
 """Who comes where: shares of right answers with their intervals, means over tasks, and the order of the rows.
 
-An answer is asked of new texts at two distances: the farthest of the training ("near"), and the longest text ("far").
-Asking ends where a memory is near a guess (`FarTrials`); then its last answer stands for the longer texts.
+Answers are asked for in new texts at two distances: the farthest of the training ("near"), and that of the longest text
+("far"). Asking ends where a memory is near a guess (`FarTrials`), which then counts as a guess in longer texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from cached_transformers.experiments.environment import machine
 from cached_transformers.experiments.probes.far_trials import NONE, WHOLE, FarTrials
-from cached_transformers.experiments.statistics import Interval, mean_interval, wilson_interval
+from cached_transformers.experiments.probes.trials import Trial
+from cached_transformers.experiments.statistics import mean_interval, wilson_interval
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import PROBES
 
@@ -33,6 +34,7 @@ def write_leaderboard(trials: FarTrials, name: str, board: Board, command: str) 
         "groups": groups(trials.tasks),
         "costs": measure_costs(trials, trials.tasks[0]),
         "costs_of": trials.tasks[0],
+        "longest": {task: trials.distances(Trial(task, trials.memories[0], "far", 0))[-1] for task in trials.tasks},
     }
     content["standings"] = standings(content)
     write_whole(trials.folder / FILE, json_text(content))
@@ -54,9 +56,10 @@ def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     longest text, then of the fewest bytes.
 
     Returns:
-        rows with name; near and far, by task {mean, low, high} and "asked", the tokens from cue to question (far is
-        empty without a memory); near_mean and far_mean over tasks (None where there is none); solved and trainings;
-        and the least and greatest of parameters and state_bytes over tasks.
+        rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", of the
+        trainings that were as good as a guess before (far is empty without a memory); near_mean and far_mean over
+        tasks (None where there is none); solved and trainings; and the least and greatest of parameters and state_bytes
+        over tasks.
     """
     arms = [_row(content, "none", arm) for arm in (NONE, WHOLE)]
     rows = [_row(content, memory, "far") for memory in content["memories"]]
@@ -69,11 +72,9 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
     for task in content["tasks"]:
         found = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
         segment = content["segments"][task]
-        near[task] = _share([r["far"][str(farthest)][0] for r in found], content["rows"], farthest * segment)
+        near[task] = _share(found, farthest, segment)
         if arm == "far":
-            last = [max(d for d in map(int, r["far"]) if d * segment <= content["far"]) for r in found]
-            shares = [r["far"][str(distance)][0] for r, distance in zip(found, last, strict=True)]
-            far[task] = _share(shares, content["rows"], min(last) * segment)
+            far[task] = _share(found, content["longest"][task], segment)
         all_of_them += found
     sizes = {key: [r[key] for r in all_of_them] for key in ("parameters", "state_bytes")}
     return {
@@ -88,14 +89,22 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
     }
 
 
-def _share(shares: Sequence[float], rows: int, asked: int) -> dict[str, Any]:
-    """A share of right answers with its 95 % interval: of Wilson over rows of one seed, of t over several seeds.
+def _share(trainings: Sequence[Mapping[str, Any]], distance: int, segment: int) -> dict[str, Any]:
+    """A share of right answers with its 95 % interval: of Wilson over the texts of one seed, of t over several seeds.
 
-    Rows with several answers count as one each, so that Wilson's interval is rather too wide for them.
+    Texts with several answers count as one each, so that Wilson's interval is rather too wide for them. A guess has no
+    interval of its own.
     """
-    if len(shares) == 1:
-        interval = wilson_interval(round(shares[0] * rows), rows)
-        return {"mean": shares[0], "low": interval.low, "high": interval.high, "asked": asked}
-    found: Interval = mean_interval(shares)
-    assert found.low is not None and found.high is not None
-    return {"mean": found.mean, "low": max(0.0, found.low), "high": min(1.0, found.high), "asked": asked}
+    answers = [training["far"].get(str(distance)) for training in trainings]
+    shares = [r["chance"] if answer is None else answer[0] for r, answer in zip(trainings, answers, strict=True)]
+    found = mean_interval(shares)
+    if len(shares) == 1 and answers[0] is not None:
+        share, _, rows = answers[0]
+        found = wilson_interval(round(share * rows), rows)
+    return {
+        "mean": mean(shares),
+        "low": None if found.low is None else max(0.0, found.low),
+        "high": None if found.high is None else min(1.0, found.high),
+        "tokens": distance * segment,
+        "ended": answers.count(None),
+    }

@@ -43,12 +43,11 @@ def board_tables(content: Mapping[str, Any]) -> list[BoardTable]:
     header = ["memory", "near, mean", "far, mean", "solved", "state, bytes", "parameters"]
     header += ["FLOPs a token", "reading, no memory = 1", "training, no memory = 1"]
     near = [[row["name"], *(_share(row["near"][task]) for task in tasks)] for row in standings]
-    heads = [f"{asks[task]}: {task}, {standings[0]['near'][task]['asked']} tokens" for task in tasks]
-    longest = {task: content["far"] // content["segments"][task] * content["segments"][task] for task in tasks}
-    far = [
-        [row["name"], *(_share(row["far"][task], longest[task]) for task in tasks)] for row in standings if row["far"]
-    ]
-    far_heads = [f"{asks[task]}: {task}, {longest[task]} tokens" for task in tasks]
+    far = [[row["name"], *(_share(row["far"][task]) for task in tasks)] for row in standings if row["far"]]
+    heads, far_heads = (
+        [f"{asks[task]}: {task}, {standings[-1][where][task]['tokens']} tokens" for task in tasks]
+        for where in ("near", "far")
+    )
     return [
         BoardTable("Standings", header, overall),
         BoardTable("Near: right answers at the farthest trained distance, %", ["memory", *heads], near),
@@ -60,10 +59,10 @@ def _percent(share: float | None) -> str:
     return MISSING if share is None else f"{100 * share:.1f}"
 
 
-def _share(share: Mapping[str, Any], longest: int | None = None) -> str:
-    """A share with its interval, and where asking ended before the longest text."""
-    ended = f" at {share['asked']}" if longest is not None and share["asked"] < longest else ""
-    return f"{_percent(share['mean'])} [{_percent(share['low'])}, {_percent(share['high'])}]{ended}"
+def _share(share: Mapping[str, Any]) -> str:
+    """A share with its interval, and a mark where one of its trainings counts as a guess."""
+    interval = "" if share["low"] is None else f" [{_percent(share['low'])}, {_percent(share['high'])}]"
+    return f"{_percent(share['mean'])}{interval}{' ~' if share['ended'] else ''}"
 
 
 def _range(values: list[int]) -> str:
@@ -135,15 +134,15 @@ def _columns(content: Mapping[str, Any]) -> str:
     interval = (
         f"Wilson's over the {rows} texts of the one seed, which knows nothing of other seeds"
         if seeds == 1
-        else f"the t interval over {seeds} seeds, cut to 0 and 100"
+        else f"the t interval over {seeds} seeds, cut to 0 and 100 (whole text, one seed: Wilson's over {rows} texts)"
     )
     lines = [
         "**no memory** begins every segment anew, **whole text** attends everything and shows that a task can be "
         "learned; both come first, and are not asked about long texts.",
         f"**near**: share of right answers at the farthest trained distance, {farthest} segments, in {rows} new texts "
         f"a task; the mean is over tasks. Memories are sorted by it. In brackets behind each share: 95 %, {interval}.",
-        "**far**: the same in the longest texts. Asking ends where a memory is near a guess; then the last answer "
-        'stands, with its number of tokens ("at").',
+        "**far**: the same in the longest texts. Asking ends at a distance where a memory is near a guess, and a "
+        "training of which it has ended counts as a guess: ~.",
         "**solved**: trainings that reached 99 % right answers at every distance of the curriculum, of all.",
         "**state, bytes**: what a row carries from segment to segment, in float32, the tail of the short convolution "
         "included.",
