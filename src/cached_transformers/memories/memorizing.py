@@ -36,8 +36,8 @@ ALL = 2
 
 
 SHARP = {"initial_scale": 10.0}
-"""Logits of unit vectors lie within the scale: with 1, the default, the best of 16 neighbours gets at most a third of the
-weight, and the scale grows by a learning rate a step at most."""
+"""Logits of unit vectors lie within the scale: with 1, the default, the best of 16 neighbours gets at most a third of
+the weight, and the scale grows by a learning rate a step at most."""
 
 
 class Found(NamedTuple):
