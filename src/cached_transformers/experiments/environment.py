@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import shutil
@@ -36,8 +37,12 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {named[0] if named else platform.processor() or platform.machine()}"
 
 
+@functools.cache
 def _commit() -> str | None:
-    """Commit of the source tree that the package runs from; None for an installed package."""
+    """Commit of the source tree that the package runs from; None for an installed package.
+
+    Asked once a process: a commit that is made while it runs is not what it runs.
+    """
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
