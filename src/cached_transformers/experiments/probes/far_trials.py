@@ -25,6 +25,7 @@ from cached_transformers.registry import PROBES
 from cached_transformers.state import nbytes
 
 from .distances import Course, Trained, holds, ladder, train_by_distance
+from .news import Answer, Tell
 from .protocol import Sizes, build_model
 from .settings import setting
 from .trials import Trial, Trials, stored_settings
@@ -70,11 +71,11 @@ class FarTrials(Trials):
 
     def _distances(self, trial: Trial) -> list[int]:
         task = self._task(trial.task)
-        far = self.far if trial.arm == "far" else self.course.farthest * task.segment
+        far = self.course.farthest * task.segment if trial.arm == WHOLE else self.far
         return [distance for distance in ladder(task.segment, far) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
-        task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        task, sizes = self._task(trial.task), self._sizes()
         for distance in (self.course.nearest, self.course.farthest):
             task.segments(distance)
         spec, passes = None, 1
@@ -93,16 +94,20 @@ class FarTrials(Trials):
             "taps": self.taps,
             "rows": ROWS,
             "segments": {task: self._task(task).segment for task in self.tasks},
+            "asked": {task: PROBES.entry(task).summary for task in self.tasks},
         }
         write_whole(self.folder / "far.json", json_text(result))
         return result
 
-    def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-        return _train_and_ask(trial, settings, folder, self._distances(trial))
+    def work(self, trial: Trial, settings: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+        return _train_and_ask(trial, settings, folder, self._distances(trial), tell)
 
 
 def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
-    """Distances that are still to be asked about; none behind one at which the memory is as good as a guess."""
+    """Distances that are still to be asked about; none behind one at which the memory is as good as a guess. The model
+    without a memory, which costs little to ask, has no such end."""
+    if stored["memory"] is None:
+        return [distance for distance in distances if str(distance) not in stored["far"]]
     chance, answers = stored["chance"], {int(d): share for d, (share, _) in stored["far"].items()}
     for index, distance in enumerate(distances):
         if distance not in answers:
@@ -114,7 +119,9 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
     return []
 
 
-def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int]) -> dict[str, Any]:
+def _train_and_ask(
+    trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int], tell: Tell
+) -> dict[str, Any]:
     """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
     torch.set_num_threads(1)
     path = folder / trial.path
@@ -130,8 +137,8 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
     if stored is not None and stored["settings"] == settings and weights.is_file():
         model.load_state_dict(safetensors.torch.load_file(weights))
     else:
-        started, whole = time.perf_counter(), trial.arm == WHOLE
-        trained = train_by_distance(model, task, course, sizes, seed=trial.seed, passes=settings["passes"], whole=whole)
+        started, how = time.perf_counter(), {"passes": settings["passes"], "whole": trial.arm == WHOLE}
+        trained = train_by_distance(model, task, course, sizes, seed=trial.seed, tell=tell, **how)
         stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}  # tied ones apart
@@ -140,10 +147,12 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
         write_whole(path, json_text(stored))
     while unasked := _unasked(stored, distances):
         started, distance = time.perf_counter(), unasked[0]
-        answers = holds(model, task, distance, ROWS, passes=settings["passes"], whole=trial.arm == WHOLE)
+        how = {"passes": settings["passes"], "whole": trial.arm == WHOLE, "alone": trial.arm == NONE}
+        answers = holds(model, task, distance, ROWS, **how)
         stored["far"][str(distance)] = answers
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))
+        tell(Answer(distance * task.segment, answers[0]))
     return stored
 
 
