@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     of: dict[str, list[str]] = {"memories": [], "sizes": [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        of["memories" if name in memories else name if name == "sizes" else "tasks"].append(override)
+        of["sizes" if name == "sizes" else "memories" if name in memories else "tasks"].append(override)
     tasks = chosen_tasks(arguments.tasks, files, of["tasks"])
     options = tasks | options_of_memories(memories, of["memories"]) | {"sizes": options_of_sizes(of["sizes"])}
     trials = _trials(arguments, list(tasks), memories, options)

@@ -130,6 +130,7 @@ def _train_and_ask(
         Sizes(**settings["sizes"]),
         Course(**settings["course"]),
     )
+    how = {"passes": settings["passes"], "whole": trial.arm == WHOLE}
     torch.manual_seed(trial.seed)
     model = build_model(task, settings["memory"], sizes)
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -137,7 +138,7 @@ def _train_and_ask(
     if stored is not None and stored["settings"] == settings and weights.is_file():
         model.load_state_dict(safetensors.torch.load_file(weights))
     else:
-        started, how = time.perf_counter(), {"passes": settings["passes"], "whole": trial.arm == WHOLE}
+        started = time.perf_counter()
         trained = train_by_distance(model, task, course, sizes, seed=trial.seed, tell=tell, **how)
         stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +148,7 @@ def _train_and_ask(
         write_whole(path, json_text(stored))
     while unasked := _unasked(stored, distances):
         started, distance = time.perf_counter(), unasked[0]
-        how = {"passes": settings["passes"], "whole": trial.arm == WHOLE, "alone": trial.arm == NONE}
-        answers = holds(model, task, distance, ROWS, **how)
+        answers = holds(model, task, distance, ROWS, alone=trial.arm == NONE, **how)
         stored["far"][str(distance)] = answers
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))

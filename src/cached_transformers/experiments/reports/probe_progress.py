@@ -44,14 +44,15 @@ class ProbeProgress:
         if isinstance(news, Answer):
             self._line(f"{trial.name}: {_share(news.accuracy)} right, {news.tokens:,} tokens after the cue")
             return
-        values = f"loss {news.loss:.4f}  {_share(news.accuracy)} right at {_distance(news)}"
         if self._bar is not None:
             if trial not in self._bars:
                 self._bars[trial] = self._bar.add_task(escape(trial.name), values="")
-            self._bar.update(self._bars[trial], completed=news.step, total=news.steps, values=values)
+            short = f"{_share(news.accuracy)} at {news.distance}/{news.farthest}"
+            self._bar.update(self._bars[trial], completed=news.step, total=news.steps, values=short)
         if news.solved or news.step >= self._said.get(trial, 0) + news.steps / LINES:
             self._said[trial] = news.step
             solved = ", solved" if news.solved else ""
+            values = f"loss {news.loss:.4f}  {_share(news.accuracy)} right at {_distance(news)}"
             self._line(f"{trial.name}: step {news.step:>5}/{news.steps}  {values}{solved}")
 
     def finished(self, trial: Trial, result: dict[str, Any]) -> None:
