@@ -76,7 +76,7 @@ def test_lines_come_by_tenths_and_when_a_distance_is_solved(terminal: bool) -> N
     assert ("\x1b" in text) == terminal, "bars move on a terminal alone"
 
 
-SMALL = "rmt rmt.length=2 sizes.width=8 sizes.depth=1 sizes.heads=1 sizes.rows=32 sizes.check_every=4 --tasks latch"
+SMALL = "rmt rmt.length=2 model.width=8 model.depth=1 model.heads=1 model.check_every=4 --tasks latch"
 COMMAND = ["probe", *SMALL.split(), *["--train-distance", "1..2", "--steps", "8", "--far", "20"]]
 
 
@@ -104,37 +104,22 @@ def test_several_processes_say_what_one_does(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_a_failure_in_a_process_ends_the_others_and_is_told(tmp_path: Path) -> None:
-    trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, {"sizes": {"heads": 3}}, course=Course(1, 1), far=4)
+    trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path, {"model": {"heads": 3}}, course=Course(1, 1), far=4)
     with pytest.raises(ValueError, match="heads"):
         list(trials.train(trials.missing(), jobs=2))
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_sizes_are_set_kept_and_make_trainings_anew(tmp_path: Path) -> None:
-    def trials(**sizes: object) -> FarTrials:
-        return FarTrials(["memformer"], ["latch"], 1, 1, 2, tmp_path, {"sizes": sizes}, course=Course(1, 1), far=4)
-
-    chosen = trials(width=16, learning_rate=0.5)
-    for trial in chosen.all():
-        settings = chosen.settings(trial)["sizes"]
-        assert (settings["width"], settings["learning_rate"], settings["steps"]) == (16, 0.5, 2)
-    list(trials(width=16).train(trials(width=16).all(), jobs=1))
-    assert trials(width=16).missing() == [] and len(trials(width=8).missing()) == 3
-
-
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("sizes.widht=3", "unknown option of sizes 'widht'; did you mean 'width'?"),
-        ("sizes.width=wide", "sizes.width='wide' must be a whole number"),
-        ("sizes.batch_size=0", "sizes.batch_size=0 must be at least 1"),
-        ("sizes.learning_rate=0.0", "sizes.learning_rate=0.0 must be above 0"),
-        ("sizes.steps=3", "sizes.steps is not set in this way; give --steps"),
-        ("sizes=3", "sizes=3 sets nothing; write sizes.option=value"),
-        ("size.width=3", "of the model that is probed, sizes.option=value"),
+        ("model.check_evry=3", "did you mean 'check_every'?"),
+        ("model.check_every=0", "model.check_every=0 must be a number above 0"),
+        ("model.steps=3", "unknown size of the probed model 'steps'"),
+        ("rmt=3", "rmt=3 sets no option; write rmt.option=value"),
     ],
 )
-def test_sizes_that_are_none_are_refused(
+def test_words_for_the_model_that_are_none_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, says: str
 ) -> None:
     assert main(["probe", "rmt", word, "--tasks", "latch", "--out", str(tmp_path / "out")]) == 2

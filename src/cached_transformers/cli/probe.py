@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "overrides",
         nargs="*",
         metavar="NAME.option=value",
-        help="options of tasks and memories, which `cached explain NAME` lists, and of the probed model and its "
-        "training: sizes.width, depth, heads, feed_forward, batch_size, learning_rate, check_every, enough, rows",
+        help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
+        "feed_forward, batch_size, learning_rate and check_every are those of the models and their training",
     )
     parser.add_argument(
         "--tasks",
@@ -54,6 +54,12 @@ def add_parser(subparsers: Any) -> None:
         help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
     )
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
+    parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --train-distance: read texts of 10,000 segments and more with a compiled model, in half the time",
+    )
     parser.add_argument(
         "--short-convolution",
         type=int,
@@ -74,10 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.choice import (
         FILES,
+        MODEL,
         chosen_memories,
         chosen_tasks,
         options_of_memories,
-        options_of_sizes,
+        options_of_models,
     )
     from cached_transformers.experiments.probes.far_trials import FarTrials
     from cached_transformers.experiments.reports.far_page import write_far_report
@@ -85,16 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reports.probe_progress import ProbeProgress
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
     refuse_too_many_seeds(arguments.seeds)
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
     memories = chosen_memories(arguments.memories)
-    of: dict[str, list[str]] = {"memories": [], "sizes": [], "tasks": []}
+    of: dict[str, list[str]] = {"memories": [], MODEL: [], "tasks": []}
     for override in arguments.overrides:
         name = override.partition("=")[0].partition(".")[0]
-        of["sizes" if name == "sizes" else "memories" if name in memories else "tasks"].append(override)
+        of[MODEL if name == MODEL else "memories" if name in memories else "tasks"].append(override)
     tasks = chosen_tasks(arguments.tasks, files, of["tasks"])
-    options = tasks | options_of_memories(memories, of["memories"]) | {"sizes": options_of_sizes(of["sizes"])}
+    options = tasks | options_of_memories(memories, of["memories"]) | options_of_models(of[MODEL])
     trials = _trials(arguments, list(tasks), memories, options)
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
@@ -127,7 +134,7 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "no_curriculum"):
+        for name in ("far", "rows", "compile", "no_curriculum"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -135,7 +142,8 @@ def _trials(
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
     nearest, farthest = _distances(arguments.train_distance)
     course = Course(nearest, farthest, curriculum=not arguments.no_curriculum)
-    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000)
+    how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
+    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
 def _distances(text: str) -> tuple[int, int]:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cached_transformers.annotations import check_type, hints_of
 from cached_transformers.registry import MEMORIES, PROBES, unknown_name
 from cached_transformers.yaml_tree import apply_override
 
-from .protocol import Sizes
 from .settings import stream_memories
+from .trials import MODEL
 
 FILES = ("babi", "books")
 """Options of tasks that read files: bAbI's, and books."""
-ELSEWHERE = {
-    "steps": "give --steps",
-    "short_convolution": "give --short-convolution",
-    "model": "options of memories are set by their names",
-}
-"""Of `Sizes`, what a command does not set under that name, and what to do."""
+SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate", "check_every")
+"""Those of `Sizes` that may be set."""
 
 
 def chosen_memories(text: str) -> list[str]:
@@ -60,8 +55,7 @@ def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] =
         if task not in tasks:
             raise ValueError(
                 f"{override!r} sets an option of {task!r}, which is neither among the memories nor among the tasks "
-                f"{', '.join(tasks)}; write NAME.option=value, and give a task with --tasks; of the model that is "
-                f"probed, sizes.option=value"
+                f"{', '.join(tasks)}; write NAME.option=value, and give a task with --tasks"
             )
         apply_override(tasks, override)
     for name, options in tasks.items():
@@ -90,30 +84,23 @@ def options_of_memories(memories: Sequence[str], overrides: Sequence[str]) -> di
     return {name: options for name, options in found.items() if options}
 
 
-def options_of_sizes(overrides: Sequence[str]) -> dict[str, Any]:
-    """Sizes of the probed model and its training that are set by `sizes.option=value`.
+def options_of_models(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Sizes of the models that are set by `model.option=value`.
 
     Raises:
-        ValueError: an unknown one, one that has an argument of its own, or a value of another type or out of range.
+        ValueError: an unknown size, or one that is not a number above 0.
     """
-    tree: dict[str, Any] = {"sizes": {}}
+    found: dict[str, Any] = {MODEL: {}}
     for override in overrides:
-        apply_override(tree, override)
-    found, hints = tree["sizes"], hints_of(Sizes)
-    if not isinstance(found, dict):
-        raise ValueError(f"sizes={found!r} sets nothing; write sizes.option=value")
-    known = [name for name in hints if name not in ELSEWHERE]
-    for name, value in found.items():
-        if name in ELSEWHERE:
-            raise ValueError(f"sizes.{name} is not set in this way; {ELSEWHERE[name]}")
-        if name not in known:
-            raise ValueError(unknown_name("option of sizes", name, known))
-        check_type(f"sizes.{name}", value, hints[name])
-    try:
-        Sizes(**found)
-    except ValueError as error:
-        raise ValueError(f"sizes.{error}") from None
-    return found
+        apply_override(found, override)
+    sizes = found[MODEL] if isinstance(found[MODEL], dict) else {MODEL: found[MODEL]}
+    for name, value in sizes.items():
+        if name not in SIZES:
+            raise ValueError(unknown_name("size of the probed model", name, list(SIZES)))
+        kinds = (int, float) if name == "learning_rate" else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            raise ValueError(f"{MODEL}.{name}={value!r} must be a number above 0")
+    return {MODEL: sizes} if sizes else {}
 
 
 def _options(task: str) -> Mapping[str, Any]:

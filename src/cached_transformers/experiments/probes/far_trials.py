@@ -1,8 +1,8 @@
 """Probes by distance: every memory is trained at many distances, and then asked after texts of any length.
 
 Three kinds of training stand side by side, with the same sizes, seeds and steps: with the memory; without one, every
-segment read alone; and attention over the whole text, which shows that the task can be learned. A training is kept with
-its weights, and each answer as soon as there is one, so that a longer text later costs the longer text alone.
+segment read alone; and, once, attention over the whole text, which shows that the task can be learned. A training is
+kept with its weights, and each answer as soon as there is one, so that a longer text later costs the longer text alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NONE, WHOLE = "no memory", "whole text"
 """The arms without a memory: each segment alone, and attention over everything."""
 NEAR_A_GUESS = 0.25
 """Share of what there is above chance that a memory must still know; with less, it is asked nothing farther."""
-ROWS = 64
-"""Texts that are read at once."""
+LONG = 10_000
+"""Segments of a text from which on a compiled model pays for its making."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,20 @@ class FarTrials(Trials):
     """What is probed by distance; `distance` is the farthest of the course.
 
     Attributes:
-        course: distances of the training. far: tokens of the longest text that is asked about. taps: of the short
-            convolution in front of attention, the same for all.
+        course: distances of the training. far: tokens of the longest text that is asked about.
+        rows: texts that are asked about at each distance. compiled: whether long texts are read by a compiled model,
+            which takes a minute to make and then about half the time a segment.
     """
 
     course: Course = dataclasses.field(default_factory=Course)
     far: int = 1_000_000
-    taps: int = 3
+    rows: int = 64
+    compiled: bool = False
 
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
-            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)]
+            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)[: 1 if seed else 2]]
             trials += [Trial(task, memory, "far", seed) for memory in self.memories]
         return trials
 
@@ -67,7 +69,9 @@ class FarTrials(Trials):
         if not path.is_file():
             return False
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return stored["settings"] == self.settings(trial) and not _unasked(stored, self._distances(trial))
+        if stored["settings"] != self.settings(trial):
+            return False
+        return not _unasked(stored, self._distances(trial), self.rows)
 
     def _distances(self, trial: Trial) -> list[int]:
         task = self._task(trial.task)
@@ -92,7 +96,7 @@ class FarTrials(Trials):
             "course": dataclasses.asdict(self.course),
             "far": self.far,
             "taps": self.taps,
-            "rows": ROWS,
+            "rows": self.rows,
             "segments": {task: self._task(task).segment for task in self.tasks},
             "asked": {task: PROBES.entry(task).summary for task in self.tasks},
         }
@@ -100,15 +104,18 @@ class FarTrials(Trials):
         return result
 
     def work(self, trial: Trial, settings: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
-        return _train_and_ask(trial, settings, folder, self._distances(trial), tell)
+        return _train_and_ask(trial, settings, folder, self._distances(trial), self.rows, self.compiled, tell)
 
 
-def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
-    """Distances that are still to be asked about; none behind one at which the memory is as good as a guess. The model
-    without a memory, which costs little to ask, has no such end."""
+def _unasked(stored: dict[str, Any], distances: Sequence[int], rows: int) -> list[int]:
+    """Distances that are still to be asked about, in so many texts; none behind one where it is as good as a guess.
+
+    The model without a memory, which costs little to ask, has no such end.
+    """
+    chance = stored["chance"]
+    answers = {int(d): share for d, (share, _, texts) in stored["far"].items() if texts >= rows}
     if stored["memory"] is None:
-        return [distance for distance in distances if str(distance) not in stored["far"]]
-    chance, answers = stored["chance"], {int(d): share for d, (share, _) in stored["far"].items()}
+        return [distance for distance in distances if distance not in answers]
     for index, distance in enumerate(distances):
         if distance not in answers:
             return list(distances[index:])
@@ -120,7 +127,13 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
 
 
 def _train_and_ask(
-    trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int], tell: Tell
+    trial: Trial,
+    settings: dict[str, Any],
+    folder: Path,
+    distances: Sequence[int],
+    rows: int,
+    compiled: bool,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
     torch.set_num_threads(1)
@@ -146,10 +159,12 @@ def _train_and_ask(
         path.unlink(missing_ok=True)  # a run that ends here must not leave new weights beside the result of others
         write_whole(weights, safetensors.torch.save(tensors))
         write_whole(path, json_text(stored))
-    while unasked := _unasked(stored, distances):
+    while unasked := _unasked(stored, distances, rows):
         started, distance = time.perf_counter(), unasked[0]
-        answers = holds(model, task, distance, ROWS, alone=trial.arm == NONE, **how)
-        stored["far"][str(distance)] = answers
+        alone = trial.arm == NONE  # of which only segments that ask are read: nothing to be gained by compiling
+        reader = torch.compile(model, dynamic=False) if compiled and distance >= LONG and not alone else model
+        answers = holds(reader, task, distance, rows, alone=alone, **how)
+        stored["far"][str(distance)] = [*answers, rows]
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))
         tell(Answer(distance * task.segment, answers[0]))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.checks import at_least_one
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import MemorySpec
 from cached_transformers.models.segments import read_segments
@@ -34,9 +33,6 @@ class Sizes:
 
     Attributes:
         steps: the most. check_every: steps between two looks at the accuracy on `rows` new episodes.
-
-    Raises:
-        ValueError: a size, a number of steps or rows below 1, or a learning rate that is not above 0.
     """
 
     width: int = 32
@@ -51,12 +47,6 @@ class Sizes:
     rows: int = 512
     short_convolution: int = 1
     model: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        at_least_one(width=self.width, depth=self.depth, heads=self.heads, feed_forward=self.feed_forward)
-        at_least_one(batch_size=self.batch_size, steps=self.steps, check_every=self.check_every, rows=self.rows)
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be above 0, e.g. 0.003")
 
 
 class Score(NamedTuple):

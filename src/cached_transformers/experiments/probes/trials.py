@@ -32,6 +32,8 @@ from .protocol import Sizes, probe
 from .settings import setting
 from .tasks import ProbeTask
 
+MODEL = "model"
+"""Beside the names of tasks and memories, in options: sizes of the models, the same for all."""
 Result = dict[str, Any]
 Hear = Callable[["Trial", News], object]
 _PAUSE = 0.1
@@ -75,8 +77,8 @@ class Trials:
 
     Attributes:
         steps: the most of a training. options: of tasks and memories, by their names; those of a memory come on top of
-            what its registration says; under "sizes" those of the probed model and its training. taps: of the short
-            convolution in front of attention, the same for all; 1 for none.
+            what its registration says, and those of "model" are fields of `Sizes`, the same for all.
+        taps: of the short convolution in front of attention, the same for all; 1 for none.
     """
 
     memories: Sequence[str]
@@ -128,7 +130,7 @@ class Trials:
         return dict(self.options.get(name, {}))
 
     def _sizes(self) -> Sizes:
-        return Sizes(steps=self.steps, short_convolution=self.taps, **self._options("sizes"))
+        return Sizes(steps=self.steps, short_convolution=self.taps, **self._options(MODEL))
 
     def _of_memory(
         self, memory: str, options: Options, task: ProbeTask, sizes: Sizes
@@ -137,7 +139,7 @@ class Trials:
         unless one was chosen for all."""
         spec = {"name": memory, **options(task.segment, self.distance, sizes.depth), **self._options(memory)}
         chosen = setting(memory)
-        if chosen.learning_rate is not None and "learning_rate" not in self._options("sizes"):
+        if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
             sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         return spec, chosen.passes, sizes
 

@@ -55,7 +55,7 @@ def far_rows(content: Mapping[str, Any]) -> list[FarRow]:
 def held_tokens(training: Mapping[str, Any], segment: int) -> int:
     """Tokens from cue to question up to which every distance that was asked about is held."""
     far = 0
-    for distance, (share, _) in sorted((int(d), answer) for d, answer in training["far"].items()):
+    for distance, (share, *_) in sorted((int(d), answer) for d, answer in training["far"].items()):
         if share < ENOUGH:
             break
         far = distance * segment
@@ -64,19 +64,19 @@ def held_tokens(training: Mapping[str, Any], segment: int) -> int:
 
 def far_cells(row: FarRow, content: Mapping[str, Any]) -> list[str]:
     """What the table says of a row; nothing where there is nothing to say. Numbers are the least over seeds, of answers
-    the mean."""
+    the mean, in which one that was as good as a guess before counts as a guess."""
     segment = content["segments"][row.task]
     held = [held_tokens(training, segment) for training in row.trainings]
     asked = max(max(map(int, training["far"]), default=0) for training in row.trainings)
-    last = [share for t in row.trainings for d, (share, _) in t["far"].items() if int(d) == asked]
-    tokens = [sum(map(int, t["far"])) * segment * content["rows"] for t in row.trainings]
+    last = [t["far"][str(asked)][0] if str(asked) in t["far"] else t["chance"] for t in row.trainings]
+    tokens = [sum(int(d) * rows for d, (*_, rows) in t["far"].items()) * segment for t in row.trainings]
     seconds = sum(t["seconds_far"] for t in row.trainings)
     carries = row.name in content["memories"]  # without a memory nothing is carried, and most of a text is not read
     return [
         f"{min(t['solved'] for t in row.trainings)}",
         f"{min(held):,}",
         f"{sum(far >= asked * segment for far in held)} of {len(held)}",
-        f"{100 * mean(last):.1f} at {asked * segment:,}" if last else "",
+        f"{100 * mean(last):.1f} at {asked * segment:,}" if asked else "",
         f"{row.trainings[0]['state_bytes']:,}" if carries else "",
         f"{sum(tokens) / seconds:,.0f}" if carries and seconds else "",
     ]
@@ -88,9 +88,8 @@ def far_sentences(content: Mapping[str, Any], task: str) -> list[str]:
     rows = {row.name: row for row in far_rows(content) if row.task == task}
     none, segment, seeds = rows["no memory"], content["segments"][task], content["seeds"]
     memories = {name: row for name, row in rows.items() if name in content["memories"]}
-    asked = {name: min(max(map(int, t["far"])) for t in row.trainings) for name, row in memories.items()}
-    farthest = max(asked.values())
-    there = {name: _shares(row, farthest) for name, row in memories.items() if asked[name] == farthest}
+    farthest = max(int(distance) for row in memories.values() for t in row.trainings for distance in t["far"])
+    there = {name: shares for name, row in memories.items() if (shares := _shares(row, farthest))}
     best = sorted(there, key=lambda name: -mean(there[name]))
     shown = [f"{name} in {_percent(there[name])}" for name in best[1:MENTIONED]]
     means = "" if seeds == 1 else f"mean of {seeds} seeds; the worst: {_percent([min(there[best[0]])])}"
@@ -105,8 +104,11 @@ def far_sentences(content: Mapping[str, Any], task: str) -> list[str]:
 
 
 def _shares(row: FarRow, distance: int) -> list[float]:
-    """Right answers at a distance, one a seed; of those that were asked there."""
-    return [t["far"][str(distance)][0] for t in row.trainings if str(distance) in t["far"]]
+    """Right answers at a distance, one a seed; one that was as good as a guess before counts as a guess, and where all
+    were, or nobody asked, there are none."""
+    asked = [t["far"].get(str(distance)) for t in row.trainings]
+    guess = row.trainings[0]["chance"]
+    return [answer[0] if answer else guess for answer in asked] if any(asked) else []
 
 
 def _percent(shares: Sequence[float]) -> str:
@@ -116,7 +118,7 @@ def _percent(shares: Sequence[float]) -> str:
 def _curves(ax: Axes, rows: Sequence[FarRow], segment: int) -> None:
     chosen = looks([row.name for row in rows], "no memory")
     for row in rows:
-        seeds = [{int(d) * segment: 100 * share for d, (share, _) in t["far"].items()} for t in row.trainings]
+        seeds = [{int(d) * segment: 100 * share for d, (share, *_) in t["far"].items()} for t in row.trainings]
         tokens = sorted(set.intersection(*map(set, seeds)))
         if not tokens:
             continue
