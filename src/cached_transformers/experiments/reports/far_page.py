@@ -208,7 +208,7 @@ def far_section(path: Path, level: int, identifier: str) -> Section:
             f"texts of any length that are read as streams. A distance is held where {100 * ENOUGH:.0f} % of the "
             f"answers are right; numbers are the least over seeds. A short convolution of {content['taps']} tokens "
             "stands in front of attention, the same for all. Whole text: attention over everything, without a memory, "
-            "in texts as long as those of the training.",
+            "of one seed and in texts as long as those of the training.",
             "note",
         ),
     ]
