@@ -25,7 +25,7 @@ demo: $(VENV)/.installed-demo  ## what a model with a memory knows 10,000 tokens
 		--against control-conv --seeds 5 --jobs 2 --out runs/demo/digits
 	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml training.steps=400 --with plain,grc --seeds 3 --jobs 2 \
 		--out runs/demo/listops
-	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,rmt,grc_stream --tasks copy --steps 1000 --jobs 2 --out runs/demo/probe
+	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,grc_stream --tasks copy --steps 1000 --jobs 2 --out runs/demo/probe
 	$(BIN)/cached plot report runs/demo
 
 test: $(VENV)/.installed-dev  ## everything that must hold before a commit: lint, docs, fast tests
