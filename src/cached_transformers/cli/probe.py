@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         "within its reach, with options that put it beyond (where its theory knows a bound), and without the memory. "
         "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
         "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
-        "Finished trainings are kept: the same command goes on where it was stopped.",
+        "Says how trainings go while they do. Finished ones are kept: the same command goes on where it was stopped.",
         epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
         "cached probe rmt,grc_stream grc_stream.update_bias=-4 --tasks latch --train-distance 1..20 --far 1000000",
     )
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="NAME.option=value",
         help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
-        "feed_forward, batch_size and learning_rate are those of the models",
+        "feed_forward, batch_size, learning_rate and check_every are those of the models and their training",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
     """Names of memories and of tasks, and the options that were given of them and of the models (ValueError where
     there are none)."""
-    from cached_transformers.experiments.probes.trials import (
+    from cached_transformers.experiments.probes.choice import (
         FILES,
         MODEL,
         chosen_memories,
@@ -121,22 +121,28 @@ def chosen(arguments: argparse.Namespace, tasks: str) -> tuple[list[str], list[s
 
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
     memories = chosen_memories(arguments.memories)
-    of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
-    of_models = [override for override in arguments.overrides if override.partition(".")[0] == MODEL]
-    of_tasks = [override for override in arguments.overrides if override not in of_memories + of_models]
-    by_task = chosen_tasks(tasks, files, of_tasks)
-    options = by_task | options_of_memories(memories, of_memories) | options_of_models(of_models)
+    of: dict[str, list[str]] = {"memories": [], MODEL: [], "tasks": []}
+    for override in arguments.overrides:
+        name = override.partition("=")[0].partition(".")[0]
+        of[MODEL if name == MODEL else "memories" if name in memories else "tasks"].append(override)
+    by_task = chosen_tasks(tasks, files, of["tasks"])
+    options = by_task | options_of_memories(memories, of["memories"]) | options_of_models(of[MODEL])
     return memories, list(by_task), options
 
 
 def train_missing(trials: Trials, jobs: int, console: Console) -> None:
-    """Train and ask what is not there yet, with a line for each."""
+    """Train and ask what is not there yet, and say how it goes."""
+    from cached_transformers.experiments.reports.probe_progress import ProbeProgress
+
     missing = trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    with contextlib.closing(trials.train(missing, jobs)) as results:
+    with (
+        ProbeProgress(console) as progress,
+        contextlib.closing(trials.train(missing, jobs, progress.hear)) as results,
+    ):
         for trial, result in results:
-            console.print(trial.sentence(result), markup=False, soft_wrap=True)
+            progress.finished(trial, result)
 
 
 def _trials(

@@ -57,9 +57,9 @@ def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Returns:
         rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", of the
-        trainings that were as good as a guess before (far is empty without a memory); near_mean and far_mean over
+        trainings that were as good as a guess before (far is empty of the whole text); near_mean and far_mean over
         tasks (None where there is none); solved and trainings; and the least and greatest of parameters and state_bytes
-        over tasks.
+        over tasks (state_bytes are None without a memory).
     """
     arms = [_row(content, "none", arm) for arm in (NONE, WHOLE)]
     rows = [_row(content, memory, "far") for memory in content["memories"]]
@@ -73,10 +73,9 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
         found = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
         segment = content["segments"][task]
         near[task] = _share(found, farthest, segment)
-        if arm == "far":
+        if arm != WHOLE:
             far[task] = _share(found, content["longest"][task], segment)
         all_of_them += found
-    sizes = {key: [r[key] for r in all_of_them] for key in ("parameters", "state_bytes")}
     return {
         "name": arm if memory == "none" else memory,
         "near": near,
@@ -85,8 +84,13 @@ def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
         "far_mean": mean(share["mean"] for share in far.values()) if far else None,
         "solved": sum(r["solved"] >= farthest for r in all_of_them),
         "trainings": len(all_of_them),
-        **{key: [min(values), max(values)] for key, values in sizes.items()},
+        "parameters": _ends([r["parameters"] for r in all_of_them]),
+        "state_bytes": None if memory == "none" else _ends([r["state_bytes"] for r in all_of_them]),
     }
+
+
+def _ends(values: Sequence[int]) -> list[int]:
+    return [min(values), max(values)]
 
 
 def _share(trainings: Sequence[Mapping[str, Any]], distance: int, segment: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def board_tables(content: Mapping[str, Any]) -> list[BoardTable]:
             _percent(row["near_mean"]),
             _percent(row["far_mean"]),
             f"{row['solved']} of {row['trainings']}",
-            _range(row["state_bytes"]) if row["far"] else MISSING,
+            MISSING if row["state_bytes"] is None else _range(row["state_bytes"]),
             _range(row["parameters"]),
             *_costs(content["costs"][row["name"]]),
         ]
@@ -138,7 +138,7 @@ def _columns(content: Mapping[str, Any]) -> str:
     )
     lines = [
         "**no memory** begins every segment anew, **whole text** attends everything and shows that a task can be "
-        "learned; both come first, and are not asked about long texts.",
+        "learned; both come first, and the latter is not asked about long texts.",
         f"**near**: share of right answers at the farthest trained distance, {farthest} segments, in {rows} new texts "
         f"a task; the mean is over tasks. Memories are sorted by it. In brackets behind each share: 95 %, {interval}.",
         "**far**: the same in the longest texts. Asking ends at a distance where a memory is near a guess, and a "
