@@ -34,6 +34,7 @@ def test_the_ladder_ends_where_the_text_does() -> None:
     assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
     assert ladder(16, 10) == [1]
+    assert ladder(16, 1_000_000)[9:] == [1000, 10_000, 62_500]
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
@@ -114,6 +115,44 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
     assert farther["far"]["5"] == content["results"][2]["far"]["5"]
 
 
+def test_more_texts_are_asked_anew_and_the_ceiling_is_trained_once_or_not_at_all(tmp_path: Path) -> None:
+    def trials(rows: int, ceiling: bool = True) -> FarTrials:
+        how = {"course": Course(1, 1), "far": 8, "rows": rows, "ceiling": ceiling}
+        return FarTrials(["rmt"], ["latch"], 1, 2, 4, tmp_path, **how)
+
+    assert [trial.arm for trial in trials(4).all()] == ["no memory", "whole text", "far", "no memory", "far"]
+    assert [trial.arm for trial in trials(4, ceiling=False).all()] == ["no memory", "far"] * 2
+    first = dict(trials(4).train(trials(4).missing(), jobs=1))
+    assert all(texts == 4 for result in first.values() for *_, texts in result["far"].values())
+    assert not trials(2).missing() and len(trials(6).missing()) == 5
+    assert [result["seconds"] for result in dict(trials(6).train(trials(6).missing(), jobs=1)).values()] == [
+        result["seconds"] for result in first.values()
+    ], "asked about more texts, not trained anew"
+    assert not trials(6).missing()
+
+
+def test_a_long_text_is_read_by_a_compiled_model_which_answers_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, made = torch.compile, []
+
+    def compile_(model: torch.nn.Module, dynamic: bool) -> object:
+        made.append(compiled(model, dynamic=dynamic, backend="eager", fullgraph=True))
+        return made[-1]
+
+    monkeypatch.setattr("torch.compile", compile_)
+    monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.LONG", 5)
+    answers = []
+    for read in (False, True):
+        how = {"course": Course(1, 1), "far": 40, "compiled": read, "ceiling": False, "rows": 32}
+        trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path / str(read), **how)
+        monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
+        results = dict(trials.train(trials.missing(), jobs=1))
+        answers.append([result["far"] for result in results.values()])
+    assert answers[0] == answers[1] and list(answers[1][1]) == ["1", "2", "5", "10"]
+    assert len(made) == 2, "for 5 and 10 segments; without a memory nearly nothing is read"
+
+
 def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
     trials = FarTrials(["rmt"], ["recall", "frequent_words"], 4, 1, 8, tmp_path, course=Course(3, 4), far=4000)
     asked = {trial.task: trials._distances(trial) for trial in trials.all() if trial.memory == "rmt"}
@@ -183,6 +222,8 @@ def test_options_of_memories_are_set_by_their_names(
         ("--train-distance far", "--train-distance 'far' must be A..B"),
         ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
         ("--far 100", "--far is for trainings by distance"),
+        ("--rows 4", "--rows is for trainings by distance"),
+        ("--compile", "--compile is for trainings by distance"),
         ("--no-curriculum", "--no-curriculum is for trainings by distance"),
         ("--train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
     ],

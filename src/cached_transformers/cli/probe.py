@@ -56,6 +56,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
     parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
     parser.add_argument(
+        "--no-ceiling",
+        action="store_true",
+        help="with --train-distance: do not train attention over the whole text, whose work grows with its square",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="with --train-distance: read texts of 10,000 segments and more with a compiled model, in half the time",
@@ -134,7 +139,7 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "rows", "compile", "no_curriculum"):
+        for name in ("far", "rows", "compile", "no_ceiling", "no_curriculum"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -142,7 +147,7 @@ def _trials(
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
     nearest, farthest = _distances(arguments.train_distance)
     course = Course(nearest, farthest, curriculum=not arguments.no_curriculum)
-    how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
+    how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 

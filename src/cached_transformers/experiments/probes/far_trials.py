@@ -45,18 +45,21 @@ class FarTrials(Trials):
     Attributes:
         course: distances of the training. far: tokens of the longest text that is asked about.
         rows: texts that are asked about at each distance. compiled: whether long texts are read by a compiled model,
-            which takes a minute to make and then about half the time a segment.
+            which takes a minute to make and then about half the time a segment. ceiling: whether attention over the
+            whole text is trained, too; its work grows with the square of the text.
     """
 
     course: Course = dataclasses.field(default_factory=Course)
     far: int = 1_000_000
     rows: int = 64
     compiled: bool = False
+    ceiling: bool = True
 
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
-            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)[: 1 if seed else 2]]
+            arms = (NONE, WHOLE) if self.ceiling and not seed else (NONE,)
+            trials += [Trial(task, "none", arm, seed) for arm in arms]
             trials += [Trial(task, memory, "far", seed) for memory in self.memories]
         return trials
 
