@@ -394,6 +394,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 @pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
-    for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):
+    small = [(f"lm_wikitext2_small_{memory}", text) for memory in ("xl", "memorizing")]
+    for name, path in (("demo_text", text / "train.txt"), *small):
         summary = run_training(load_config(name, [*options, f"data.path={path}"]), tmp_path / name)
         assert summary["steps"] == 2 and summary["test"]["perplexity"] > 1
