@@ -26,7 +26,10 @@ from cached_transformers.models.segments import (
     read_earlier_passes,
     read_segments,
 )
+from cached_transformers.registry import unknown_name
 from cached_transformers.state import State, detach
+
+from .sliding import WINDOWS, read_sliding
 
 Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Inputs, targets and padding of a segment, (B, n) each."""
@@ -52,13 +55,17 @@ class SegmentLoop(nn.Module):
             and one pass.
         scoring: what is made of a segment, called as `token_losses`; what `read` yields are its outputs. `forward` is
             for losses of tokens.
+        bptt_window: "blocks", where the state is cut after every `bptt` segments, so that the last segment of a block
+            hears of no later loss; or "sliding", where the loss of every segment reaches back through `bptt` segments,
+            its own included, as far as the batch goes (`training/sliding.py` says what it costs). They are the same
+            for bptt=1, and where it covers the batch.
 
     Attributes:
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
 
     Raises:
-        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, or a
-            schedule that does not suit the model.
+        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, a
+            schedule that does not suit the model, or a sliding window with what it does not go with.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -74,6 +81,7 @@ class SegmentLoop(nn.Module):
         passes: int = 1,
         schedule: str = "segments",
         scoring: Callable[..., ModelOutput] | None = None,
+        bptt_window: str = "blocks",
     ) -> None:
         super().__init__()
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
@@ -90,6 +98,11 @@ class SegmentLoop(nn.Module):
         check_schedule(schedule, model)
         if schedule == "diagonal" and scoring is not None:
             raise ValueError("schedule='diagonal' scores tokens by itself; leave scoring out, or take 'segments'")
+        if bptt_window not in WINDOWS:
+            raise ValueError(unknown_name("bptt_window", bptt_window, list(WINDOWS)))
+        if bptt_window == "sliding":
+            _check_sliding(model, bptt, passes, schedule)
+        self.bptt_window = bptt_window
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
         self.schedule, self.scoring = schedule, token_losses if scoring is None else scoring
         self.auxiliary_loss = torch.zeros(())
@@ -152,6 +165,9 @@ class SegmentLoop(nn.Module):
         resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if self.schedule == "diagonal":
             return read_diagonally(self.model, pieces, state, resets, self.bptt)
+        if self.bptt_window == "sliding" and 1 < self.bptt < len(pieces) and torch.is_grad_enabled():
+            self._refuse_shards()
+            return read_sliding(self._segment, pieces, state, resets, self.bptt)
         return read_segments(self._segment, pieces, state, resets, self.bptt)
 
     def earlier_passes(
@@ -189,6 +205,16 @@ class SegmentLoop(nn.Module):
                 f"{self.segment_length} tokens can have {most}"
             )
 
+    def _refuse_shards(self) -> None:
+        """Blocks that FSDP gathers for themselves scatter their gradients before this loop could hand them on."""
+        sharded = [name for name, module in self.model.named_modules() if hasattr(module, "set_reshard_after_backward")]
+        if sharded:
+            raise ValueError(
+                f"bptt_window='sliding' goes back through a segment several times, and FSDP wraps parts of the model "
+                f"({sharded[0] or 'the model'}), which scatter their gradients at the first; wrap the loop alone, or "
+                "take bptt_window='blocks'"
+            )
+
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """What is made of one segment, with the state after it."""
         inputs_BN, targets_BN, padding_BN = piece
@@ -215,6 +241,20 @@ def token_losses(
     wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
     losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
     return ModelOutput(losses.view_as(targets_BN), state, auxiliary)
+
+
+def _check_sliding(model: nn.Module, bptt: int, passes: int, schedule: str) -> None:
+    for name, value, plain in (("passes", passes, 1), ("schedule", schedule, "segments")):
+        if value != plain:
+            raise ValueError(
+                f"bptt_window='sliding' is for one pass, segment after segment; take {name}={plain!r}, not {value!r}, "
+                "or bptt_window='blocks'"
+            )
+    if bptt > 1 and hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "bptt_window='sliding' goes back through a segment several times, and a compiled model lets go of what it "
+            "needs at the first; give the loop the model as it was, or take bptt_window='blocks'"
+        )
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:

@@ -86,6 +86,9 @@ class TrainingConfig:
     """Text: segments that each row reads in one step."""
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
+    bptt_window: Literal["blocks", "sliding"] = "blocks"
+    """Text: whether the gradient is cut after every `bptt` segments of a step, or each segment's loss reaches back
+    through so many, for a dearer backward (`training/sliding.py`)."""
     passes: int = 1
     """Text and documents: how often the segments of a step are read (`SegmentLoop`); refused for text where a memory
     shows what follows."""
@@ -113,6 +116,12 @@ class TrainingConfig:
             raise ValueError(
                 f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
                 "a gradient stays within the step"
+            )
+        if self.bptt_window == "sliding" and self.bptt > 1 and (self.compile or self.passes > 1):
+            other = "compile=true" if self.compile else f"passes={self.passes}"
+            raise ValueError(
+                f"training.bptt_window='sliding' goes back through a segment several times, which training.{other} "
+                "does not allow; leave one of them out"
             )
         if self.reset_rows == 1 and self.segments == 1:
             raise ValueError(

@@ -50,6 +50,14 @@ class FarTrials(Trials):
     far: int = 1_000_000
     taps: int = 3
 
+    def __post_init__(self) -> None:
+        for memory in self.memories:
+            if (passes := setting(memory).passes) > 1 and self.course.bptt_window == "sliding":
+                raise ValueError(
+                    f"memory {memory} is read in {passes} passes, which have no sliding windows; leave it or "
+                    "--bptt-window out"
+                )
+
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
@@ -80,7 +88,7 @@ class FarTrials(Trials):
         spec, passes = None, 1
         if trial.arm == "far":
             spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
+        course, sizes_ = self.course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
             {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
         )

@@ -72,7 +72,8 @@ class LanguageModelling(Task):
         settings = self.settings
         # One graph serves every segment, so the model is compiled and not the loop round it.
         model = torch.compile(self.model) if settings.compile else self.model
-        loop = SegmentLoop(model, settings.segment_length, settings.bptt, settings.passes)  # type: ignore[arg-type]
+        sizes = (settings.segment_length, settings.bptt, settings.passes)
+        loop = SegmentLoop(model, *sizes, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
         self._loop, wrapped = loop, wrap(loop, self.world)
         return wrapped, wrapped
 
