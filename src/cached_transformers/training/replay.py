@@ -15,7 +15,6 @@ backpropagation through time, dropout included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +67,7 @@ class ReplayLoop(SegmentLoop):
         super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        inputs_BN, targets_BN, padding_BN = piece
-        arguments: tuple[Any, ...] = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        arguments = self._call(piece, state, reset_B)
         if not torch.is_grad_enabled():
             return self.scoring(*arguments)
         return checkpoint(self.scoring, *arguments, use_reentrant=False, preserve_rng_state=True)

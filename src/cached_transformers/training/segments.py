@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
+from cached_transformers.models.inputs import check_places
 from cached_transformers.models.segments import (
     begun,
     cut,
@@ -31,8 +32,8 @@ from cached_transformers.state import State, detach
 
 from .sliding import WINDOWS, read_sliding
 
-Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets and padding of a segment, (B, n) each."""
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Inputs, targets and padding of a segment, (B, n) each, and what numbers sentences and paragraphs have, (B, n, 2)."""
 
 
 class SegmentLoop(nn.Module):
@@ -114,6 +115,7 @@ class SegmentLoop(nn.Module):
         state: State | None = None,
         reset: Tensor | None = None,
         padding: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """The loss of the batch, and the state after it, cut from the graph.
 
@@ -124,6 +126,7 @@ class SegmentLoop(nn.Module):
             reset: bool, rows that begin a new document at the first token of this batch, (B,), or at the first token
                 of each of its first S segments, (B, S).
             padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
+            places: (B, N, 2) numbers of sentences and paragraphs, for a model that takes them (`LanguageModel`).
 
         Returns:
             Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of
@@ -134,7 +137,7 @@ class SegmentLoop(nn.Module):
                 than segments, or several although there are several passes.
         """
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding))
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding, places))
         for out in outs:
             total = total + out.outputs.sum()
             auxiliary = auxiliary + out.auxiliary_loss
@@ -152,19 +155,24 @@ class SegmentLoop(nn.Module):
         state: State | None = None,
         reset: Tensor | None = None,
         padding: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Iterator[ModelOutput]:
         """The last pass, segment by segment: losses (B, n) of its tokens, the state after it, the auxiliary loss.
 
         Arguments and errors are those of `forward`.
         """
         _check_shapes(inputs_BN, targets_BN, padding)
+        if places is not None:
+            check_places(places, inputs_BN)
         self._check_reset(reset, inputs_BN.shape[1])
-        pieces = self._pieces(inputs_BN, targets_BN, padding)
+        pieces = self._pieces(inputs_BN, targets_BN, padding, places)
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
         resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if self.schedule == "diagonal":
-            return read_diagonally(self.model, pieces, state, resets, self.bptt)
+            if places is not None:
+                raise ValueError("schedule='diagonal' takes no places; the memories that do span the layers")
+            return read_diagonally(self.model, [piece[:3] for piece in pieces], state, resets, self.bptt)
         if self.bptt_window == "sliding" and 1 < self.bptt < len(pieces) and torch.is_grad_enabled():
             self._refuse_shards()
             return read_sliding(self._segment, pieces, state, resets, self.bptt)
@@ -188,11 +196,18 @@ class SegmentLoop(nn.Module):
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
 
-    def _pieces(self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> list[Piece]:
+    def _pieces(
+        self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None, places: Tensor | None = None
+    ) -> list[Piece]:
         if padding_BN is not None:
             targets_BN = targets_BN.masked_fill(padding_BN, IGNORED)
         return [
-            (inputs_BN[:, part], targets_BN[:, part], None if padding_BN is None else padding_BN[:, part])
+            (
+                inputs_BN[:, part],
+                targets_BN[:, part],
+                None if padding_BN is None else padding_BN[:, part],
+                None if places is None else places[:, part],
+            )
             for part in cut(inputs_BN.shape[1], self.segment_length)
         ]
 
@@ -217,8 +232,13 @@ class SegmentLoop(nn.Module):
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """What is made of one segment, with the state after it."""
-        inputs_BN, targets_BN, padding_BN = piece
-        return self.scoring(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        return self.scoring(*self._call(piece, state, reset_B))
+
+    def _call(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> tuple[Any, ...]:
+        """Arguments of `scoring`."""
+        inputs_BN, targets_BN, padding_BN, places = piece
+        arguments = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        return arguments if places is None else (*arguments, places)
 
 
 def token_losses(
@@ -228,6 +248,7 @@ def token_losses(
     state: State | None = None,
     reset: Tensor | None = None,
     padding: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> ModelOutput:
     """Cross-entropy of every token of one segment, (B, N), in nats, with the state after it.
 
@@ -235,6 +256,8 @@ def token_losses(
     `scores_targets = True` is asked for the losses themselves (`targets=`), so that it need not make all logits.
     """
     start: dict[str, Any] = {} if reset is None else {"reset": reset}
+    if places is not None:
+        start["places"] = places
     if getattr(model, "scores_targets", False):
         return model(inputs_BN, state, padding=padding, targets=targets_BN, **start)
     logits_BNV, state, auxiliary = model(inputs_BN, state, padding=padding, **start)
