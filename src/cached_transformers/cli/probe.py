@@ -34,7 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "overrides",
         nargs="*",
         metavar="NAME.option=value",
-        help="options of tasks and memories, which `cached explain NAME` lists",
+        help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
+        "feed_forward, batch_size and learning_rate are those of the models",
     )
     parser.add_argument(
         "--tasks",
@@ -65,6 +66,12 @@ def add_parser(subparsers: Any) -> None:
         "(default: blocks)",
     )
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
+    parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --train-distance: read texts of 10,000 segments and more with a compiled model, in half the time",
+    )
     parser.add_argument(
         "--short-convolution",
         type=int,
@@ -84,19 +91,28 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
     from cached_transformers.experiments.probes.far_trials import FarTrials
-    from cached_transformers.experiments.probes.trials import FILES, chosen_memories, chosen_tasks, options_of_memories
+    from cached_transformers.experiments.probes.trials import (
+        FILES,
+        MODEL,
+        chosen_memories,
+        chosen_tasks,
+        options_of_memories,
+        options_of_models,
+    )
     from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "short_convolution", "bptt")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
     refuse_too_many_seeds(arguments.seeds)
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
     memories = chosen_memories(arguments.memories)
     of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
-    of_tasks = [override for override in arguments.overrides if override not in of_memories]
+    of_models = [override for override in arguments.overrides if override.partition(".")[0] == MODEL]
+    of_tasks = [override for override in arguments.overrides if override not in of_memories + of_models]
     tasks = chosen_tasks(arguments.tasks, files, of_tasks)
-    trials = _trials(arguments, list(tasks), memories, tasks | options_of_memories(memories, of_memories))
+    options = tasks | options_of_memories(memories, of_memories) | options_of_models(of_models)
+    trials = _trials(arguments, list(tasks), memories, options)
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
@@ -125,7 +141,7 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "no_curriculum", "bptt", "bptt_window"):
+        for name in ("far", "rows", "compile", "no_curriculum", "bptt", "bptt_window"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -141,7 +157,8 @@ def _trials(
         bptt=arguments.bptt,
         bptt_window=arguments.bptt_window or "blocks",
     )
-    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000)
+    how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
+    return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
 def _distances(text: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Probes by distance: every memory is trained at many distances, and then asked after texts of any length.
 
 Three kinds of training stand side by side, with the same sizes, seeds and steps: with the memory; without one, every
-segment read alone; and attention over the whole text, which shows that the task can be learned. A training is kept with
-its weights, and each answer as soon as there is one, so that a longer text later costs the longer text alone.
+segment read alone; and, once, attention over the whole text, which shows that the task can be learned. A training is
+kept with its weights, and each answer as soon as there is one, so that a longer text later costs the longer text alone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NONE, WHOLE = "no memory", "whole text"
 """The arms without a memory: each segment alone, and attention over everything."""
 NEAR_A_GUESS = 0.25
 """Share of what there is above chance that a memory must still know; with less, it is asked nothing farther."""
-ROWS = 64
-"""Texts that are read at once."""
+LONG = 10_000
+"""Segments of a text from which on a compiled model pays for its making."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,15 @@ class FarTrials(Trials):
     """What is probed by distance; `distance` is the farthest of the course.
 
     Attributes:
-        course: distances of the training. far: tokens of the longest text that is asked about. taps: of the short
-            convolution in front of attention, the same for all.
+        course: distances of the training. far: tokens of the longest text that is asked about.
+        rows: texts that are asked about at each distance. compiled: whether long texts are read by a compiled model,
+            which takes a minute to make and then about half the time a segment.
     """
 
     course: Course = dataclasses.field(default_factory=Course)
     far: int = 1_000_000
-    taps: int = 3
+    rows: int = 64
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for memory in self.memories:
@@ -61,7 +63,7 @@ class FarTrials(Trials):
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
-            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)]
+            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)[: 1 if seed else 2]]
             trials += [Trial(task, memory, "far", seed) for memory in self.memories]
         return trials
 
@@ -74,7 +76,9 @@ class FarTrials(Trials):
         if not path.is_file():
             return False
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return stored["settings"] == self.settings(trial) and not _unasked(stored, self._distances(trial))
+        if stored["settings"] != self.settings(trial):
+            return False
+        return not _unasked(stored, self._distances(trial), self.rows)
 
     def _distances(self, trial: Trial) -> list[int]:
         task = self._task(trial.task)
@@ -82,7 +86,7 @@ class FarTrials(Trials):
         return [distance for distance in ladder(task.segment, far) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
-        task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        task, sizes = self._task(trial.task), self._sizes()
         for distance in (self.course.nearest, self.course.farthest):
             task.segments(distance)
         spec, passes = None, 1
@@ -99,19 +103,20 @@ class FarTrials(Trials):
             "course": dataclasses.asdict(self.course),
             "far": self.far,
             "taps": self.taps,
-            "rows": ROWS,
+            "rows": self.rows,
             "segments": {task: self._task(task).segment for task in self.tasks},
         }
         write_whole(self.folder / "far.json", json_text(result))
         return result
 
     def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-        return _train_and_ask(trial, settings, folder, self._distances(trial))
+        return _train_and_ask(trial, settings, folder, self._distances(trial), self.rows, self.compiled)
 
 
-def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
-    """Distances that are still to be asked about; none behind one at which the memory is as good as a guess."""
-    chance, answers = stored["chance"], {int(d): share for d, (share, _) in stored["far"].items()}
+def _unasked(stored: dict[str, Any], distances: Sequence[int], rows: int) -> list[int]:
+    """Distances that are still to be asked about, in so many texts; none behind one where it is as good as a guess."""
+    chance = stored["chance"]
+    answers = {int(d): share for d, (share, _, texts) in stored["far"].items() if texts >= rows}
     for index, distance in enumerate(distances):
         if distance not in answers:
             return list(distances[index:])
@@ -122,7 +127,9 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int]) -> list[int]:
     return []
 
 
-def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int]) -> dict[str, Any]:
+def _train_and_ask(
+    trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int], rows: int, compiled: bool
+) -> dict[str, Any]:
     """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
     torch.set_num_threads(1)
     path = folder / trial.path
@@ -146,10 +153,11 @@ def _train_and_ask(trial: Trial, settings: dict[str, Any], folder: Path, distanc
         path.unlink(missing_ok=True)  # a run that ends here must not leave new weights beside the result of others
         write_whole(weights, safetensors.torch.save(tensors))
         write_whole(path, json_text(stored))
-    while unasked := _unasked(stored, distances):
+    while unasked := _unasked(stored, distances, rows):
         started, distance = time.perf_counter(), unasked[0]
-        answers = holds(model, task, distance, ROWS, passes=settings["passes"], whole=trial.arm == WHOLE)
-        stored["far"][str(distance)] = answers
+        reader = torch.compile(model, dynamic=False) if compiled and distance >= LONG else model
+        answers = holds(reader, task, distance, rows, passes=settings["passes"], whole=trial.arm == WHOLE)
+        stored["far"][str(distance)] = [*answers, rows]
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))
     return stored

@@ -32,6 +32,10 @@ from .tasks import ProbeTask
 
 FILES = ("babi", "books")
 """Options of tasks that read files: bAbI's, and books."""
+MODEL = "model"
+"""Beside the names of tasks and memories, in options: sizes of the models, the same for all."""
+SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate")
+"""Those of `Sizes` that may be set."""
 
 
 class Trial(NamedTuple):
@@ -64,8 +68,8 @@ class Trials:
 
     Attributes:
         steps: the most of a training. options: of tasks and memories, by their names; those of a memory come on top of
-            what its registration says. taps: of the short convolution in front of
-            attention, the same for all; 1 for none.
+            what its registration says, and those of "model" are fields of `Sizes`, the same for all.
+        taps: of the short convolution in front of attention, the same for all; 1 for none.
     """
 
     memories: Sequence[str]
@@ -98,7 +102,7 @@ class Trials:
         Raises:
             ValueError: the task or the memory's options do not go with the distance.
         """
-        task, sizes = self._task(trial.task), Sizes(steps=self.steps, short_convolution=self.taps)
+        task, sizes = self._task(trial.task), self._sizes()
         task.segments(self.distance)
         spec, passes = None, 1
         if trial.arm != "no memory":
@@ -116,13 +120,16 @@ class Trials:
     def _options(self, name: str) -> dict[str, Any]:
         return dict(self.options.get(name, {}))
 
+    def _sizes(self) -> Sizes:
+        return Sizes(steps=self.steps, short_convolution=self.taps, **self._options(MODEL))
+
     def _of_memory(
         self, memory: str, options: Options, task: ProbeTask, sizes: Sizes
     ) -> tuple[dict[str, Any], int, Sizes]:
         """With which options a memory is trained, readings of each episode, and sizes with its own learning rate."""
         spec = {"name": memory, **options(task.segment, self.distance, sizes.depth), **self._options(memory)}
         chosen = setting(memory)
-        if chosen.learning_rate is not None:
+        if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
             sizes = dataclasses.replace(sizes, learning_rate=chosen.learning_rate)
         return spec, chosen.passes, sizes
 
@@ -251,6 +258,25 @@ def options_of_memories(memories: Sequence[str], overrides: Sequence[str]) -> di
         found[name] = MEMORIES.with_preset(name, options)
         MEMORIES.check(name, found[name], name)
     return {name: options for name, options in found.items() if options}
+
+
+def options_of_models(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Sizes of the models that are set by `model.option=value`.
+
+    Raises:
+        ValueError: an unknown size, or one that is not a number above 0.
+    """
+    found: dict[str, Any] = {MODEL: {}}
+    for override in overrides:
+        apply_override(found, override)
+    sizes = found[MODEL] if isinstance(found[MODEL], dict) else {MODEL: found[MODEL]}
+    for name, value in sizes.items():
+        if name not in SIZES:
+            raise ValueError(unknown_name("size of the probed model", name, list(SIZES)))
+        kinds = (int, float) if name == "learning_rate" else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            raise ValueError(f"{MODEL}.{name}={value!r} must be a number above 0")
+    return {MODEL: sizes} if sizes else {}
 
 
 def _options(task: str) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ def far_rows(content: Mapping[str, Any]) -> list[FarRow]:
 def held_tokens(training: Mapping[str, Any], segment: int) -> int:
     """Tokens from cue to question up to which every distance that was asked about is held."""
     far = 0
-    for distance, (share, _) in sorted((int(d), answer) for d, answer in training["far"].items()):
+    for distance, (share, *_) in sorted((int(d), answer) for d, answer in training["far"].items()):
         if share < ENOUGH:
             break
         far = distance * segment
@@ -62,18 +62,18 @@ def held_tokens(training: Mapping[str, Any], segment: int) -> int:
 
 def far_cells(row: FarRow, content: Mapping[str, Any]) -> list[str]:
     """What the table says of a row; nothing where there is nothing to say. Numbers are the least over seeds, of answers
-    the mean."""
+    the mean, in which one that was as good as a guess before counts as a guess."""
     segment = content["segments"][row.task]
     held = [held_tokens(training, segment) for training in row.trainings]
     asked = max(max(map(int, training["far"]), default=0) for training in row.trainings)
-    last = [share for t in row.trainings for d, (share, _) in t["far"].items() if int(d) == asked]
-    tokens = [sum(map(int, t["far"])) * segment * content["rows"] for t in row.trainings]
+    last = [t["far"][str(asked)][0] if str(asked) in t["far"] else t["chance"] for t in row.trainings]
+    tokens = [sum(int(d) * rows for d, (*_, rows) in t["far"].items()) * segment for t in row.trainings]
     seconds = sum(t["seconds_far"] for t in row.trainings)
     return [
         f"{min(t['solved'] for t in row.trainings)}",
         f"{min(held):,}",
         f"{sum(far >= asked * segment for far in held)} of {len(held)}",
-        f"{100 * mean(last):.1f} at {asked * segment:,}" if last else "",
+        f"{100 * mean(last):.1f} at {asked * segment:,}" if asked else "",
         f"{row.trainings[0]['state_bytes']:,}",
         f"{sum(tokens) / seconds:,.0f}" if seconds else "",
     ]
@@ -82,7 +82,7 @@ def far_cells(row: FarRow, content: Mapping[str, Any]) -> list[str]:
 def _curves(ax: Axes, rows: Sequence[FarRow], segment: int) -> None:
     chosen = looks([row.name for row in rows], "no memory")
     for row in rows:
-        seeds = [{int(d) * segment: 100 * share for d, (share, _) in t["far"].items()} for t in row.trainings]
+        seeds = [{int(d) * segment: 100 * share for d, (share, *_) in t["far"].items()} for t in row.trainings]
         tokens = sorted(set.intersection(*map(set, seeds)))
         if not tokens:
             continue
