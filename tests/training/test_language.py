@@ -236,7 +236,13 @@ def map_nan(state):
     [
         (),
         ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3"),
-        ("training.segments=3", "training.bptt=2", "training.bptt_window=sliding", "model.memory=rmt"),
+        (
+            "training.segments=3",
+            "training.bptt=2",
+            "training.bptt_window=sliding",
+            "model.memory=rmt",
+            "training.recall=0.2",
+        ),
     ],
 )
 def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):

@@ -65,6 +65,13 @@ def add_parser(subparsers: Any) -> None:
         help="with --bptt: cut the gradient after every K segments, or let each segment's loss reach back through K "
         "(default: blocks)",
     )
+    parser.add_argument(
+        "--recall",
+        type=float,
+        metavar="W",
+        help="with --train-distance: weight of an auxiliary loss, by which the model says each segment again from the "
+        "memory that holds it (default: none)",
+    )
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
     parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
     parser.add_argument(
@@ -141,7 +148,7 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "rows", "compile", "no_curriculum", "bptt", "bptt_window"):
+        for name in ("far", "rows", "compile", "no_curriculum", "bptt", "bptt_window", "recall"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -156,6 +163,7 @@ def _trials(
         curriculum=not arguments.no_curriculum,
         bptt=arguments.bptt,
         bptt_window=arguments.bptt_window or "blocks",
+        recall=arguments.recall or 0.0,
     )
     how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)

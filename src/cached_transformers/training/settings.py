@@ -89,6 +89,9 @@ class TrainingConfig:
     bptt_window: Literal["blocks", "sliding"] = "blocks"
     """Text: whether the gradient is cut after every `bptt` segments of a step, or each segment's loss reaches back
     through so many, for a dearer backward (`training/sliding.py`)."""
+    recall: float = 0.0
+    """Text: weight of saying each segment again from the memory that holds it (`Recall`), an auxiliary loss; 0 for
+    none."""
     passes: int = 1
     """Text and documents: how often the segments of a step are read (`SegmentLoop`); refused for text where a memory
     shows what follows."""
@@ -136,7 +139,7 @@ class TrainingConfig:
         _require(self.workers >= 0, "workers", self.workers, "must not be negative")
         _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
-        for name in ("mixup", "cutmix"):
+        for name in ("mixup", "cutmix", "recall"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative; 0 switches it off")
         for name in ("mix_probability", "cutmix_share", "reset_rows"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")

@@ -25,6 +25,7 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import read_segments
 from cached_transformers.registry import unknown_name
 from cached_transformers.state import State
+from cached_transformers.training.recall import Recall
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop
 from cached_transformers.training.sliding import WINDOWS
@@ -47,6 +48,7 @@ class Course:
         settle: share of the steps that the rate takes to fall.
         bptt: segments that a gradient crosses; None for whole episodes.
         bptt_window: "blocks" or "sliding", see `SegmentLoop`.
+        recall: weight of saying each segment again from the memory (`Recall`); 0 for none.
     """
 
     nearest: int = 1
@@ -56,6 +58,7 @@ class Course:
     settle: float = 0.25
     bptt: int | None = None
     bptt_window: str = "blocks"
+    recall: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.nearest <= self.farthest:
@@ -64,10 +67,12 @@ class Course:
             )
         if self.bptt_window not in WINDOWS:
             raise ValueError(unknown_name("bptt_window", self.bptt_window, list(WINDOWS)))
+        if not self.recall >= 0:
+            raise ValueError(f"recall={self.recall} must not be negative; 0 leaves it out")
 
     def settings(self) -> dict[str, Any]:
         """What is kept beside a training; without the options that older ones do not have, where they are defaults."""
-        later = {"bptt": None, "bptt_window": "blocks"}
+        later = {"bptt": None, "bptt_window": "blocks", "recall": 0.0}
         return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
 
     @property
@@ -111,7 +116,8 @@ def train_by_distance(
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
     bptt, kind = course.bptt or pieces, SegmentLoop if pieces < REPLAYED else ReplayLoop
-    loop = kind(model, length, bptt, passes, bptt_window=course.bptt_window)
+    scoring = Recall(course.recall) if course.recall else None
+    loop = kind(model, length, bptt, passes, scoring=scoring, bptt_window=course.bptt_window)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     stages, stage, solved_at = course.stages, 0, {}

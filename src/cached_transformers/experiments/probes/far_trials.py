@@ -92,9 +92,10 @@ class FarTrials(Trials):
         spec, passes = None, 1
         if trial.arm == "far":
             spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        course, sizes_ = self.course.settings(), dataclasses.asdict(sizes)
+        course = self.course if trial.arm == "far" else dataclasses.replace(self.course, recall=0.0)  # of a memory
+        kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
-            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
+            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept, "sizes": sizes_}
         )
 
     def write(self, command: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def check(config: RunConfig, model: nn.Module, data: Documents) -> None:
     if settings.metric not in ("accuracy", "loss"):
         raise ValueError(f"training.metric={settings.metric!r} is not of documents; take accuracy or loss")
     defaults: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}
-    defaults["bptt_window"] = "blocks"
+    defaults |= {"bptt_window": "blocks", "recall": 0.0}
     for name, value in defaults.items():
         if (found := getattr(settings, name)) != value:
             way = {
