@@ -316,7 +316,8 @@ class ReadTwice(ModelMemory):
         query = traces[0].query
         assert query.positions_BNP is not None
         _, new_B, number_B = self._look(state, query.positions_BNP)
-        summary_BKD, filled_BK = self._summaries(traces[self.first_layers - 1].y_BND, query.padding_BN, number_B)
+        first_BND = x_BND if self.first_layers == self.depth else traces[self.first_layers - 1].y_BND
+        summary_BKD, filled_BK = self._summaries(first_BND, query.padding_BN, number_B)
         here_B = query.positions_BNP[:, 0, 0].expand_as(number_B)
         place_BKP = torch.stack([here_B, number_B], -1)[:, None].expand(-1, summary_BKD.shape[1], -1)
         wrote_BK = filled_BK & new_B[:, None]

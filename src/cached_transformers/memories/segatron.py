@@ -211,7 +211,7 @@ class Segatron(ModelMemory):
     Raises:
         ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
             that a bidirectional model has no use for; when run, no token ids, or numbers that leap (on the CPU, outside
-        compiled code; an assertion of the device later elsewhere).
+            compiled code; an assertion of the device later elsewhere).
     """
 
     needs = frozenset({"state", "context", "kv_projection", "token_ids"})

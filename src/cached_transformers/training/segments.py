@@ -222,7 +222,8 @@ class SegmentLoop(nn.Module):
 
     def _refuse_shards(self) -> None:
         """Blocks that FSDP gathers for themselves scatter their gradients before this loop could hand them on."""
-        sharded = [name for name, module in self.model.named_modules() if hasattr(module, "set_reshard_after_backward")]
+        marks = ("set_reshard_after_backward", "_fsdp_wrapped_module")  # of fully_shard, of FullyShardedDataParallel
+        sharded = [name for name, module in self.model.named_modules() if any(hasattr(module, m) for m in marks)]
         if sharded:
             raise ValueError(
                 f"bptt_window='sliding' goes back through a segment several times, and FSDP wraps parts of the model "
