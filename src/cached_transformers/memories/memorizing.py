@@ -35,6 +35,11 @@ ALL = 2
 """A store of up to so many times the neighbours is read by one softmax over all of it: no gathering is faster."""
 
 
+SHARP = {"initial_scale": 10.0}
+"""Logits of unit vectors lie within the scale: with 1, the default, the best of 16 neighbours gets at most a third of
+the weight, and the scale grows by a learning rate a step at most."""
+
+
 class Found(NamedTuple):
     """Which rows have a store that is not empty, and the log-sum-exp of the neighbours' logits."""
 
@@ -130,7 +135,7 @@ def attend_all(q_BHNE: Tensor, state: NeighbourStore, neighbours: int, scale_H: 
 def _whole_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     """All of the episode is in the store of the first layer, and nearly all of it is found."""
     length = whole_episode(segment, distance, depth)["length"]
-    return {"length": length, "k": length, "layer": 1}
+    return {"length": length, "k": length, "layer": 1, **SHARP}
 
 
 def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
@@ -150,6 +155,7 @@ def _short_store(segment: int, distance: int, depth: int) -> dict[str, int]:
     gradient="none into the store; queries, scale and gate learn from it",
     without={"lse": "joint=False"},
     probe=Probing(_whole_store, _short_store),
+    presets={"long": SHARP},
 )
 class Memorizing(LayerMemory):
     """The nearest of the last `length` keys of one upper layer, mixed per head by a learned gate.

@@ -230,7 +230,12 @@ class StreamGRCOpened(NamedTuple):
     cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds",
     reach="unbounded, through the gates",
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
-    probe=Probing(lambda segment, distance, depth: {"length": 2 * segment, "ratio": 1.0}),
+    probe=Probing(
+        lambda segment, distance, depth: {"length": 2 * segment, "ratio": 1.0},
+        # The default forgets a half with every segment that says nothing; this, a half in 15,000.
+        farther=lambda segment, distance, depth: {"length": segment, "ratio": 1.0, "update_bias": -10.0},
+    ),
+    presets={"long": {"update_bias": -10.0}},
 )
 class StreamGRC(LayerMemory):
     """Gated recurrent cache of a stream: per row, updated one segment late, so that no token sees a later one.
