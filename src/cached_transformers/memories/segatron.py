@@ -215,7 +215,7 @@ class Segatron(ModelMemory):
     """
 
     needs = frozenset({"state", "context", "kv_projection", "token_ids"})
-    takes_places = True
+    takes_places = True  # positions may have two more channels: the numbers of each token, below 0 for none
 
     def __init__(
         self,

@@ -240,7 +240,7 @@ class LanguageModel(StackModel):
 
     def _check_places(self, places: Tensor, inputs_BN: Tensor) -> None:
         check_places(places, inputs_BN)
-        if not self.stack.model_memory.takes_places:
+        if not getattr(self.stack.model_memory, "takes_places", False):
             raise ValueError(
                 "places are for a memory that knows sentences and paragraphs (segatron), which this model has not; "
                 "leave them out"

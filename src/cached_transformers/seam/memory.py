@@ -287,15 +287,12 @@ class ModelMemory(nn.Module):
             behind it. The states after a pass have seen the whole text, so that a memory must see to it and say so;
             a next-token loss over several passes needs it.
         in_one_piece: why, with these options, a token cannot be read alone whatever `open` promises; None where it can.
-        takes_places: `Tokens.positions_BNP` may have two more channels, the numbers of each token's sentence and
-            paragraph, below 0 where they are not known.
     """
 
     needs: frozenset[str] = frozenset()
     extra_tokens: int = 0
     rereads: bool = False
     in_one_piece: str | None = None
-    takes_places: bool = False
 
     def layer_memory(self, index: int) -> LayerMemory:
         """Memory for the layer `index`, beside this one; called once a layer."""
