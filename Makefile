@@ -17,10 +17,15 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
-demo: $(VENV)/.installed-demo  ## train with and without a memory on digits and ListOps, compare, and probe memories
-	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc --control conv --seeds 5 --jobs 2 --out runs/demo/digits
-	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml --with plain,grc --seeds 3 --jobs 2 --out runs/demo/listops
-	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,rmt,grc_stream --tasks latch,copy --jobs 2 --out runs/demo/probe
+demo: $(VENV)/.installed-demo  ## what a model with a memory knows 10,000 tokens later and its twin does not; GRC against its controls; a report
+	OMP_NUM_THREADS=1 $(BIN)/cached probe rmt rmt.length=2 --tasks latch latch.segment=16 latch.decoys=true \
+		--train-distance 1..10 --far 10000 --steps 400 model.batch_size=16 model.check_every=20 \
+		--seeds 3 --jobs 2 --out runs/demo/far
+	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc:variant=released --control conv \
+		--against control-conv --seeds 5 --jobs 2 --out runs/demo/digits
+	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml training.steps=400 --with plain,grc --seeds 3 --jobs 2 \
+		--out runs/demo/listops
+	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,grc_stream --tasks copy --steps 1000 --jobs 2 --out runs/demo/probe
 	$(BIN)/cached plot report runs/demo
 
 test: $(VENV)/.installed-dev  ## everything that must hold before a commit: lint, docs, fast tests

@@ -14,6 +14,7 @@ from analysis.folders import VALUES, make_comparison, make_run
 
 from cached_transformers.cli import plot
 from cached_transformers.experiments.reports.comparison_page import write_compare_report
+from cached_transformers.experiments.reports.far_page import write_far_report
 from cached_transformers.experiments.reports.markdown import comparison_markdown, write_markdown
 from cached_transformers.experiments.reports.page import Cell, Facts, Folded, Header, Table, Text, render
 from cached_transformers.experiments.reports.probe_page import write_probe_report
@@ -407,3 +408,61 @@ def test_the_page_of_several_comparisons_ends_with_the_probes(tmp_path: Path) ->
     assert report.headings[-2:] == ["What memories hold", "latch"]
     assert "whole episodes 12.5, 9 steps" in report.text and report.text.count("whole episodes") == 1
     assert "What memories hold" not in read(write_compare_report(tmp_path, ["a", "b"])).headings
+
+
+def far_content(shares: dict[str, list[dict[int, float]]], **more: object) -> dict:
+    """What far.json says of shares of right answers: by name, and of every seed by the distance in segments of 16."""
+    arms = {name: ("none", name) if name in ("no memory", "whole text") else (name, "far") for name in shares}
+    results = [
+        {"task": "latch", "memory": arms[name][0], "arm": arms[name][1], "seed": seed, "solved": 10, "chance": 0.25}
+        | {"far": {str(d): [share, share, 64] for d, share in of_seed.items()}, "seconds_far": 1.0, "state_bytes": 520}
+        for name, seeds in shares.items()
+        for seed, of_seed in enumerate(seeds)
+    ]
+    memories = [name for name, (memory, _) in arms.items() if memory != "none"]
+    content = {"command": "cached probe", "date": "2026-01-01", "environment": {}, "far": 10_000, "taps": 3, "rows": 64}
+    content |= {"memories": memories, "tasks": ["latch"], "seeds": len(next(iter(shares.values()))), "results": results}
+    content |= {"course": {"nearest": 1, "farthest": 10}, "segments": {"latch": 16}, "asked": {"latch": "Which one?"}}
+    return content | more
+
+
+FAR = {
+    "no memory": [{1: 0.2, 625: 0.20}, {1: 0.2, 625: 0.30}],
+    "whole text": [{1: 1.0}, {1: 1.0}],
+    "rmt": [{1: 1.0, 625: 1.0}, {1: 1.0, 20: 0.3}],  # the second one counts as a guess
+    "memformer": [{1: 1.0, 20: 0.3}, {1: 1.0, 20: 0.2}],
+    "grc_stream": [{1: 1.0, 625: 0.97}, {1: 1.0, 625: 0.99}],
+}
+
+
+def test_a_page_begins_with_what_a_memory_knows_much_later_and_its_twin_does_not(tmp_path: Path) -> None:
+    make_comparison(tmp_path / "digits", {"plain": [0.5, 0.6], "convolution": [0.6, 0.7]})
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "far.json").write_text(json.dumps(far_content(FAR)))
+    page = write_compare_report(tmp_path)
+    report = read(page)
+    assert report.headings[1] == "How far memories hold" and "digits_vit" in report.headings[2:]
+    first = (
+        "Asked 10,000 tokens after the cue, grc_stream is right in 98.0 % (mean of 2 seeds; the worst: 97.0 %), "
+        "rmt in 62.5 %; in training cue and question stood at most 160 tokens apart."
+    )
+    second = "The same model without a memory is right in 25.0 %; a guess is right in 25.0 %."
+    assert f"{first} {second}" in report.text and "Which one?" in report.text
+    text = page.read_text(encoding="utf-8")
+    order = ["Asked 10,000 tokens", "<svg", "10,000", "<table", "cached probe", "cached compare"]
+    places = [text.index(order[0])]
+    for mark in order[1:]:
+        places.append(text.index(mark, places[-1]))
+    assert report.text.count("against bytes of state") == 1
+    write_far_report(tmp_path / "far")
+    assert read(tmp_path / "far" / "report.html").headings == ["How far memories hold"]
+
+
+def test_a_page_of_a_far_probe_of_one_memory_and_seed_that_is_older(tmp_path: Path) -> None:
+    content = far_content({"no memory": [{1: 0.2}], "rmt": [{1: 1.0, 625: 1.0}]})
+    del content["asked"]
+    (tmp_path / "far.json").write_text(json.dumps(content))
+    text = read(write_far_report(tmp_path)).text
+    assert "Asked 10,000 tokens after the cue, rmt is right in 100.0 %; in training" in text
+    assert "without a memory was not asked there; a guess is right in 25.0 %." in text
+    assert "against bytes of state" not in text and "worst" not in text

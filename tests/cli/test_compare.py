@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import statistics
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import standin
 import yaml
 from rich.console import Console
+from scipy import stats
 
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
@@ -110,6 +113,42 @@ def test_digits_with_memory_and_both_controls(compared):
     assert config.model["memory"] == "grc" and config.model["image_size"] == 8
 
 
+def paired_by_hand(first: list[float], second: list[float]) -> tuple[float, float | None]:
+    """Mean difference and p of the paired t-test as a textbook writes it: t = mean / (deviation / sqrt(n)).
+
+    Three steps of training leave few different scores: where all differences are equal there is no t.
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    n, mean = len(differences), statistics.mean(differences)
+    if statistics.stdev(differences) < 1e-12:
+        return mean, 1.0 if abs(mean) < 1e-12 else None
+    t = mean / (statistics.stdev(differences) / n**0.5)
+    return mean, 2 * stats.t.sf(abs(t), n - 1)
+
+
+@pytest.mark.parametrize("against", ["grc", "control-conv"])
+def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp_path, capsys, against, monkeypatch):
+    """Of finished runs: nothing is trained again, and every difference is that of the textbook."""
+    out = tmp_path / "comparison"
+    shutil.copytree(compared[0], out)
+    monkeypatch.setattr(compare, "run_training", lambda *_: pytest.fail("trained again"))
+    arguments = ["compare", *TINY, "--with", "plain,grc,grc:ratio=0.25", "--control", "conv,flops", "--seeds", "2"]
+    assert main([*arguments, "--against", against, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "10 finished runs kept, 0 to train" in printed and f"reference {against}" in printed
+    result = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    values = {v["name"]: v["values"] for v in result["variants"]}
+    assert result["reference"] == against
+    by_name = {row["name"]: row for row in result["statistics"]}
+    assert by_name.pop(against)["difference"] is None and len(by_name) == 4
+    for name, row in by_name.items():
+        mean, p = paired_by_hand(values[name], values[against])
+        assert row["difference"]["mean"] == pytest.approx(mean, abs=1e-12), name
+        assert row["p_value"] == pytest.approx(p), name
+    assert f"difference to {against}" in (out / "report.html").read_text(encoding="utf-8")
+    assert f"| difference to {against} |" in (out / "compare.md").read_text(encoding="utf-8")
+
+
 def test_memory_can_be_emptied_and_shuffled(tmp_path, capsys):
     run = tmp_path / "run"
     more = ["model.memory=grc", "training.steps=30", "training.evaluate_every=30", "optimizer.learning_rate=0.01"]
@@ -172,6 +211,8 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "grc:ratoi=1"], "option of memory 'grc' 'ratoi'; did you mean 'ratio'"),
         (["--with", "plain,plain"], "names a variant twice"),
         (["--with", "plain", "--control", "conf"], "--control 'conf' is unknown"),
+        (["--with", "plain", "--against", "grc"], "unknown variant of this comparison 'grc' (known: plain)"),
+        (["--with", "plain,grc", "--against", "control-conv"], "(known: grc, plain); name one of them, or add it by"),
         (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--with", "plain", "training.seed=3"], "set by --seeds"),
         (["--with", "plain", "--control", "flops"], "which model 'standin_mlp' does not have"),

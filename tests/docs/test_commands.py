@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from docs.pages import PROJECT, TEXTS, Block, blocks, commands, mentioned, typed
 
 from cached_transformers.cli.main import build_parser, main, parse
 from cached_transformers.experiments import compare
+from cached_transformers.experiments.probes.trials import Trial, Trials
 from cached_transformers.tasks.recipes import load_config
 
 COMMANDS = [words for _, words in commands("cached")]
@@ -167,6 +169,50 @@ def test_targets_of_make_exist() -> None:
     assert named and named - targets == set()
     variables = {word.partition("=")[0] for words in called for word in words[1:] if "=" in word}
     assert [name for name in variables if not re.search(rf"^{name} \?=", makefile, re.MULTILINE)] == []
+
+
+def demo() -> list[list[str]]:
+    """The commands of `make demo`, as words."""
+    makefile = (PROJECT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    lines = [shlex.split(line) for line in recipe[1].splitlines()]
+    return [line[line.index("$(BIN)/cached") + 1 :] for line in lines]
+
+
+def test_the_demo_begins_with_a_memory_and_ends_with_the_page() -> None:
+    kinds = [words[0] for words in demo()]
+    assert kinds[0] == "probe" and kinds[-1] == "plot" and "compare" in kinds
+    assert parse(build_parser(), demo()[-1]).kind == "report"
+    folders = {Path(words[words.index("--out") + 1]).parent for words in demo() if "--out" in words}
+    assert folders == {Path(demo()[-1][-1])}
+
+
+class Planned(Exception):
+    """What a command would do."""
+
+
+@pytest.mark.parametrize("words", demo()[:-1], ids=lambda words: words[-1])
+def test_what_the_demo_would_train_can_be_built(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its options are taken, and every training has its settings."""
+
+    def planned(self: Trials, trials: list[Trial], *_: object) -> None:
+        raise Planned([self.settings(trial) for trial in trials])
+
+    def compared(comparison: compare.Comparison, *_: object) -> None:
+        assert comparison.reference in {variant.name for variant in comparison.variants}
+        raise Planned(comparison.variants)
+
+    monkeypatch.setattr(Trials, "train", planned)
+    monkeypatch.setattr(compare, "carry_out", compared)
+    recipes = [str(PROJECT / word) if word.startswith("recipes/") else word for word in words]
+    monkeypatch.chdir(tmp_path)
+    arguments = parse(build_parser(), recipes)
+    with pytest.raises(Planned) as found:
+        arguments.run(arguments)
+    assert len(found.value.args[0]) > 1
 
 
 @pytest.mark.parametrize("block", list(blocks("yaml")), ids=lambda block: block.name)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from cached_transformers.cli.main import main
+from cached_transformers.experiments.probes.choice import chosen_tasks
 from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe, score
 from cached_transformers.experiments.probes.settings import setting, stream_memories
-from cached_transformers.experiments.probes.trials import Trials, chosen_tasks
+from cached_transformers.experiments.probes.trials import Trials
 from cached_transformers.memories import TransformerXL
 from cached_transformers.registry import MEMORIES, PROBES
 from cached_transformers.seam.memory import LayerMemory

@@ -23,6 +23,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="conv,flops",
         help="conv: no memory but its positional convolution; flops: no memory, wider feed-forward at equal FLOPs",
     )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="VARIANT",
+        help="the variant, or control-conv, control-flops, that every other is tested against, paired by seed "
+        "(default: plain, or the first where there is none)",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
     parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare_NAME)")
     parser.set_defaults(run=run)
@@ -41,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = parse_seeds(arguments.seeds)
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
-    variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control)
-    comparison = Comparison(recipe, variants, seeds, folder, baselines)
+    variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control, arguments.against)
+    comparison = Comparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
     carry_out(comparison, arguments.jobs, command_line(), open_console())
     return 0
 

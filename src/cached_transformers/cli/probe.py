@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         "within its reach, with options that put it beyond (where its theory knows a bound), and without the memory. "
         "Prints the share of right answers and draws it against the distance. With --train-distance each memory is "
         "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
-        "Finished trainings are kept: the same command goes on where it was stopped.",
+        "Says how trainings go while they do. Finished ones are kept: the same command goes on where it was stopped.",
         epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
         "cached probe rmt,grc_stream grc_stream.update_bias=-4 --tasks latch --train-distance 1..20 --far 1000000",
     )
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         metavar="NAME.option=value",
         help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
-        "feed_forward, batch_size and learning_rate are those of the models",
+        "feed_forward, batch_size, learning_rate and check_every are those of the models and their training",
     )
     parser.add_argument(
         "--tasks",
@@ -97,8 +97,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing, print the table, and write probe.json and the report."""
-    from cached_transformers.experiments.probes.far_trials import FarTrials
-    from cached_transformers.experiments.probes.trials import (
+    from cached_transformers.experiments.probes.choice import (
         FILES,
         MODEL,
         chosen_memories,
@@ -106,26 +105,32 @@ def run(arguments: argparse.Namespace) -> int:
         options_of_memories,
         options_of_models,
     )
+    from cached_transformers.experiments.probes.far_trials import FarTrials
     from cached_transformers.experiments.reports.far_page import write_far_report
     from cached_transformers.experiments.reports.probe_page import write_probe_report
+    from cached_transformers.experiments.reports.probe_progress import ProbeProgress
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
     refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
     refuse_too_many_seeds(arguments.seeds)
     files = {name: str(path) for name in FILES if (path := getattr(arguments, name)) is not None}
     memories = chosen_memories(arguments.memories)
-    of_memories = [override for override in arguments.overrides if override.partition(".")[0] in memories]
-    of_models = [override for override in arguments.overrides if override.partition(".")[0] == MODEL]
-    of_tasks = [override for override in arguments.overrides if override not in of_memories + of_models]
-    tasks = chosen_tasks(arguments.tasks, files, of_tasks)
-    options = tasks | options_of_memories(memories, of_memories) | options_of_models(of_models)
+    of: dict[str, list[str]] = {"memories": [], MODEL: [], "tasks": []}
+    for override in arguments.overrides:
+        name = override.partition("=")[0].partition(".")[0]
+        of[MODEL if name == MODEL else "memories" if name in memories else "tasks"].append(override)
+    tasks = chosen_tasks(arguments.tasks, files, of["tasks"])
+    options = tasks | options_of_memories(memories, of["memories"]) | options_of_models(of[MODEL])
     trials = _trials(arguments, list(tasks), memories, options)
     console, missing = open_console(), trials.missing()
     if len(missing) < len(trials.all()):
         console.print(f"{len(trials.all()) - len(missing)} finished trainings kept, {len(missing)} to do")
-    with contextlib.closing(trials.train(missing, arguments.jobs)) as results:
+    with (
+        ProbeProgress(console) as progress,
+        contextlib.closing(trials.train(missing, arguments.jobs, progress.hear)) as results,
+    ):
         for trial, result in results:
-            console.print(trial.sentence(result), markup=False, soft_wrap=True)
+            progress.finished(trial, result)
     by_distance = isinstance(trials, FarTrials)
     (print_far if by_distance else print_probe)(trials.write(command_line()), console)
     try:

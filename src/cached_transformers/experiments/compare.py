@@ -43,10 +43,12 @@ class Comparison:
 
     Args:
         recipe: what all variants share.
-        variants: the arms; the reference is "plain" when it is among them, else the first.
+        variants: the arms.
         seeds: every variant runs with every seed.
         folder: where runs and results go.
         baselines: scores of guessers, for the report.
+        against: name of the variant that is the reference; without one it is "plain" when that is among them, else the
+            first. No run depends on it, so that finished ones serve any.
         pairs: (first, second) of the variants whose difference is of interest; without them it is each variant's to the
             reference.
         rows: number of rows that are scored, for the interval of an accuracy that they leave; None for none.
@@ -61,6 +63,7 @@ class Comparison:
         folder: Path,
         baselines: dict[str, float] | None,
         *,
+        against: str = "",
         pairs: list[tuple[str, str]] | None = None,
         rows: int | None = None,
         cache_use: bool = False,
@@ -68,7 +71,7 @@ class Comparison:
         self.recipe, self.variants, self.seeds = recipe, variants, seeds
         self.folder, self.baselines = folder, baselines
         names = [variant.name for variant in variants]
-        self.reference = "plain" if "plain" in names else names[0]
+        self.reference = against or ("plain" if "plain" in names else names[0])
         self.pairs = pairs or []
         self.metric = recipe.training.metric
         self.rows = rows if self.metric == "accuracy" else None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cached_transformers.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
-from cached_transformers.registry import MODELS
+from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments
 from cached_transformers.tasks.recipes import check_sections, fill_from_data
 from cached_transformers.training.config import RunConfig
@@ -68,11 +68,17 @@ def parse_variant(text: str) -> str | dict[str, Any] | None:
     return memory if options else name
 
 
-def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Variant], dict[str, float] | None]:
+def prepare(
+    recipe: RunConfig, names: list[str], controls: str, against: str = ""
+) -> tuple[list[Variant], dict[str, float] | None]:
     """Checked variants, controls last, and the scores of guessers that the data set offers.
 
+    Args:
+        against: the variant or control that the others are to be tested against; "" where nobody chose one.
+
     Raises:
-        ValueError: an unknown variant, option or control, the same variant twice, or one that cannot be built.
+        ValueError: an unknown variant, option or control, the same variant twice, one that cannot be built, or an
+            `against` that is none of them.
     """
     if len(set(names)) < len(names):
         raise ValueError(f"--with {','.join(names)} names a variant twice")
@@ -80,6 +86,10 @@ def prepare(recipe: RunConfig, names: list[str], controls: str) -> tuple[list[Va
     for control in wanted:
         if control not in ("conv", "flops"):
             raise ValueError(f"--control {control!r} is unknown; use conv, flops or conv,flops")
+    every = [*names, *(f"control-{control}" for control in wanted)]
+    if against and against not in every:
+        unknown = unknown_name("variant of this comparison", against, every)
+        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
     for name in names:  # before the data are built, which may take long
         check_sections(with_memory(recipe, parse_variant(name)))
     train = build_dataset(recipe, "train")

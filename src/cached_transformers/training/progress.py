@@ -10,6 +10,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
+def training_bar(console: Console) -> Progress:
+    """A bar for each training under way, with its newest values, which every task of it has to give."""
+    columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[values]}"), console=console)
+
+
 class Reporter:
     """Shows metrics lines and messages; use it as a context manager around the training loop.
 
@@ -26,8 +32,7 @@ class Reporter:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if console is not None and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[values]}"), console=console)
+            self._bar = training_bar(console)
             self._task = self._bar.add_task(escape(label), total=steps, values="")
 
     def __enter__(self) -> Reporter:

@@ -30,6 +30,7 @@ from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop
 from cached_transformers.training.sliding import WINDOWS
 
+from .news import Check, Tell, unheard
 from .protocol import Sizes, measure
 from .tasks import IGNORED, Episode, ProbeTask
 
@@ -106,12 +107,14 @@ def train_by_distance(
     seed: int = 0,
     passes: int = 1,
     whole: bool = False,
+    tell: Tell = unheard,
 ) -> Trained:
     """Train a model on a task at random distances. The gradient crosses whole episodes, or what the course says.
 
     Args:
         sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
         passes: readings of each episode. whole: episodes are read as one segment each.
+        tell: is told of the training whenever its accuracy is measured.
     """
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
@@ -130,14 +133,17 @@ def train_by_distance(
         distance = int(torch.randint(course.nearest, stages[stage] + 1, (), generator=generator))
         episode = task.draw(sizes.batch_size, distance, generator)
         optimizer.zero_grad()
-        loop(*episode)[0].backward()
+        loss = loop(*episode)[0]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
         if step % sizes.check_every and step != falls_from + settling:
             continue
         accuracy = measure(model, task, stages[stage], sizes.rows, passes, whole=whole)
-        if accuracy < course.solved or stages[stage] in solved_at:
+        solved = accuracy >= course.solved and stages[stage] not in solved_at
+        tell(Check(step, falls_from + settling, loss.item(), stages[stage], stages[-1], accuracy, solved))
+        if not solved:
             continue
         solved_at[stages[stage]] = step
         if stage + 1 < len(stages) and step < falls_from:
@@ -173,6 +179,7 @@ def holds(
     *,
     passes: int = 1,
     whole: bool = False,
+    alone: bool = False,
     seed: int = 10**6,
 ) -> tuple[float, float]:
     """Share of right answers, and of rows in which all are right, on episodes that are read as streams.
@@ -180,13 +187,17 @@ def holds(
     Only one segment and one state are in memory at a time; of several passes, all segments.
 
     Args: as of `train_by_distance`.
+        alone: the model reads every segment as if it were the first; those in which nothing is asked are then left out.
     """
     training = model.training
     model.eval()
 
     def episode() -> Iterator[Episode]:
         generator = Generator().manual_seed(seed + distance)
-        return iter([task.draw(rows, distance, generator)]) if whole else task.stream(rows, distance, generator)
+        if whole:
+            return iter([task.draw(rows, distance, generator)])
+        pieces = task.stream(rows, distance, generator)
+        return (piece for piece in pieces if not alone or bool((piece.targets_BN != IGNORED).any()))
 
     def read(piece: Episode, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         asked.append(piece.targets_BN)

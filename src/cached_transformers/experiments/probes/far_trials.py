@@ -25,6 +25,7 @@ from cached_transformers.registry import PROBES
 from cached_transformers.state import nbytes
 
 from .distances import Course, Trained, holds, ladder, train_by_distance
+from .news import Answer, Tell
 from .protocol import Sizes, build_model
 from .settings import setting
 from .trials import Trial, Trials, stored_settings
@@ -82,7 +83,7 @@ class FarTrials(Trials):
 
     def _distances(self, trial: Trial) -> list[int]:
         task = self._task(trial.task)
-        far = self.far if trial.arm == "far" else self.course.farthest * task.segment
+        far = self.course.farthest * task.segment if trial.arm == WHOLE else self.far
         return [distance for distance in ladder(task.segment, far) if task.has(distance)]
 
     def settings(self, trial: Trial) -> dict[str, Any]:
@@ -106,18 +107,24 @@ class FarTrials(Trials):
             "taps": self.taps,
             "rows": self.rows,
             "segments": {task: self._task(task).segment for task in self.tasks},
+            "asked": {task: PROBES.entry(task).summary for task in self.tasks},
         }
         write_whole(self.folder / "far.json", json_text(result))
         return result
 
-    def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-        return _train_and_ask(trial, settings, folder, self._distances(trial), self.rows, self.compiled)
+    def work(self, trial: Trial, settings: dict[str, Any], folder: Path, tell: Tell) -> dict[str, Any]:
+        return _train_and_ask(trial, settings, folder, self._distances(trial), self.rows, self.compiled, tell)
 
 
 def _unasked(stored: dict[str, Any], distances: Sequence[int], rows: int) -> list[int]:
-    """Distances that are still to be asked about, in so many texts; none behind one where it is as good as a guess."""
+    """Distances that are still to be asked about, in so many texts; none behind one where it is as good as a guess.
+
+    The model without a memory, which costs little to ask, has no such end.
+    """
     chance = stored["chance"]
     answers = {int(d): share for d, (share, _, texts) in stored["far"].items() if texts >= rows}
+    if stored["memory"] is None:
+        return [distance for distance in distances if distance not in answers]
     for index, distance in enumerate(distances):
         if distance not in answers:
             return list(distances[index:])
@@ -129,7 +136,13 @@ def _unasked(stored: dict[str, Any], distances: Sequence[int], rows: int) -> lis
 
 
 def _train_and_ask(
-    trial: Trial, settings: dict[str, Any], folder: Path, distances: Sequence[int], rows: int, compiled: bool
+    trial: Trial,
+    settings: dict[str, Any],
+    folder: Path,
+    distances: Sequence[int],
+    rows: int,
+    compiled: bool,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Train one, or take up what was trained, and ask about each distance; every answer is kept at once."""
     torch.set_num_threads(1)
@@ -139,6 +152,7 @@ def _train_and_ask(
         Sizes(**settings["sizes"]),
         Course(**settings["course"]),
     )
+    how = {"passes": settings["passes"], "whole": trial.arm == WHOLE}
     torch.manual_seed(trial.seed)
     model = build_model(task, settings["memory"], sizes)
     stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -146,8 +160,8 @@ def _train_and_ask(
     if stored is not None and stored["settings"] == settings and weights.is_file():
         model.load_state_dict(safetensors.torch.load_file(weights))
     else:
-        started, whole = time.perf_counter(), trial.arm == WHOLE
-        trained = train_by_distance(model, task, course, sizes, seed=trial.seed, passes=settings["passes"], whole=whole)
+        started = time.perf_counter()
+        trained = train_by_distance(model, task, course, sizes, seed=trial.seed, tell=tell, **how)
         stored = _result(settings, task.chance, trained, model, time.perf_counter() - started)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}  # tied ones apart
@@ -156,11 +170,13 @@ def _train_and_ask(
         write_whole(path, json_text(stored))
     while unasked := _unasked(stored, distances, rows):
         started, distance = time.perf_counter(), unasked[0]
-        reader = torch.compile(model, dynamic=False) if compiled and distance >= LONG else model
-        answers = holds(reader, task, distance, rows, passes=settings["passes"], whole=trial.arm == WHOLE)
+        alone = trial.arm == NONE  # of which only segments that ask are read: nothing to be gained by compiling
+        reader = torch.compile(model, dynamic=False) if compiled and distance >= LONG and not alone else model
+        answers = holds(reader, task, distance, rows, alone=alone, **how)
         stored["far"][str(distance)] = [*answers, rows]
         stored["seconds_far"] += time.perf_counter() - started
         write_whole(path, json_text(stored))
+        tell(Answer(distance * task.segment, answers[0]))
     return stored
 
 

@@ -23,12 +23,17 @@ from cached_transformers.state import State, reorder
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
+from .news import Check, Tell, unheard
 from .tasks import IGNORED, Episode, ProbeTask
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model that is trained, and for how long. Training ends early when `enough` is reached."""
+    """The model that is trained, and for how long. Training ends early when `enough` is reached.
+
+    Attributes:
+        steps: the most. check_every: steps between two looks at the accuracy on `rows` new episodes.
+    """
 
     width: int = 32
     depth: int = 2
@@ -75,6 +80,7 @@ def probe(
     sizes: Sizes | None = None,
     passes: int = 1,
     distances: Sequence[int] = (),
+    tell: Tell = unheard,
 ) -> Outcome:
     """Train a model with a memory on a task, and count its right answers.
 
@@ -85,12 +91,13 @@ def probe(
         distance: segments between cue and question in training.
         passes: readings of each episode (memories that read twice).
         distances: where the trained model is tried too.
+        tell: is told of the training whenever its accuracy is measured.
     """
     sizes = sizes or Sizes()
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
-    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes)
+    accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, tell=tell)
     by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
     exact = score(model, task, distance, sizes.rows, passes).exact
     parameters = sum(p.numel() for p in model.parameters())
@@ -106,12 +113,14 @@ def train(
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
+    tell: Tell = unheard,
 ) -> tuple[float, int]:
     """Train a model on a task, until its accuracy is enough or the steps are over.
 
     Args:
         seed: of the episodes.
         bptt: segments that a gradient may cross; None for all.
+        tell: as of `probe`.
 
     Returns:
         The accuracy at the trained distance, and the steps done.
@@ -123,12 +132,15 @@ def train(
     for step in range(1, sizes.steps + 1):
         episode = task.draw(sizes.batch_size, distance, generator)
         optimizer.zero_grad()
-        loop(*episode)[0].backward()
+        loss = loop(*episode)[0]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % sizes.check_every == 0 or step == sizes.steps:
             accuracy = measure(model, task, distance, sizes.rows, passes)
-            if accuracy >= sizes.enough:
+            solved = accuracy >= sizes.enough
+            tell(Check(step, sizes.steps, loss.item(), distance, distance, accuracy, solved))
+            if solved:
                 break
     return accuracy, step
 

@@ -11,8 +11,10 @@ import datetime
 import itertools
 import json
 import multiprocessing
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,21 +23,23 @@ import torch
 from cached_transformers.experiments.children import stop_with
 from cached_transformers.experiments.environment import environment
 from cached_transformers.files import json_text, write_whole
-from cached_transformers.registry import MEMORIES, PROBES, unknown_name
+from cached_transformers.registry import PROBES
 from cached_transformers.seam.probing import Options
 from cached_transformers.training.run_lock import folder_lock
-from cached_transformers.yaml_tree import apply_override
 
+from .news import News, Tell
 from .protocol import Sizes, probe
-from .settings import setting, stream_memories
+from .settings import setting
 from .tasks import ProbeTask
 
-FILES = ("babi", "books")
-"""Options of tasks that read files: bAbI's, and books."""
 MODEL = "model"
 """Beside the names of tasks and memories, in options: sizes of the models, the same for all."""
-SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate")
-"""Those of `Sizes` that may be set."""
+Result = dict[str, Any]
+Hear = Callable[["Trial", News], object]
+_PAUSE = 0.1
+"""Seconds between two looks at what processes say."""
+_telling: list[Connection] = []
+"""In a process that trains: the line to the one that shows what it says."""
 
 
 class Trial(NamedTuple):
@@ -52,13 +56,18 @@ class Trial(NamedTuple):
         name = "no_memory" if self.memory == "none" else self.memory
         return f"{self.task}/{name}/{self.arm.replace(' ', '_')}_{self.seed}.json"
 
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        arm = "" if self.arm == "far" else f", {self.arm}"
+        return f"{self.task}: {self.arm if self.memory == 'none' else self.memory + arm}, seed {self.seed}"
+
     def sentence(self, result: dict[str, Any]) -> str:
         """Its result in a line."""
-        what = self.arm if self.memory == "none" else f"{self.memory}, {self.arm}"
         exact = f" ({100 * result['exact']:.1f} % of episodes)" if "exact" in result else ""
         return (
-            f"{self.task}: {what}, seed {self.seed}: {100 * result['accuracy']:.1f} % right{exact} after "
-            f"{result['steps']} steps, {result['seconds']:.0f} s"
+            f"{self.name}: {100 * result['accuracy']:.1f} % right{exact} after {result['steps']} steps, "
+            f"{result['seconds']:.0f} s"
         )
 
 
@@ -113,9 +122,9 @@ class Trials:
         settings = {"task": self._options(trial.task), "distance": self.distance, "memory": spec, "passes": passes}
         return stored_settings({**settings, "sizes": dataclasses.asdict(sizes)})
 
-    def work(self, trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Train one, and keep its result."""
-        return _train(trial, settings, folder)
+    def work(self, trial: Trial, settings: dict[str, Any], folder: Path, tell: Tell) -> Result:
+        """Train one, tell how it goes, and keep its result."""
+        return _train(trial, settings, folder, tell)
 
     def _options(self, name: str) -> dict[str, Any]:
         return dict(self.options.get(name, {}))
@@ -126,7 +135,8 @@ class Trials:
     def _of_memory(
         self, memory: str, options: Options, task: ProbeTask, sizes: Sizes
     ) -> tuple[dict[str, Any], int, Sizes]:
-        """With which options a memory is trained, readings of each episode, and sizes with its own learning rate."""
+        """With which options a memory is trained, readings of each episode, and sizes: with its own learning rate,
+        unless one was chosen for all."""
         spec = {"name": memory, **options(task.segment, self.distance, sizes.depth), **self._options(memory)}
         chosen = setting(memory)
         if chosen.learning_rate is not None and "learning_rate" not in self._options(MODEL):
@@ -137,10 +147,15 @@ class Trials:
         task: ProbeTask = PROBES.create(name, **self._options(name))
         return task
 
-    def train(self, trials: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
+    def train(
+        self, trials: Sequence[Trial], jobs: int, hear: Hear = lambda trial, news: None
+    ) -> Generator[tuple[Trial, Result], None, None]:
         """Train some of them, so many at a time, and give each with its result when it is done.
 
         Others that are under way end when one fails, when this process does, and when the iterator is closed.
+
+        Args:
+            hear: is called with what each says while it works, in this process and before its result is given.
 
         Raises:
             InUse: another process probes into the folder.
@@ -148,18 +163,30 @@ class Trials:
         with folder_lock(self.folder):
             if jobs == 1 or len(trials) < 2:
                 for trial in trials:
-                    yield trial, self.work(trial, self.settings(trial), self.folder)
+                    yield trial, self.work(trial, self.settings(trial), self.folder, partial(hear, trial))
                 return
-            context = multiprocessing.get_context("spawn")
-            theirs, ours = context.Pipe(duplex=False)
-            with ProcessPoolExecutor(jobs, context, stop_with, (theirs,)) as pool:
-                try:
-                    settings = [self.settings(trial) for trial in trials]
-                    results = pool.map(self.work, trials, settings, itertools.repeat(self.folder))
-                    yield from zip(trials, results, strict=True)
-                except BaseException:
-                    ours.close()
-                    raise
+            yield from self._train_apart(trials, jobs, hear)
+
+    def _train_apart(
+        self, trials: Sequence[Trial], jobs: int, hear: Hear
+    ) -> Generator[tuple[Trial, Result], None, None]:
+        context = multiprocessing.get_context("spawn")
+        theirs, ours = context.Pipe(duplex=False)
+        heard, telling = context.Pipe(duplex=False)
+        with ProcessPoolExecutor(jobs, context, _begin_apart, (theirs, telling)) as pool:
+            try:
+                under_way = {pool.submit(_work_apart, self, trial, self.settings(trial)): trial for trial in trials}
+                while under_way:
+                    wait(under_way, _PAUSE, FIRST_COMPLETED)
+                    done = [future for future in under_way if future.done()]
+                    while heard.poll():  # whatever came before a result is in the pipe by now
+                        hear(*heard.recv())
+                    for future in done:
+                        yield under_way.pop(future), future.result()
+            except BaseException:
+                ours.close()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def write(self, command: str) -> dict[str, Any]:
         """Write probe.json, and return what it holds."""
@@ -193,105 +220,22 @@ class Trials:
         return notes
 
 
-def chosen_memories(text: str) -> list[str]:
-    """Memories from names with commas between them, or "all"."""
-    able = stream_memories()
-    names = able if text == "all" else text.split(",")
-    for name in names:
-        MEMORIES.entry(name)
-        if name not in able:
-            raise ValueError(
-                f"memory {name!r} keeps nothing for each row of a stream, so there is nothing to probe; "
-                f"take one of {', '.join(able)}"
-            )
-    return names
-
-
-def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Tasks from names with commas between them, or "all", and the options of each.
-
-    Args:
-        files: "babi" and "books", for the tasks that have such options; "all" are those that need no more.
-        overrides: options as `task.option=value`.
-
-    Raises:
-        ValueError: an unknown task or option, a value of another type, an option of a task that is not among them, or
-            a task without its files.
-    """
-    missing = {
-        entry.name: {key for key in FILES if (o := entry.options.get(key)) is not None and o.default is o.empty}
-        for entry in PROBES
-    }
-    names = PROBES.names() if text == "all" else text.split(",")
-    if text == "all":
-        names = [name for name in names if missing[name] <= set(files)]
-    tasks = {name: {key: files[key] for key in FILES if key in files and key in _options(name)} for name in names}
-    for override in overrides:
-        task = override.partition("=")[0].partition(".")[0]
-        if task not in tasks:
-            raise ValueError(
-                f"{override!r} sets an option of {task!r}, which is neither among the memories nor among the tasks "
-                f"{', '.join(tasks)}; write NAME.option=value, and give a task with --tasks"
-            )
-        apply_override(tasks, override)
-    for name, options in tasks.items():
-        if not isinstance(options, dict):
-            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
-        PROBES.check(name, options, name)
-        if not missing[name] <= set(options):
-            raise ValueError(f"the task {name!r} reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
-    return tasks
-
-
-def options_of_memories(memories: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The options of memories that are set by `memory.option=value`.
-
-    Raises:
-        ValueError: an unknown option or preset, or a value of another type.
-    """
-    found: dict[str, Any] = {name: {} for name in memories}
-    for override in overrides:
-        apply_override(found, override)
-    for name, options in found.items():
-        if not isinstance(options, dict):
-            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
-        found[name] = MEMORIES.with_preset(name, options)
-        MEMORIES.check(name, found[name], name)
-    return {name: options for name, options in found.items() if options}
-
-
-def options_of_models(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Sizes of the models that are set by `model.option=value`.
-
-    Raises:
-        ValueError: an unknown size, or one that is not a number above 0.
-    """
-    found: dict[str, Any] = {MODEL: {}}
-    for override in overrides:
-        apply_override(found, override)
-    sizes = found[MODEL] if isinstance(found[MODEL], dict) else {MODEL: found[MODEL]}
-    for name, value in sizes.items():
-        if name not in SIZES:
-            raise ValueError(unknown_name("size of the probed model", name, list(SIZES)))
-        kinds = (int, float) if name == "learning_rate" else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
-            raise ValueError(f"{MODEL}.{name}={value!r} must be a number above 0")
-    return {MODEL: sizes} if sizes else {}
-
-
-def _options(task: str) -> Mapping[str, Any]:
-    if task not in PROBES:
-        raise ValueError(unknown_name("probe task", task, PROBES.names()))
-    return PROBES.entry(task).options
-
-
 def stored_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as they are read back from a file."""
     read: dict[str, Any] = json.loads(json.dumps(settings))
     return read
 
 
-def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _begin_apart(line: Connection, telling: Connection) -> None:
+    stop_with(line)
+    _telling.append(telling)
+
+
+def _work_apart(trials: Trials, trial: Trial, settings: dict[str, Any]) -> Result:
+    return trials.work(trial, settings, trials.folder, lambda news: _telling[0].send((trial, news)))
+
+
+def _train(trial: Trial, settings: dict[str, Any], folder: Path, tell: Tell) -> Result:
     torch.set_num_threads(1)
     task, distance = PROBES.create(trial.task, **settings["task"]), settings["distance"]
     outcome = probe(
@@ -302,6 +246,7 @@ def _train(trial: Trial, settings: dict[str, Any], folder: Path) -> dict[str, An
         sizes=Sizes(**settings["sizes"]),
         passes=settings["passes"],
         distances=[other for other in range(1, 2 * distance + 1) if task.has(other)],
+        tell=tell,
     )
     result = {"settings": settings, "chance": task.chance, "memory": settings["memory"], **dataclasses.asdict(outcome)}
     path = folder / trial.path

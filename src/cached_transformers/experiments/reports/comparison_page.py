@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from .cache_use_table import cache_use_table, legend
+from .far_page import far_section
 from .figures import scores
 from .figures.style import COLOURS, looks
 from .page import FILE_NAME, Block, Cell, Folded, Header, Row, Section, Table, Text, pictured, titled, write_page
@@ -34,19 +35,20 @@ from .wording import (
 def write_compare_report(folder: str | Path, sections: Sequence[str] | None = None) -> Path:
     """Write `report.html` into a comparison folder, or into a folder that holds several: one section for each.
 
-    The page of several comparisons ends with the probes beside them (`cached probe`).
+    The page of several begins with the probes by distance beside them, and ends with the other probes (`cached probe`).
 
     Args:
         sections: names of the sub-folders to report on, in this order; None takes all.
     """
     folder = Path(folder)
     comparisons = find_comparisons(folder, sections)
-    if len(comparisons) == 1:
+    far, probes = (sorted(folder.glob(f"*/{name}.json")) for name in ("far", "probe")) if sections is None else ([], [])
+    if len(comparisons) == 1 and not (far or probes):
         return write_page(folder, comparisons[0].title, [_section(comparisons[0], folder, 1, "a")])
     title = f"Comparisons in {folder.resolve().name}"
-    probes = sorted(folder.glob("*/probe.json")) if sections is None else []
     blocks: list[Block] = [
         Header(1, title),
+        *(far_section(path, 2, f"f{i}") for i, path in enumerate(far, start=1)),
         *(_section(comparison, folder, 2, f"s{i}") for i, comparison in enumerate(comparisons, start=1)),
         *(probe_section(path, 2, f"p{i}") for i, path in enumerate(probes, start=1)),
     ]

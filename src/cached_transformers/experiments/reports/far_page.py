@@ -1,4 +1,4 @@
-"""The page of `cached probe --train-distance`: right answers against distance, and how far memories hold by bytes."""
+"""The page of `cached probe --train-distance`: what memories still know so much later, as a picture and in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .figures.style import MUTED, blank_figure, inline_svg, looks, style
-from .page import Block, Cell, Header, Heading, Picture, Section, Table, Text, write_page
+from .page import Block, Cell, Facts, Header, Heading, Picture, Section, Table, Text, write_page
 from .probe_page import select
 from .wording import environment_text
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "How far memories hold"
+MENTIONED = 4
+"""Memories that a sentence names; the table has them all."""
 ENOUGH = 0.99
 """Share of right answers at which a distance counts as held."""
 COLUMNS = (
@@ -69,14 +71,48 @@ def far_cells(row: FarRow, content: Mapping[str, Any]) -> list[str]:
     last = [t["far"][str(asked)][0] if str(asked) in t["far"] else t["chance"] for t in row.trainings]
     tokens = [sum(int(d) * rows for d, (*_, rows) in t["far"].items()) * segment for t in row.trainings]
     seconds = sum(t["seconds_far"] for t in row.trainings)
+    carries = row.name in content["memories"]  # without a memory nothing is carried, and most of a text is not read
     return [
         f"{min(t['solved'] for t in row.trainings)}",
         f"{min(held):,}",
         f"{sum(far >= asked * segment for far in held)} of {len(held)}",
         f"{100 * mean(last):.1f} at {asked * segment:,}" if asked else "",
-        f"{row.trainings[0]['state_bytes']:,}",
-        f"{sum(tokens) / seconds:,.0f}" if seconds else "",
+        f"{row.trainings[0]['state_bytes']:,}" if carries else "",
+        f"{sum(tokens) / seconds:,.0f}" if carries and seconds else "",
     ]
+
+
+def far_sentences(content: Mapping[str, Any], task: str) -> list[str]:
+    """What the picture of a task shows: memories at the longest text that one of them was asked about, and the same
+    model without a memory there."""
+    rows = {row.name: row for row in far_rows(content) if row.task == task}
+    none, segment, seeds = rows["no memory"], content["segments"][task], content["seeds"]
+    memories = {name: row for name, row in rows.items() if name in content["memories"]}
+    farthest = max(int(distance) for row in memories.values() for t in row.trainings for distance in t["far"])
+    there = {name: shares for name, row in memories.items() if (shares := _shares(row, farthest))}
+    best = sorted(there, key=lambda name: -mean(there[name]))
+    shown = [f"{name} in {_percent(there[name])}" for name in best[1:MENTIONED]]
+    means = "" if seeds == 1 else f"mean of {seeds} seeds; the worst: {_percent([min(there[best[0]])])}"
+    found, chance = _shares(none, farthest), _percent([none.trainings[0]["chance"]])
+    first = f"{best[0]} is right in {_percent(there[best[0]])}{f' ({means})' if means else ''}"
+    trained = f"in training cue and question stood at most {content['course']['farthest'] * segment:,} tokens apart"
+    without = f"is right in {_percent(found)}" if found else "was not asked there"
+    return [
+        f"Asked {farthest * segment:,} tokens after the cue, {', '.join([first, *shown])}; {trained}.",
+        f"The same model without a memory {without}; a guess is right in {chance}.",
+    ]
+
+
+def _shares(row: FarRow, distance: int) -> list[float]:
+    """Right answers at a distance, one a seed; one that was as good as a guess before counts as a guess, and where all
+    were, or nobody asked, there are none."""
+    asked = [t["far"].get(str(distance)) for t in row.trainings]
+    guess = row.trainings[0]["chance"]
+    return [answer[0] if answer else guess for answer in asked] if any(asked) else []
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return f"{100 * mean(shares):.1f} %"
 
 
 def _curves(ax: Axes, rows: Sequence[FarRow], segment: int) -> None:
@@ -87,9 +123,9 @@ def _curves(ax: Axes, rows: Sequence[FarRow], segment: int) -> None:
         if not tokens:
             continue
         look, values = chosen[row.name], [[seed[n] for seed in seeds] for n in tokens]
-        ax.plot(
-            tokens, list(map(mean, values)), color=look.colour, ls=look.dash, marker=look.marker, ms=3.5, label=row.name
-        )
+        # What all memories are held against lies under them, and wide enough to be seen where they are as good.
+        line: dict[str, Any] = {"lw": 6, "alpha": 0.35} if row.name == "whole text" else {"marker": look.marker}
+        ax.plot(tokens, list(map(mean, values)), color=look.colour, ls=look.dash, ms=3.5, label=row.name, **line)
         ax.fill_between(tokens, list(map(min, values)), list(map(max, values)), color=look.colour, alpha=0.15, lw=0)
 
 
@@ -108,10 +144,15 @@ def far_figure(content: Mapping[str, Any], task: str) -> Figure:
     figure, axes = blank_figure(8.0, 3.8, 1, 1)
     ax = axes[0][0]
     with style():
-        ax.axvline(content["course"]["farthest"] * segment, color=MUTED, ls=":", lw=1)
+        trained = content["course"]["farthest"] * segment
+        ax.axvline(trained, color=MUTED, ls=":", lw=1)
         ax.axhline(100 * chance, color=MUTED, ls="--", lw=0.8)
         _curves(ax, rows, segment)
         ax.set_xscale("log")
+        small: dict[str, Any] = {"color": MUTED, "fontsize": 9, "textcoords": "offset points", "annotation_clip": False}
+        across, along = ("axes fraction", "data"), ("data", "axes fraction")
+        ax.annotate("a guess", (1, 100 * chance), (4, 0), xycoords=across, va="center", **small)
+        ax.annotate("farthest in training", (trained, 0.5), (-12, 0), xycoords=along, rotation=90, va="center", **small)
         _in_plain_numbers(ax.xaxis)
         ax.set(xlabel="tokens since the cue", ylabel="right answers [%]", ylim=(0, 103))
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
@@ -144,32 +185,37 @@ def write_far_report(folder: Path) -> Path:
 
 
 def far_section(path: Path, level: int, identifier: str) -> Section:
-    """The part of a page that tells of one far.json."""
+    """The part of a page that tells of one far.json: first the picture of every task, then how it came about."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    course = content["course"]
-    about = {"command": content["command"], "date": content["date"], "seeds": content["seeds"]}
-    blocks: list[Block] = [
-        Header(level, TITLE, about | {"environment": environment_text(content["environment"])}),
+    course, rows = content["course"], far_rows(content)
+    blocks: list[Block] = [Header(level, TITLE)]
+    for index, task in enumerate(content["tasks"]):
+        blocks += [Heading(level + 1, task)] if len(content["tasks"]) > 1 else []
+        blocks.append(Text(" ".join(far_sentences(content, task)), "summary"))
+        what = "right answers against tokens since the cue"
+        drawn = inline_svg(far_figure(content, task), f"{identifier}{index}0", f"{what}, {task}")
+        band = "" if content["seeds"] == 1 else f" Mean of {content['seeds']} seeds, and all between worst and best."
+        asked = f" {content['asked'][task]}" if "asked" in content else ""  # older files do not say
+        blocks.append(Picture(drawn, f"{task}: {what}.{band}{asked}"))
+    blocks += [
+        Table(
+            ["task", "memory", *COLUMNS],
+            [[Cell(row.task), Cell(row.name), *map(Cell, far_cells(row, content))] for row in rows],
+            f"Seeds: {content['seeds']}; {content['rows']} texts each. Asking ends where a memory is near a guess.",
+        ),
         Text(
             f"Trained with cue and question {course['nearest']} to {course['farthest']} segments apart, and asked in "
             f"texts of any length that are read as streams. A distance is held where {100 * ENOUGH:.0f} % of the "
             f"answers are right; numbers are the least over seeds. A short convolution of {content['taps']} tokens "
-            "stands in front of attention, the same for all. Whole text: attention over everything, without a memory.",
-            "summary",
-        ),
-        Table(
-            ["task", "memory", *COLUMNS],
-            [[Cell(row.task), Cell(row.name), *map(Cell, far_cells(row, content))] for row in far_rows(content)],
-            f"Seeds: {content['seeds']}; {content['rows']} texts each. Asking ends where a memory is near a guess.",
+            "stands in front of attention, the same for all. Whole text: attention over everything, without a memory, "
+            "of one seed and in texts as long as those of the training.",
+            "note",
         ),
     ]
-    for index, task in enumerate(content["tasks"]):
-        pictures = [
-            (far_figure(content, task), "right answers against distance", "dotted: the farthest that was trained"),
-            (bytes_figure(content, task), "tokens held against bytes of state", "the least over seeds"),
-        ]
-        blocks.append(Heading(level + 1, task))
-        for number, (figure, what, note) in enumerate(pictures):
-            drawn = inline_svg(figure, f"{identifier}{index}{number}", f"{what}, {task}")
-            blocks.append(Picture(drawn, f"{task}: {what}; {note}."))
-    return Section(blocks)
+    if len(content["memories"]) > 1:
+        for index, task in enumerate(content["tasks"]):
+            what = "tokens held against bytes of state"
+            drawn = inline_svg(bytes_figure(content, task), f"{identifier}{index}1", f"{what}, {task}")
+            blocks.append(Picture(drawn, f"{task}: {what}; the least over seeds."))
+    about = {"command": content["command"], "date": content["date"]}
+    return Section([*blocks, Facts(about | {"environment": environment_text(content["environment"])})])

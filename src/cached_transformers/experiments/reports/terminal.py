@@ -12,7 +12,7 @@ from rich.table import Table
 from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .far_page import COLUMNS as COLUMNS_FAR
-from .far_page import far_cells, far_rows
+from .far_page import far_cells, far_rows, far_sentences
 from .memory_use_table import place_table, reset_sentence, use_sentence
 from .probe_page import accuracy_text, table_columns, table_rows
 from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name, unknown_words
@@ -186,6 +186,8 @@ def print_far(result: dict[str, Any], console: Console) -> None:
     for row in far_rows(result):
         table.add_row(row.task, row.name, *far_cells(row, result))
     console.print(table)
+    for task in result["tasks"]:
+        console.print(f"{task}: {' '.join(far_sentences(result, task))}", markup=False, soft_wrap=True)
 
 
 def _table(title: str, names: str, columns: Sequence[str]) -> Table:
