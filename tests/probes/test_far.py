@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
@@ -79,6 +81,25 @@ def test_the_control_knows_nothing_of_earlier_segments_whatever_a_model_carries(
     carried = control.model(second, control.model(first).state).outputs
     assert not torch.allclose(carried, control.model(second).outputs)
     torch.testing.assert_close(control(second, control(first).state).outputs, control.model(second).outputs)
+
+
+def test_the_gradient_crosses_what_the_course_says(tmp_path: Path) -> None:
+    """Whole episodes, or truncated ones: in blocks, or as far back from each segment."""
+    task = PROBES.create("latch", segment=4)
+
+    def weights(**options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = build_model(task, "rmt", Sizes(width=8))
+        train_by_distance(model, task, Course(3, 3, **options), Sizes(steps=2, batch_size=4, rows=4))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole, blocks = weights(), weights(bptt=3)
+    assert torch.equal(whole, weights(bptt=4, bptt_window="sliding"))
+    sliding = weights(bptt=3, bptt_window="sliding")
+    assert not torch.equal(blocks, whole) and not torch.equal(blocks, sliding) and not torch.equal(sliding, whole)
+    with pytest.raises(ValueError, match="memory read_twice is read in 2 passes, which have no sliding windows"):
+        FarTrials(["rmt", "read_twice"], ["latch"], 2, 1, 4, tmp_path, course=Course(1, 2, bptt_window="sliding"))
+    assert "bptt" not in Course().settings() and Course(bptt=2).settings()["bptt"] == 2  # older trainings are kept
 
 
 COMMAND = "probe rmt --tasks latch --train-distance 1..2 --steps 8"
@@ -225,6 +246,9 @@ def test_options_of_memories_are_set_by_their_names(
         ("--rows 4", "--rows is for trainings by distance"),
         ("--compile", "--compile is for trainings by distance"),
         ("--no-curriculum", "--no-curriculum is for trainings by distance"),
+        ("--bptt 2", "--bptt is for trainings by distance"),
+        ("--train-distance 1..3 --bptt 0", "--bptt 0 must be at least 1"),
+        ("--train-distance 1..3 --bptt-window sliding", "is about the segments of --bptt K, which is not given"),
         ("--train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
     ],
 )

@@ -55,6 +55,14 @@ class FarTrials(Trials):
     compiled: bool = False
     ceiling: bool = True
 
+    def __post_init__(self) -> None:
+        for memory in self.memories:
+            if (passes := setting(memory).passes) > 1 and self.course.bptt_window == "sliding":
+                raise ValueError(
+                    f"memory {memory} is read in {passes} passes, which have no sliding windows; leave it or "
+                    "--bptt-window out"
+                )
+
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
@@ -88,9 +96,10 @@ class FarTrials(Trials):
         spec, passes = None, 1
         if trial.arm == "far":
             spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
+        course = self.course if trial.arm == "far" else dataclasses.replace(self.course, recall=0.0)  # of a memory
+        kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
-            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
+            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept, "sizes": sizes_}
         )
 
     def write(self, command: str) -> dict[str, Any]:
