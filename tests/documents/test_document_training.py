@@ -145,6 +145,7 @@ def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
             ["training.curriculum=[1,9]"],
             r"curriculum=\[1, 9\] asks for more segments than the 3 of the longest document",
         ),
+        (["training.bptt_window=sliding"], r"bptt_window=sliding is not for documents \(the gradient crosses all"),
         (["training.bptt=1", "training.segments=2"], r"training.segments=2 is not for documents \(data.segments says"),
         (["training.mixup=0.5"], r"training.mixup=0.5 is not for documents \(it does not apply"),
         (["training.metric=perplexity"], "training.metric='perplexity' is not of documents; take accuracy or loss"),

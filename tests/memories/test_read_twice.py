@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
-from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention
+from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
@@ -63,7 +63,7 @@ def side_twin(side: SideAttention, x_ND: Tensor, table: list[tuple[int, Tensor]]
     """Token by token, head by head; `table` holds (number of the block, summary)."""
     out = []
     for x_D in x_ND:
-        q_HE = side.query(side.norm(x_D)).view(side.heads, -1)
+        q_HE = side.query(x_D if isinstance(side, SideAttentionOnce) else side.norm(x_D)).view(side.heads, -1)
         heads = []
         for h in range(side.heads):
             scores, values = [], []
@@ -100,13 +100,19 @@ def summaries_twin(memory: ReadTwice, h_ND: Tensor, number: int) -> list[Tensor]
     return out
 
 
-def read_twin(model: Any, ids_N: Tensor, start: int, table: list[tuple[int, Tensor]], number: int) -> Tensor:
-    """Outputs (N, D) of the last block for one block of one row."""
+def read_twin(
+    model: Any, ids_N: Tensor, start: int, table: list[tuple[int, Tensor]], number: int, first: bool = False
+) -> Tensor:
+    """Outputs (N, D) of the last block, or the last one of the first read, for one block of one row."""
     x_BND = model.embedding(ids_N)[None]
     positions_BNP = torch.arange(start, start + len(ids_N))[None, :, None]
-    for block in model.stack.blocks:
+    layers = list(model.stack.blocks)
+    for block in layers[: model.stack.model_memory.first_layers] if first else layers:
+        if isinstance(block.slot_attention, SideAttentionOnce):
+            side = block.slot_attention
+            x_BND = side.norm(x_BND + side_twin(side, x_BND[0], table, number)[None])
         x_BND = x_BND + block.attention(x_BND, positions_BNP).y_BND
-        if block.slot_attention is not None:
+        if type(block.slot_attention) is SideAttention:
             x_BND = x_BND + side_twin(block.slot_attention, x_BND[0], table, number)[None]
         x_BND = x_BND + block.feed_forward(x_BND)
     return x_BND[0]
@@ -121,7 +127,8 @@ def twin(model: Any, inputs_BN: Tensor, lengths: list[int]) -> list[Tensor]:
         table: list[tuple[int, Tensor]] = []
         for number, block in enumerate(blocks):
             known = table if memory.first_read == "running" else []
-            for summary_D in summaries_twin(memory, read_twin(model, block, number * BLOCK, known, number), number):
+            h_ND = read_twin(model, block, number * BLOCK, known, number, first=True)
+            for summary_D in summaries_twin(memory, h_ND, number):
                 table = [*table, (number, summary_D)]
         table = table[-memory.slots :]
         sees = {
@@ -146,6 +153,8 @@ def twin(model: Any, inputs_BN: Tensor, lengths: list[int]) -> list[Tensor]:
         {"scope": "document", "summary": "ends", "every": 3, "clip": 1},
         {"scope": "others", "after": "place", "top_k": 1, "layer": -1},
         {"scope": "document", "summary": "mean", "every": 2, "top_k": 2, "clip": 2, "layer": 0},
+        {"scope": "document", "summary": "mean", "every": 2, "top_k": 3, "clip": 2, "new_layers": 1},
+        {"first_read": "plain", "new_layers": 1},
     ],
 )
 def test_values_and_gradients_are_those_of_loops(options: dict[str, Any]) -> None:
@@ -437,6 +446,9 @@ def test_a_window_shorter_than_the_document_cuts_the_first_read_off() -> None:
         ({"first_read": "no"}, "first_read='no' must be one of plain, running"),
         ({"attention": "both"}, "attention='both' must be one of side, joint"),
         ({"first_read": "running", "scope": "document"}, "scope='document' wants others too; take first_read='plain'"),
+        ({"new_layers": 2, "depth": 2}, "new_layers=2 must leave layers for the first read, of 2; take 0 to 1"),
+        ({"new_layers": 1, "depth": 2, "layer": 0}, "in front of them, which layer=0 contradicts"),
+        ({"new_layers": 1, "depth": 2, "attention": "joint"}, "which attention='joint' contradicts"),
         ({"layer": 2, "depth": 2}, "layer=2 is none of the 2 layers; take -2 to 1, or None for all"),
         ({"attention": "joint", "top_k": 3}, "top_k=3 and clip=None belong to a side attention"),
         ({"attention": "joint", "clip": 3}, "top_k=None and clip=3 belong to a side attention"),

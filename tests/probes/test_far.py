@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
@@ -34,6 +36,7 @@ def test_the_ladder_ends_where_the_text_does() -> None:
     assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
     assert ladder(16, 10) == [1]
+    assert ladder(16, 1_000_000)[9:] == [1000, 10_000, 62_500]
 
 
 def test_the_rate_rises_stays_and_falls() -> None:
@@ -80,6 +83,25 @@ def test_the_control_knows_nothing_of_earlier_segments_whatever_a_model_carries(
     torch.testing.assert_close(control(second, control(first).state).outputs, control.model(second).outputs)
 
 
+def test_the_gradient_crosses_what_the_course_says(tmp_path: Path) -> None:
+    """Whole episodes, or truncated ones: in blocks, or as far back from each segment."""
+    task = PROBES.create("latch", segment=4)
+
+    def weights(**options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = build_model(task, "rmt", Sizes(width=8))
+        train_by_distance(model, task, Course(3, 3, **options), Sizes(steps=2, batch_size=4, rows=4))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole, blocks = weights(), weights(bptt=3)
+    assert torch.equal(whole, weights(bptt=4, bptt_window="sliding"))
+    sliding = weights(bptt=3, bptt_window="sliding")
+    assert not torch.equal(blocks, whole) and not torch.equal(blocks, sliding) and not torch.equal(sliding, whole)
+    with pytest.raises(ValueError, match="memory read_twice is read in 2 passes, which have no sliding windows"):
+        FarTrials(["rmt", "read_twice"], ["latch"], 2, 1, 4, tmp_path, course=Course(1, 2, bptt_window="sliding"))
+    assert "bptt" not in Course().settings() and Course(bptt=2).settings()["bptt"] == 2  # older trainings are kept
+
+
 COMMAND = "probe rmt --tasks latch --train-distance 1..2 --steps 8"
 
 
@@ -112,6 +134,44 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
     farther = json.loads((folder / "latch/rmt/far_0.json").read_text())
     assert list(farther["far"]) == ["1", "2", "5", "10"] and weights.stat().st_mtime_ns == stamp
     assert farther["far"]["5"] == content["results"][2]["far"]["5"]
+
+
+def test_more_texts_are_asked_anew_and_the_ceiling_is_trained_once_or_not_at_all(tmp_path: Path) -> None:
+    def trials(rows: int, ceiling: bool = True) -> FarTrials:
+        how = {"course": Course(1, 1), "far": 8, "rows": rows, "ceiling": ceiling}
+        return FarTrials(["rmt"], ["latch"], 1, 2, 4, tmp_path, **how)
+
+    assert [trial.arm for trial in trials(4).all()] == ["no memory", "whole text", "far", "no memory", "far"]
+    assert [trial.arm for trial in trials(4, ceiling=False).all()] == ["no memory", "far"] * 2
+    first = dict(trials(4).train(trials(4).missing(), jobs=1))
+    assert all(texts == 4 for result in first.values() for *_, texts in result["far"].values())
+    assert not trials(2).missing() and len(trials(6).missing()) == 5
+    assert [result["seconds"] for result in dict(trials(6).train(trials(6).missing(), jobs=1)).values()] == [
+        result["seconds"] for result in first.values()
+    ], "asked about more texts, not trained anew"
+    assert not trials(6).missing()
+
+
+def test_a_long_text_is_read_by_a_compiled_model_which_answers_as_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, made = torch.compile, []
+
+    def compile_(model: torch.nn.Module, dynamic: bool) -> object:
+        made.append(compiled(model, dynamic=dynamic, backend="eager", fullgraph=True))
+        return made[-1]
+
+    monkeypatch.setattr("torch.compile", compile_)
+    monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.LONG", 5)
+    answers = []
+    for read in (False, True):
+        how = {"course": Course(1, 1), "far": 40, "compiled": read, "ceiling": False, "rows": 32}
+        trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path / str(read), **how)
+        monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
+        results = dict(trials.train(trials.missing(), jobs=1))
+        answers.append([result["far"] for result in results.values()])
+    assert answers[0] == answers[1] and list(answers[1][1]) == ["1", "2", "5", "10"]
+    assert len(made) == 2, "for 5 and 10 segments; without a memory nearly nothing is read"
 
 
 def test_only_distances_of_the_task_are_asked(tmp_path: Path) -> None:
@@ -183,7 +243,12 @@ def test_options_of_memories_are_set_by_their_names(
         ("--train-distance far", "--train-distance 'far' must be A..B"),
         ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
         ("--far 100", "--far is for trainings by distance"),
+        ("--rows 4", "--rows is for trainings by distance"),
+        ("--compile", "--compile is for trainings by distance"),
         ("--no-curriculum", "--no-curriculum is for trainings by distance"),
+        ("--bptt 2", "--bptt is for trainings by distance"),
+        ("--train-distance 1..3 --bptt 0", "--bptt 0 must be at least 1"),
+        ("--train-distance 1..3 --bptt-window sliding", "is about the segments of --bptt K, which is not given"),
         ("--train-distance 1..3 --short-convolution 0", "--short-convolution 0 must be at least 1"),
     ],
 )

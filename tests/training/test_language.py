@@ -233,7 +233,17 @@ def map_nan(state):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3")],
+    [
+        (),
+        ("training.accumulate=2", "data.reset=document", "data.shuffle=true", "training.reset_rows=0.3"),
+        (
+            "training.segments=3",
+            "training.bptt=2",
+            "training.bptt_window=sliding",
+            "model.memory=rmt",
+            "training.recall=0.2",
+        ),
+    ],
 )
 def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
     options = (*options, "training.evaluate_every=3")
@@ -363,6 +373,11 @@ def test_compare_takes_the_lower_perplexity_for_the_better(tmp_path, text, capsy
         ("training.evaluation_batch_size=9999", "a batch of 9999 rows exceeds the"),
         ("training.accumulate=3", "training.batch_size=4 must be a multiple of training.accumulate=3"),
         ("training.bptt=3", "training.bptt=3 must not exceed training.segments=2"),
+        (
+            "training={bptt: 2, segments: 2, bptt_window: sliding, compile: true}",
+            "which training.compile=true does not",
+        ),
+        ("training={bptt: 2, segments: 2, bptt_window: sliding, passes: 2}", "which training.passes=2 does not allow"),
         ("training.reset_rows=1.5", "training.reset_rows=1.5 must lie in [0, 1]"),
         ("training.segment_length=0", "training.segment_length=0 must be at least 1"),
         ("training.label_smoothing=0.1", "training.label_smoothing=0.1 is not for text"),
@@ -394,6 +409,7 @@ def test_an_empty_file_ends_with_status_2(tmp_path, text, capsys):
 @pytest.mark.usefixtures("no_report")
 def test_a_run_of_a_text_recipe(tmp_path, text):
     options = ["training.steps=2", "schedule.warmup_steps=1", "training.batch_size=2", "training.tensorboard=false"]
-    for name, path in (("demo_text", text / "train.txt"), ("lm_wikitext2_small_xl", text)):
+    small = [(f"lm_wikitext2_small_{memory}", text) for memory in ("xl", "memorizing")]
+    for name, path in (("demo_text", text / "train.txt"), *small):
         summary = run_training(load_config(name, [*options, f"data.path={path}"]), tmp_path / name)
         assert summary["steps"] == 2 and summary["test"]["perplexity"] > 1

@@ -49,8 +49,32 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
     )
+    parser.add_argument(
+        "--bptt",
+        type=int,
+        metavar="K",
+        help="with --train-distance: segments that a gradient crosses (default: all of an episode)",
+    )
+    parser.add_argument(
+        "--bptt-window",
+        choices=("blocks", "sliding"),
+        help="with --bptt: cut the gradient after every K segments, or let each segment's loss reach back through K "
+        "(default: blocks)",
+    )
+    parser.add_argument(
+        "--recall",
+        type=float,
+        metavar="W",
+        help="with --train-distance: weight of an auxiliary loss, by which the model says each segment again from the "
+        "memory that holds it (default: none)",
+    )
     parser.add_argument("--far", type=int, help="tokens of the longest text that is asked about (default: 1,000,000)")
     parser.add_argument("--rows", type=int, help="with --train-distance: texts of each length (default: 64)")
+    parser.add_argument(
+        "--no-ceiling",
+        action="store_true",
+        help="with --train-distance: do not train attention over the whole text, whose work grows with its square",
+    )
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -90,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reports.probe_page import write_probe_report
     from cached_transformers.experiments.reports.terminal import open_console, print_far, print_probe
 
-    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution")
+    refuse_below_one(arguments, "distance", "seeds", "steps", "jobs", "far", "rows", "short_convolution", "bptt")
     refuse_too_many_seeds(arguments.seeds)
     memories, tasks, options = chosen(arguments, arguments.tasks)
     trials = _trials(arguments, tasks, memories, options)
@@ -156,15 +180,24 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "rows", "compile", "no_curriculum"):
+        for name in ("far", "rows", "compile", "no_ceiling", "no_curriculum", "bptt", "bptt_window", "recall"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
     if arguments.distance is not None:
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
     nearest, farthest = _distances(arguments.train_distance)
-    course = Course(nearest, farthest, curriculum=not arguments.no_curriculum)
-    how = {"rows": arguments.rows or 64, "compiled": arguments.compile}
+    if arguments.bptt_window is not None and arguments.bptt is None:
+        raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
+    course = Course(
+        nearest,
+        farthest,
+        curriculum=not arguments.no_curriculum,
+        bptt=arguments.bptt,
+        bptt_window=arguments.bptt_window or "blocks",
+        recall=arguments.recall or 0.0,
+    )
+    how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 

@@ -102,6 +102,9 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        if slots is not None and self._reads_in_front:
+            assert self.slot_attention is not None
+            x_BND, slots = _look(self.slot_attention, slots, x_BND), None
         recent_BTD: Tensor | None = None
         if self.short_convolution is not None:
             if not len(state):
@@ -126,6 +129,11 @@ class Block(nn.Module):
         losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]
         return y_BND, state, trace, sum(losses) if losses else None  # type: ignore[return-value]
 
+    @property
+    def _reads_in_front(self) -> bool:
+        """Whether the slots are read before the block, and what is read takes the place of its tokens."""
+        return getattr(self.slot_attention, "in_front", False)
+
     def step(
         self,
         x_BND: Tensor,
@@ -142,6 +150,9 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        if slots is not None and self._reads_in_front:
+            assert self.slot_attention is not None
+            x_BND, slots = opened.look(self.slot_attention, slots, x_BND), None
         if self.short_convolution is not None:
             x_BND = opened.shift(self.short_convolution, x_BND, segment)
         attended = opened(x_BND, positions_BNP, segment=segment, **attention)

@@ -21,10 +21,11 @@ from .attention import SelfAttention
 class ContextAttention(SelfAttention):
     """Tokens attend the context alone, and get 0 where it is empty. What is asked of the memory has no keys and values.
 
-    There are projections of keys and values only where the layer's memory needs them ("kv_projection").
+    There are projections of keys and values only where the layer's memory needs them ("kv_projection"), or others.
 
     Args:
         width: D. heads: H.
+        keys: whether others than the layer's memory ask it for keys and values.
         options: as of `SelfAttention`.
 
     Raises:
@@ -32,9 +33,9 @@ class ContextAttention(SelfAttention):
             queries are to be keys where there are none.
     """
 
-    def __init__(self, width: int, heads: int, **options: Any) -> None:
+    def __init__(self, width: int, heads: int, *, keys: bool = False, **options: Any) -> None:
         memory = options.get("memory")
-        self.keys = memory is not None and "kv_projection" in memory.needs
+        self.keys = keys or (memory is not None and "kv_projection" in memory.needs)
         if options.get("shared_query_key") and not self.keys:
             raise ValueError("shared_query_key=True makes the queries keys, which this layer has none of; leave it out")
         super().__init__(width, heads, **options)

@@ -56,17 +56,20 @@ class OpenStack:
         here_R1 = self.clock_R[:, None] + self.read
         return (here_R1 if tokens == 1 else here_R1 + torch.arange(tokens, device=here_R1.device))[..., None]
 
-    def __call__(self, x_RND: Tensor, inputs_RN: Tensor | None = None) -> Tensor:
+    def __call__(self, x_RND: Tensor, inputs_RN: Tensor | None = None, places_RN2: Tensor | None = None) -> Tensor:
         """Outputs for the next tokens, (R, N, D): any number of them first, and then one at a time.
 
         Args:
             x_RND: embedded tokens. inputs_RN: the model's raw inputs, for model memories that look at them.
+            places_RN2: further channels of positions, for a model memory that takes them.
         """
         memory, n = self.stack.model_memory, x_RND.shape[1]
         if "context_alone" in memory.needs and n > 1:  # no token can be read beside another
             inputs = [None] * n if inputs_RN is None else inputs_RN.split(1, 1)
             return torch.cat([self(x, i) for x, i in zip(x_RND.split(1, 1), inputs, strict=True)], 1)
         positions_RNP = self.positions(n)
+        if places_RN2 is not None:
+            positions_RNP = torch.cat([positions_RNP, places_RN2], -1)
         tokens = Tokens(x_RND, positions_RNP, None, inputs_RN, consecutive=True)
         first = self.read == 0
         if first:

@@ -22,6 +22,7 @@ from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Tok
 from cached_transformers.state import State, seal, used_again
 
 from .block import Block
+from .bottleneck import BottleneckBlock
 from .context_attention import ContextAttention
 from .initial_state import initial_state_of
 from .reversible import reversible
@@ -255,6 +256,8 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
         refuse_misfit(needs, core.can, core.title, way_out)
         if "own_weights" in memory.needs and block.memory_weights is None:
             raise ValueError(f"{name} has weights of its own, which no block holds; give every Block memory_weights")
+        if "memory_first" in memory.needs and not isinstance(block, BottleneckBlock):
+            raise ValueError(f"{name} has tokens that others see renewed; make layer {index} a BottleneckBlock")
         if "context_alone" in memory.needs and not isinstance(block.attention, ContextAttention):
             raise ValueError(f"{name} lets tokens attend the memory alone; make layer {index} a ContextAttention")
     if "slots" in memory.needs and all(block.slot_attention is None for block in blocks):

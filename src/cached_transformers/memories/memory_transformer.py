@@ -4,6 +4,7 @@ Learned vectors stand beside the segment, and ordinary attention uses them as ro
 
     X = [memory; segment],  every layer as usual,  the outputs of the memory are dropped
     MemCtrl: tokens of the memory have projections and a feed-forward of their own in every layer
+    MemBottleneck: H^mem = block^mem(X^mem; [X^mem, X^seq]),  H^seq = block^seq(X^seq; H^mem)  (layers/bottleneck.py)
 
 Nothing of the memory crosses from one segment to the next; a Transformer-XL cache of the segment's tokens may stand
 beside it, which the memory's tokens neither enter nor see. In a causal model the memory is in front, where its tokens
@@ -35,7 +36,8 @@ from .transformer_xl import CacheBeforeTokens
     title="Memory Transformer",
     carries="nothing: learned vectors beside each segment, a control",
     purpose="a control that carries nothing",
-    equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens",
+    equations="X = [memory; segment]; the memory's outputs are dropped; control: own weights for the memory's tokens; "
+    "bottleneck: the segment's tokens attend the memory alone, once it has attended them",
     state="none; with a cache, per layer C (4 D + 8) + 8 bytes",
     cost="per token and layer: M / N (4 D^2 + 2 D F) + 2 D M (2 + M / N) multiply-adds on top of the layer",
     reach="the segment; with a cache, C tokens a layer more",
@@ -56,13 +58,17 @@ class MemoryTransformer(ModelMemory):
         place: "front" or "back" of the segment; causal models have only "front", since no token sees what is behind it.
         control: MemCtrl, own norms, projections and feed-forward for the memory's tokens; the weights are a copy's, see
             `MemoryWeights.copy_from` for a model that was trained without.
+        bottleneck: MemBottleneck, tokens of the segment see one another through the memory alone, whose tokens are
+            renewed first, by weights of their own: attention costs D (4 M + 2 M^2 / N) a token, and no D N. Not in
+            causal models, where the memory would have seen every later token.
         mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
         cache: C, tokens of a Transformer-XL memory in every layer, M places further back; 0 for none.
         causal: whether the model is causal (models say it themselves).
 
     Raises:
         ValueError: a length below 1, a cache below 0, an unknown place or mask, a memory behind the tokens of a causal
-            model.
+            model; or a bottleneck in a causal one, with a cache, with weights that it has anyway, or with the memory
+            behind.
     """
 
     needs = frozenset({"tokens_round"})
@@ -75,6 +81,7 @@ class MemoryTransformer(ModelMemory):
         *,
         place: str = "front",
         control: bool = False,
+        bottleneck: bool = False,
         mask: str = "full",
         cache: int = 0,
         causal: bool = True,
@@ -89,6 +96,17 @@ class MemoryTransformer(ModelMemory):
                 "place='back' in a causal model puts the memory where no token sees it; take place='front', or "
                 "memory='rmt', which carries what is written behind the segment into the next one"
             )
+        if bottleneck and causal:
+            raise ValueError(
+                "bottleneck=True in a causal model shows each token what is behind it, through the memory; take it in "
+                "an encoder (sequence_classifier, encoder_decoder), or leave it out"
+            )
+        if bottleneck and (control or cache or place == "back"):
+            given = "control=True" if control else f"cache={cache}" if cache else "place='back'"
+            raise ValueError(
+                f"bottleneck=True with {given}: its memory has weights of its own, stands in front, and is all that "
+                "tokens attend; leave one of them out"
+            )
         self.length, self.place, self.extra_tokens = length, place, length
         self.width, self.heads, self.cache = width, heads, cache
         self.causal_model, self.full = causal, mask == "full"
@@ -96,6 +114,9 @@ class MemoryTransformer(ModelMemory):
         self.needs = (
             self.needs | more | (CacheBeforeTokens.needs if cache else set()) | ({"own_weights"} if control else set())
         )
+        if bottleneck:
+            self.needs = frozenset({"tokens_round", "memory_first", "context_alone"})
+            self.in_one_piece = "bottleneck=True reads whole segments"
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
 
     def open(self, state: State, tokens: Tokens, layers: Sequence[Projections]) -> bool:

@@ -8,6 +8,13 @@ A document is read in blocks, twice. The first read makes summaries of every blo
 k_g and v_g are made of the summaries, k_0 is a learned key that stands for "nothing" and has the value 0. The summaries
 are not detached: what the second read needs trains the first.
 
+The original has several second reads. Its "from_scratch" reads with the layers of the first read and the summaries
+beside their keys (`attention="joint"`); ours by default has a sublayer for them in each. Its released configuration,
+"cross_attend_once", attends once from the last hidden states of the first read, and goes on with layers of its own
+(`new_layers`):
+
+    second read:  new layers(LayerNorm(H_b + W_o sum_g softmax(..)_g v_g))
+
 A block is a segment, known by the position of its first token. Two passes over a document are two passes of a
 `SegmentLoop` (passes=2); its `bptt` must cover the document for the gradient to reach the first read.
 
@@ -70,6 +77,10 @@ class SideAttention(nn.Module):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
+    def _asking(self, x_BND: Tensor) -> Tensor:
+        """Of what queries are made."""
+        return self.norm(x_BND)  # type: ignore[no-any-return]
+
     def open(
         self, slots_BMD: Tensor, valid_BM: Tensor, places_BM: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -84,7 +95,7 @@ class SideAttention(nn.Module):
 
     def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
         """`forward`, of what `open` gave."""
-        q = self._heads(self.query(self.norm(x_BND)))
+        q = self._heads(self.query(self._asking(x_BND)))
         logits_BHNM = q @ k.mT
         if bias_BH1M is not None:
             logits_BHNM = logits_BHNM + bias_BH1M.to(q.dtype)
@@ -96,6 +107,18 @@ class SideAttention(nn.Module):
         logits = torch.cat([nothing_BHN1, logits_BHNM], -1) / q.shape[-1] ** 0.5
         out = logits.softmax(-1)[..., 1:].to(v.dtype) @ v
         return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class SideAttentionOnce(SideAttention):
+    """The same in front of a block, with a residual and a norm behind it: a token that reads nothing is normalised."""
+
+    in_front = True
+
+    def _asking(self, x_BND: Tensor) -> Tensor:
+        return x_BND
+
+    def read(self, x_BND: Tensor, k: Tensor, v: Tensor, valid_BM: Tensor, bias_BH1M: Tensor | None) -> Tensor:
+        return self.norm(x_BND + super().read(x_BND, k, v, valid_BM, bias_BH1M))  # type: ignore[no-any-return]
 
 
 class ReadTwiceState(NamedTuple):
@@ -152,6 +175,9 @@ class ReadTwice(ModelMemory):
         first_read: "plain" or "running", which needs scope="earlier"; None for "running" there and "plain" elsewhere.
         attention: "side" (a sublayer of its own) or "joint" (keys and values of each layer's own attention).
         layer: index of the one layer that reads, negative ones from the end; None for every layer.
+        new_layers: layers of the second read alone, the last ones, as released: the table is read once, in front of
+            them, and summaries are of the outputs of those below, which never meet it. With scope="earlier" one pass
+            is then as good as two. 0 for a second read by all layers. The release has top_k=100.
         top_k, clip: see `SideAttention`.
         block_length: tokens of a block, where a segment holds several; None for whole segments.
         causal, depth: of the model, which hands them over.
@@ -175,6 +201,7 @@ class ReadTwice(ModelMemory):
         first_read: Literal["plain", "running"] | None = None,
         attention: Literal["side", "joint"] = "side",
         layer: int | None = None,
+        new_layers: int = 0,
         top_k: int | None = None,
         clip: int | None = None,
         block_length: int | None = None,
@@ -203,6 +230,15 @@ class ReadTwice(ModelMemory):
             raise ValueError(
                 f"top_k={top_k} and clip={clip} belong to a side attention; take attention='side', or leave them out"
             )
+        if not 0 <= new_layers < depth:
+            raise ValueError(
+                f"new_layers={new_layers} must leave layers for the first read, of {depth}; take 0 to {depth - 1}"
+            )
+        if new_layers and (attention == "joint" or layer is not None):
+            given = "attention='joint'" if attention == "joint" else f"layer={layer}"
+            raise ValueError(
+                f"new_layers={new_layers} are read to once, in front of them, which {given} contradicts; leave one out"
+            )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})
         if block_length is not None:
@@ -212,7 +248,10 @@ class ReadTwice(ModelMemory):
         self.summary, self.scope, self.first_read, self.attention = summary, scope, first_read, attention
         self.top_k, self.clip, self.causal_model, self.depth = top_k, clip, causal, depth
         self.rereads = scope == "earlier"
+        self.first_layers = depth - new_layers  # of the first read
         self.readers = range(depth) if layer is None else (layer % depth,)
+        if new_layers:
+            self.readers = (self.first_layers,)
         self.norm = nn.LayerNorm(width)
         self.ends = nn.Linear(2 * width, width) if summary == "ends" else None
         self.tanh = nn.Linear(width, width) if after == "tanh" else None
@@ -222,7 +261,8 @@ class ReadTwice(ModelMemory):
     def slot_attention(self, index: int) -> SideAttention | None:
         if self.attention == "joint" or index not in self.readers:
             return None
-        return SideAttention(self.width, self.heads, top_k=self.top_k, clip=self.clip)
+        kind = SideAttention if self.first_layers == self.depth else SideAttentionOnce
+        return kind(self.width, self.heads, top_k=self.top_k, clip=self.clip)
 
     def init_state(self, batch_size: int, like: Tensor) -> ReadTwiceState:
         table = empty_rows(batch_size, self.slots, self.width, like, channels=2)
@@ -276,7 +316,8 @@ class ReadTwice(ModelMemory):
         query = traces[0].query
         assert query.positions_BNP is not None
         _, new_B, number_B = self._look(state, query.positions_BNP)
-        summary_BKD, filled_BK = self._summaries(x_BND, query.padding_BN, number_B)
+        first_BND = x_BND if self.first_layers == self.depth else traces[self.first_layers - 1].y_BND
+        summary_BKD, filled_BK = self._summaries(first_BND, query.padding_BN, number_B)
         here_B = query.positions_BNP[:, 0, 0].expand_as(number_B)
         place_BKP = torch.stack([here_B, number_B], -1)[:, None].expand(-1, summary_BKD.shape[1], -1)
         wrote_BK = filled_BK & new_B[:, None]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.checks import insist
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
@@ -191,6 +192,10 @@ class Segatron(ModelMemory):
 
     A sentence begins behind a token of `sentence_ends`, a paragraph (and with it a sentence) behind one of
     `paragraph_ends`; so a token's numbers depend on what comes before it alone. Without such tokens all numbers stay 0.
+    Whoever knows the numbers gives them (`places` of a language model and of a `SegmentLoop`), for all tokens or some:
+    the others count on from the token before them. Only differences count. A row may begin with any number; from token
+    to token, and from segment to segment, numbers stay or rise by one, so that a sentence without tokens has none. In
+    a causal model they must not depend on later tokens.
 
     Args:
         width: D. heads: H.
@@ -205,10 +210,12 @@ class Segatron(ModelMemory):
 
     Raises:
         ValueError: a length below 1, an id below 0, widths that do not fit, an unknown shift, one that leaks, or one
-            that a bidirectional model has no use for; when run, no token ids.
+            that a bidirectional model has no use for; when run, no token ids, or numbers that leap (on the CPU, outside
+            compiled code; an assertion of the device later elsewhere).
     """
 
     needs = frozenset({"state", "context", "kv_projection", "token_ids"})
+    takes_places = True  # positions may have two more channels: the numbers of each token, below 0 for none
 
     def __init__(
         self,
@@ -267,17 +274,31 @@ class Segatron(ModelMemory):
         inputs, padding_BN = tokens.inputs_BN, tokens.padding_BN
         if inputs is None:
             raise ValueError("memory 'segatron' finds sentences by token ids; call the stack with inputs=token_ids")
+        clock_BN1, given_BN2 = tokens.positions_BNP[..., :1], tokens.positions_BNP[..., 1:]
         here, behind = [], []
-        for begun_B, ends in zip(opened, (self.sentence_ends, self.paragraph_ends), strict=True):
+        for channel, ends in enumerate((self.sentence_ends, self.paragraph_ends)):
             ended_BN = torch.zeros_like(inputs, dtype=torch.bool)
             for token in ends:
                 ended_BN = ended_BN | (inputs == token)
             if padding_BN is not None:
                 ended_BN = ended_BN & ~padding_BN
-            behind.append(begun_B[:, None] + ended_BN.cumsum(1))
-            here.append(behind[-1] - ended_BN.long())
+            behind_BN = opened[channel][:, None] + ended_BN.cumsum(1)
+            if given_BN2.shape[-1]:
+                given_BN = given_BN2[..., channel]
+                if padding_BN is not None:
+                    given_BN = given_BN.masked_fill(padding_BN, -1)
+                behind_BN = _counted_on(given_BN, behind_BN, ended_BN)
+                before_BN = torch.cat([opened[channel][:, None], behind_BN[:, :-1]], 1)
+                leaps_BN = ((given_BN - before_BN).abs() > 1) & (clock_BN1[..., 0] > 0)
+                insist(
+                    ~(leaps_BN & (given_BN >= 0)).any(),
+                    "a number in places leaps; from token to token those of sentences and paragraphs stay or rise by "
+                    "one, and go on in the next segment; reset a row that begins anew",
+                )
+            behind.append(behind_BN)
+            here.append(behind_BN - ended_BN.long())
         # The numbers behind each token come along for `exit`, which has no token ids to find the next ones by.
-        positions_BNP = torch.cat([tokens.positions_BNP[..., :1], torch.stack([*here, *behind], -1)], -1)
+        positions_BNP = torch.cat([clock_BN1, torch.stack([*here, *behind], -1)], -1)
         return Entry(tokens._replace(positions_BNP=positions_BNP, consecutive=False))
 
     def go_on(self, opened: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> SegatronState:
@@ -287,6 +308,20 @@ class Segatron(ModelMemory):
 
     def exit(self, state: SegatronState, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, SegatronState, None]:
         return x_BND, self.go_on(state, x_BND, traces), None
+
+
+def _counted_on(given_BN: Tensor, behind_BN: Tensor, ended_BN: Tensor) -> Tensor:
+    """Numbers behind each token, from the last token on whose own number is given.
+
+    Args:
+        given_BN: a token's own number; below 0 where it is not given. behind_BN: numbers without them. ended_BN: tokens
+            behind which another number begins.
+    """
+    known_BN = given_BN >= 0
+    more_BN = torch.where(known_BN, given_BN - (behind_BN - ended_BN.long()), 0)
+    place_N = torch.arange(1, given_BN.shape[1] + 1, device=given_BN.device)
+    last_BN = torch.where(known_BN, place_N, 0).cummax(1).values
+    return behind_BN + F.pad(more_BN, (1, 0)).gather(1, last_BN)
 
 
 def paper_widths(width: int) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, reorder, repeat, reset, seal
@@ -59,6 +60,7 @@ def generate(
     *,
     tokens: int,
     segment_length: int | None = None,
+    places: Tensor | None = None,
     **options: Unpack[ChoiceKeywords],
 ) -> Generation:
     """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
@@ -69,6 +71,8 @@ def generate(
         state: state after the text before the prompt; None for the start of a stream. It is not changed.
         tokens: T, the most new tokens.
         segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
+        places: (B, N, 2) numbers of the sentence and the paragraph of each token of the prompt, for a model that takes
+            them (`LanguageModel`); those of new tokens go on from there.
         options: how tokens are chosen, as of `Choice`: temperature, top_k, top_p, beams, eos, generator,
             length_penalty, each.
 
@@ -89,7 +93,7 @@ def generate(
                 "this model has a memory, which is written once a segment; give segment_length, the length of the "
                 "segments it was trained on"
             )
-        return go_on(Text(model, prompt_BN, state, segment_length), choice)
+        return go_on(Text(model, prompt_BN, state, segment_length, places=places), choice)
 
 
 def go_on(text: Text, choice: Choice) -> Generation:
@@ -120,16 +124,31 @@ class Text:
         model: see `generate`. prompt_BN: likewise. state: before it.
         segment_length: S; None for one segment of all.
         again: read the open segment again for each token, whatever the model can.
+        places: of the prompt; see `generate`.
     """
 
     def __init__(
-        self, model: nn.Module, prompt_BN: Tensor, state: State, segment_length: int | None, *, again: bool = False
+        self,
+        model: nn.Module,
+        prompt_BN: Tensor,
+        state: State,
+        segment_length: int | None,
+        *,
+        again: bool = False,
+        places: Tensor | None = None,
     ) -> None:
         self.model, self.segment_length = model, segment_length
         self.options: dict[str, Any] = {"last_only": True} if getattr(model, "scores_last", False) else {}
         *whole, last = cut(prompt_BN.shape[1], segment_length)
         self.open_BN = prompt_BN[:, last]
-        self._state, self._unread = state, [prompt_BN[:, segment] for segment in whole]
+        if places is not None and places.shape[:2] != prompt_BN.shape:
+            raise ValueError(
+                f"places of shape {tuple(places.shape)} must be of the prompt, {(*prompt_BN.shape, 2)}: those of new "
+                "tokens go on from there"
+            )
+        self.places = None if places is None else places[:, last]
+        self._state = state
+        self._unread = [(prompt_BN[:, part], None if places is None else places[:, part]) for part in whole]
         # A row's state is that of the row `origin_B`, so that no state moves when continuations are chosen.
         self.origin_B = torch.arange(len(prompt_BN), device=prompt_BN.device)
         self.moved, self.continuations = False, 1
@@ -137,8 +156,13 @@ class Text:
         self.opened: Any = None
         self._after: State | None = None
 
-    def _read(self, tokens_BN: Tensor, state: State, reset_B: Tensor | None = None) -> Any:
-        return self.model(tokens_BN, state, **self.options)
+    def _read(self, piece: tuple[Tensor, Tensor | None], state: State, reset_B: Tensor | None = None) -> Any:
+        tokens_BN, places = piece
+        return self.model(tokens_BN, state, **_placed(places), **self.options)
+
+    @property
+    def _open(self) -> tuple[Tensor, Tensor | None]:
+        return self.open_BN, self.places
 
     @property
     def state(self) -> State:
@@ -156,13 +180,13 @@ class Text:
     def read(self) -> Tensor:
         """Log-probabilities (B, V) of the next token, float32 or wider."""
         if not self.steps:
-            out = self._read(self.open_BN, self._before())
+            out = self._read(self._open, self._before())
             self._after = out.state
             scores_BV = out.outputs[:, -1]
         elif self.opened is None:
             room = {} if self.segment_length is None else {"steps": self.segment_length}
             self.opened = self.model.begin(self._before(), self.continuations, **room)  # type: ignore[operator]
-            scores_BV = self.model.step(self.open_BN, self.opened)  # type: ignore[operator]
+            scores_BV = self.model.step(self.open_BN, self.opened, **_placed(self.places))  # type: ignore[operator]
         else:
             scores_BV = self.model.step(self.open_BN[:, -1:], self.opened)  # type: ignore[operator]
         return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)).log_softmax(-1)
@@ -170,16 +194,19 @@ class Text:
     def after(self) -> State:
         """The state after all tokens; made by reading the open segment as a whole, and kept until it grows."""
         if self._after is None:
-            self._after = self._read(self.open_BN, self._before()).state
+            self._after = self._read(self._open, self._before()).state
         return self._after
 
     def append(self, token_B: Tensor) -> None:
         """Go on with a token for each row; a segment that is full is written, and the state moves on."""
         if self.open_BN.shape[1] == self.segment_length:
             self._state, self.open_BN, self.opened = self.after(), self.open_BN[:, :0], None
+            self.places = None  # from here on they are counted
             self.origin_B, self.moved = torch.arange(len(token_B), device=token_B.device), False
         self._after = None
         self.open_BN = torch.cat([self.open_BN, token_B[:, None]], 1)
+        if self.places is not None:
+            self.places = F.pad(self.places, (0, 0, 0, 1), value=-1)
 
     def multiply(self, times: int) -> None:
         """Each row `times` times, one behind the other."""
@@ -188,6 +215,8 @@ class Text:
         if self.opened is not None:
             self.opened.multiply(times)
         self.origin_B, self.open_BN = (t.repeat_interleave(times, 0) for t in (self.origin_B, self.open_BN))
+        if self.places is not None:
+            self.places = self.places.repeat_interleave(times, 0)
         self.moved, self.continuations = True, self.continuations * times
 
     def choose(self, rows_B: Tensor) -> None:
@@ -197,6 +226,13 @@ class Text:
         if self.opened is not None:
             self.opened.choose(rows_B)
         self.origin_B, self.open_BN, self.moved = self.origin_B[rows_B], self.open_BN[rows_B], True
+        if self.places is not None:
+            self.places = self.places[rows_B]
+
+
+def _placed(places: Tensor | None) -> dict[str, Tensor]:
+    """The argument by which a model is given places; none where there are none."""
+    return {} if places is None else {"places": places}
 
 
 def _reads_in_steps(model: Any) -> bool:

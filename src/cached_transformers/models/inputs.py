@@ -67,6 +67,16 @@ def check_padding(padding_BN: Tensor, like_BN: Tensor) -> None:
         raise ValueError(f"padding of dtype {padding_BN.dtype} must be bool, True = padding")
 
 
+def check_places(places_BN2: Tensor, like_BN: Tensor) -> None:
+    """Refuse (ValueError) what are no numbers of the sentence and the paragraph of each input."""
+    shape, expected = tuple(places_BN2.shape), (*like_BN.shape, 2)
+    if shape != expected or places_BN2.dtype != torch.int64:
+        raise ValueError(
+            f"places of shape {shape} and dtype {places_BN2.dtype} must be the numbers of each input's sentence and "
+            f"paragraph, {expected}, int64; -1 where a token goes on from the one before it"
+        )
+
+
 def check_images(images_BCHW: Tensor, channels: int, size: tuple[int, int] | None = None) -> None:
     """Refuse (ValueError) what are no images of so many channels, of one size or of any, of a floating dtype."""
     shape = tuple(images_BCHW.shape)

@@ -22,7 +22,7 @@ from cached_transformers.seam.positions import make_positions, share_biases
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from .generation import Generation, generate
 from .initial_weights import initialise
-from .inputs import check_padding, check_targets, check_tokens
+from .inputs import check_padding, check_places, check_targets, check_tokens
 from .segments import begun
 from .stack_model import StackModel, embed_places, make_stack
 from .stack_options import StackKeywords, StackOptions, takes_stack_options
@@ -134,6 +134,7 @@ class LanguageModel(StackModel):
         padding: Tensor | None = None,
         targets: Tensor | None = None,
         last_only: bool = False,
+        places: Tensor | None = None,
     ) -> ModelOutput:
         """Logits (B, N, V) for the next token at each place of the segment; log-probabilities of an adaptive model.
 
@@ -145,6 +146,8 @@ class LanguageModel(StackModel):
             targets: (B, N) next tokens; then the outputs are their losses (B, N) in nats, in float32 or wider, 0 where
                 the target is -100.
             last_only: outputs of the last place alone, (B, 1, V).
+            places: (B, N, 2) numbers of each token's sentence and paragraph in the stream, for a memory that knows such
+                (`segatron`), in the place of those that it counts; -1 where it is to count on from the token before.
 
         Raises:
             ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
@@ -153,6 +156,10 @@ class LanguageModel(StackModel):
         self.check_call(inputs_BN, state, reset, padding, targets)
         state = begun(self, state, reset, inputs_BN.shape[0])
         x_BND, options = self.embed(inputs_BN, state, padding)
+        if places is not None:
+            self._check_places(places, inputs_BN)
+            clock_BN1 = self.stack.clock_positions(state, inputs_BN.shape[1], padding)
+            options["positions_BNP"] = torch.cat([clock_BN1, places], -1)
         out = self.stack(x_BND, state, **options)
         return out._replace(outputs=self.answer(out.outputs[:, -1:] if last_only else out.outputs, targets))
 
@@ -189,14 +196,16 @@ class LanguageModel(StackModel):
         """
         return OpenStack(self.stack, state, continuations, steps)
 
-    def step(self, inputs_BN: Tensor, opened: OpenStack) -> Tensor:
+    def step(self, inputs_BN: Tensor, opened: OpenStack, places: Tensor | None = None) -> Tensor:
         """Logits (B, V) behind the next tokens of an open segment: any number at first, and then one at a time.
 
         For evaluation mode. The same as what `forward` gives, at the price of these tokens alone.
         """
         if opened.read == 0:
             check_tokens("inputs", inputs_BN, self.vocabulary)
-        h_BND = opened(self._embed(inputs_BN, opened.positions(inputs_BN.shape[1])), inputs_BN)
+        if places is not None:
+            self._check_places(places, inputs_BN)
+        h_BND = opened(self._embed(inputs_BN, opened.positions(inputs_BN.shape[1])), inputs_BN, places)
         return self.answer(h_BND[:, -1])
 
     def _losses(self, h_BND: Tensor, targets_BN: Tensor) -> Tensor:
@@ -228,6 +237,14 @@ class LanguageModel(StackModel):
                 f"{rows[0]} rows"
             )
         self.check_state(state, rows[0])
+
+    def _check_places(self, places: Tensor, inputs_BN: Tensor) -> None:
+        check_places(places, inputs_BN)
+        if not getattr(self.stack.model_memory, "takes_places", False):
+            raise ValueError(
+                "places are for a memory that knows sentences and paragraphs (segatron), which this model has not; "
+                "leave them out"
+            )
 
     def generate(self, prompt_BN: Tensor, state: StackState | None = None, **options: Any) -> Generation:
         """Continue a text; see `cached_transformers.models.generation.generate` for the options."""

@@ -14,6 +14,7 @@ themselves: the sentences of an `EncoderDecoder`, whose translations begin at 0 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from cached_transformers.attentions import create_attention
 from cached_transformers.layers.attention import SelfAttention, shows_the_future
 from cached_transformers.layers.block import Block, MemoryWeights
+from cached_transformers.layers.bottleneck import BottleneckBlock
 from cached_transformers.layers.context_attention import ContextAttention
 from cached_transformers.layers.short_convolution import ShortConvolution
 from cached_transformers.layers.stack import Stack, StackState
@@ -170,35 +172,48 @@ def make_stack(
         layer_memory = side_by_side([*of_model, *beside])
         bringing = beside if model_memory is None else [model_memory, *beside]
         scheme = one_scheme(bringing) if positions is None else positions
-        if not isinstance(scheme, Positions):
-            scheme = make_positions(scheme or fallback, width=width, heads=heads)
-        alone = model_memory is not None and "context_alone" in model_memory.needs
-        layer = (ContextAttention if alone else SelfAttention)(
-            width,
-            heads,
-            core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **of_attention),
-            memory=layer_memory,
-            positions=scheme,
-            norm=options.norm_before(),
-            causal=causal,
-            bias=options.bias,
-            output_bias=options.bias,
-            shared_query_key=options.shared_query_key,
-            project_output=options.project_output,
-            dropout=options.dropout,
-            head_width=options.head_width,
-            scale=options.attention_scale,
-        )
+        needs = frozenset() if model_memory is None else model_memory.needs
+
+        def make_layer(kind: type[SelfAttention], **more: Any) -> SelfAttention:
+            return kind(
+                width,
+                heads,
+                core=create_attention(attention, width=width, heads=heads, depth=depth, index=index, **of_attention),
+                positions=scheme
+                if isinstance(scheme, Positions)
+                else make_positions(scheme or fallback, width=width, heads=heads),
+                norm=options.norm_before(),
+                causal=causal,
+                bias=options.bias,
+                output_bias=options.bias,
+                shared_query_key=options.shared_query_key,
+                project_output=options.project_output,
+                dropout=options.dropout,
+                head_width=options.head_width,
+                scale=options.attention_scale,
+                **more,
+            )
+
+        def norms() -> tuple[nn.Module, nn.Module] | None:
+            return (options.make_norm(), options.make_norm()) if options.norm == "post" else None
+
+        if "memory_first" in needs:
+            own = Block(make_layer(SelfAttention), feed_forward_of(options, index), norms=norms())
+            layer: Any = make_layer(ContextAttention, memory=layer_memory, keys=True)
+            make: Any = functools.partial(BottleneckBlock, memory_block=own)
+        else:
+            layer = make_layer(ContextAttention if "context_alone" in needs else SelfAttention, memory=layer_memory)
+            make = Block
         positionwise = feed_forward_of(options, index)
-        separate = model_memory is not None and "own_weights" in model_memory.needs
-        return Block(
+        separate = "own_weights" in needs
+        return make(
             layer,
             positionwise,
             slot_attention=None if model_memory is None else model_memory.slot_attention(index),
             memory_weights=MemoryWeights(layer, positionwise) if separate else None,
             short_convolution=ShortConvolution(width, taps) if (taps := options.short_convolution) > 1 else None,
             drop_path=options.drop_path * index / max(depth - 1, 1),
-            norms=(options.make_norm(), options.make_norm()) if options.norm == "post" else None,
+            norms=norms(),
         )
 
     norm = options.make_norm() if options.normed else None

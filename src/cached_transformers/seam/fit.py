@@ -34,6 +34,7 @@ PLACE_WORDS: dict[str, str] = {
     "tokens_round": "tokens of the memory round those of the segment",
     "slots": "a cross-attention over slots in every block",
     "own_weights": "weights of their own for the memory's tokens in every block",
+    "memory_first": "blocks that renew the memory's tokens before those of the segment see them",
     "token_ids": "the token ids of the segment",
     "token_map": "tokens that are a map of a height and a width",
     "pieces": "a segment that is read piece by piece, of which no token sees a later piece",

@@ -305,7 +305,8 @@ class ModelMemory(nn.Module):
     def slot_attention(self, index: int) -> nn.Module | None:
         """Cross-attention over the slots for the layer `index`, made anew at every call; None for a layer without.
 
-        It is called with the tokens (B, N, D) and `Entry.slots`, and gives what is added to the tokens.
+        It is called with the tokens (B, N, D) and `Entry.slots`, and gives what is added to the tokens behind the
+        layer's attention; with an attribute `in_front = True`, what the block gets in the place of its tokens.
         """
         return None
 

@@ -15,7 +15,6 @@ backpropagation through time, dropout included.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,8 @@ class ReplayLoop(SegmentLoop):
     segments. Each segment is one non-reentrant activation checkpoint: there is one forward and one backward of the
     whole, so DDP and FSDP wrap the loop as they wrap a segment loop, and every parameter reports its gradient once.
     The model may itself recompute its blocks (`set_activation_checkpointing`), which also cuts what the segment in
-    replay needs. Without gradient nothing is different from a segment loop.
+    replay needs. Without gradient nothing is different from a segment loop. With bptt_window="sliding" a segment is run
+    again for each way back through it.
 
     Kept for each segment: its inputs, targets and padding, the state before it, and the random state. Between forward
     and backward the model has to stay as it is (weights, buffers, training or evaluation), since it is run again then.
@@ -57,17 +57,17 @@ class ReplayLoop(SegmentLoop):
         passes: int = 1,
         schedule: str = "segments",
         scoring: Callable[..., ModelOutput] | None = None,
+        bptt_window: str = "blocks",
     ) -> None:
         if schedule != "segments":
             raise ValueError(
                 f"ReplayLoop runs one segment after the other again and cannot have schedule={schedule!r}; take "
                 "SegmentLoop, with set_activation_checkpointing() to save memory"
             )
-        super().__init__(model, segment_length, bptt, passes, scoring=scoring)
+        super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        inputs_BN, targets_BN, padding_BN = piece
-        arguments: tuple[Any, ...] = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        arguments = self._call(piece, state, reset_B)
         if not torch.is_grad_enabled():
             return self.scoring(*arguments)
         return checkpoint(self.scoring, *arguments, use_reentrant=False, preserve_rng_state=True)

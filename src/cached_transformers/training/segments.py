@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
+from cached_transformers.models.inputs import check_places
 from cached_transformers.models.segments import (
     begun,
     cut,
@@ -26,10 +27,13 @@ from cached_transformers.models.segments import (
     read_earlier_passes,
     read_segments,
 )
+from cached_transformers.registry import unknown_name
 from cached_transformers.state import State, detach
 
-Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets and padding of a segment, (B, n) each."""
+from .sliding import WINDOWS, read_sliding
+
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Inputs, targets and padding of a segment, (B, n) each, and what numbers sentences and paragraphs have, (B, n, 2)."""
 
 
 class SegmentLoop(nn.Module):
@@ -52,13 +56,17 @@ class SegmentLoop(nn.Module):
             and one pass.
         scoring: what is made of a segment, called as `token_losses`; what `read` yields are its outputs. `forward` is
             for losses of tokens.
+        bptt_window: "blocks", where the state is cut after every `bptt` segments, so that the last segment of a block
+            hears of no later loss; or "sliding", where the loss of every segment reaches back through `bptt` segments,
+            its own included, as far as the batch goes (`training/sliding.py` says what it costs). They are the same
+            for bptt=1, and where it covers the batch.
 
     Attributes:
         auxiliary_loss: what the last loss held beside the cross-entropy, detached.
 
     Raises:
-        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, or a
-            schedule that does not suit the model.
+        ValueError: a size below 1, several passes over a model without a stack, a model of transformers alone, a
+            schedule that does not suit the model, or a sliding window with what it does not go with.
 
     Example:
         >>> loop = SegmentLoop(model, segment_length=512, bptt=2)
@@ -74,6 +82,7 @@ class SegmentLoop(nn.Module):
         passes: int = 1,
         schedule: str = "segments",
         scoring: Callable[..., ModelOutput] | None = None,
+        bptt_window: str = "blocks",
     ) -> None:
         super().__init__()
         for name, value in {"segment_length": segment_length, "bptt": bptt, "passes": passes}.items():
@@ -90,6 +99,11 @@ class SegmentLoop(nn.Module):
         check_schedule(schedule, model)
         if schedule == "diagonal" and scoring is not None:
             raise ValueError("schedule='diagonal' scores tokens by itself; leave scoring out, or take 'segments'")
+        if bptt_window not in WINDOWS:
+            raise ValueError(unknown_name("bptt_window", bptt_window, list(WINDOWS)))
+        if bptt_window == "sliding":
+            _check_sliding(model, bptt, passes, schedule)
+        self.bptt_window = bptt_window
         self.model, self.segment_length, self.bptt, self.passes = model, segment_length, bptt, passes
         self.schedule, self.scoring = schedule, token_losses if scoring is None else scoring
         self.auxiliary_loss = torch.zeros(())
@@ -101,6 +115,7 @@ class SegmentLoop(nn.Module):
         state: State | None = None,
         reset: Tensor | None = None,
         padding: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """The loss of the batch, and the state after it, cut from the graph.
 
@@ -111,6 +126,7 @@ class SegmentLoop(nn.Module):
             reset: bool, rows that begin a new document at the first token of this batch, (B,), or at the first token
                 of each of its first S segments, (B, S).
             padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
+            places: (B, N, 2) numbers of sentences and paragraphs, for a model that takes them (`LanguageModel`).
 
         Returns:
             Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of
@@ -121,7 +137,7 @@ class SegmentLoop(nn.Module):
                 than segments, or several although there are several passes.
         """
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding))
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding, places))
         for out in outs:
             total = total + out.outputs.sum()
             auxiliary = auxiliary + out.auxiliary_loss
@@ -139,19 +155,27 @@ class SegmentLoop(nn.Module):
         state: State | None = None,
         reset: Tensor | None = None,
         padding: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Iterator[ModelOutput]:
         """The last pass, segment by segment: losses (B, n) of its tokens, the state after it, the auxiliary loss.
 
         Arguments and errors are those of `forward`.
         """
         _check_shapes(inputs_BN, targets_BN, padding)
+        if places is not None:
+            check_places(places, inputs_BN)
         self._check_reset(reset, inputs_BN.shape[1])
-        pieces = self._pieces(inputs_BN, targets_BN, padding)
+        pieces = self._pieces(inputs_BN, targets_BN, padding, places)
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
         resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
         if self.schedule == "diagonal":
-            return read_diagonally(self.model, pieces, state, resets, self.bptt)
+            if places is not None:
+                raise ValueError("schedule='diagonal' takes no places; the memories that do span the layers")
+            return read_diagonally(self.model, [piece[:3] for piece in pieces], state, resets, self.bptt)
+        if self.bptt_window == "sliding" and 1 < self.bptt < len(pieces) and torch.is_grad_enabled():
+            self._refuse_shards()
+            return read_sliding(self._segment, pieces, state, resets, self.bptt)
         return read_segments(self._segment, pieces, state, resets, self.bptt)
 
     def earlier_passes(
@@ -172,11 +196,18 @@ class SegmentLoop(nn.Module):
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
 
-    def _pieces(self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> list[Piece]:
+    def _pieces(
+        self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None, places: Tensor | None = None
+    ) -> list[Piece]:
         if padding_BN is not None:
             targets_BN = targets_BN.masked_fill(padding_BN, IGNORED)
         return [
-            (inputs_BN[:, part], targets_BN[:, part], None if padding_BN is None else padding_BN[:, part])
+            (
+                inputs_BN[:, part],
+                targets_BN[:, part],
+                None if padding_BN is None else padding_BN[:, part],
+                None if places is None else places[:, part],
+            )
             for part in cut(inputs_BN.shape[1], self.segment_length)
         ]
 
@@ -189,10 +220,26 @@ class SegmentLoop(nn.Module):
                 f"{self.segment_length} tokens can have {most}"
             )
 
+    def _refuse_shards(self) -> None:
+        """Blocks that FSDP gathers for themselves scatter their gradients before this loop could hand them on."""
+        marks = ("set_reshard_after_backward", "_fsdp_wrapped_module")  # of fully_shard, of FullyShardedDataParallel
+        sharded = [name for name, module in self.model.named_modules() if any(hasattr(module, m) for m in marks)]
+        if sharded:
+            raise ValueError(
+                f"bptt_window='sliding' goes back through a segment several times, and FSDP wraps parts of the model "
+                f"({sharded[0] or 'the model'}), which scatter their gradients at the first; wrap the loop alone, or "
+                "take bptt_window='blocks'"
+            )
+
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """What is made of one segment, with the state after it."""
-        inputs_BN, targets_BN, padding_BN = piece
-        return self.scoring(self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        return self.scoring(*self._call(piece, state, reset_B))
+
+    def _call(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> tuple[Any, ...]:
+        """Arguments of `scoring`."""
+        inputs_BN, targets_BN, padding_BN, places = piece
+        arguments = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
+        return arguments if places is None else (*arguments, places)
 
 
 def token_losses(
@@ -202,6 +249,7 @@ def token_losses(
     state: State | None = None,
     reset: Tensor | None = None,
     padding: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> ModelOutput:
     """Cross-entropy of every token of one segment, (B, N), in nats, with the state after it.
 
@@ -209,12 +257,28 @@ def token_losses(
     `scores_targets = True` is asked for the losses themselves (`targets=`), so that it need not make all logits.
     """
     start: dict[str, Any] = {} if reset is None else {"reset": reset}
+    if places is not None:
+        start["places"] = places
     if getattr(model, "scores_targets", False):
         return model(inputs_BN, state, padding=padding, targets=targets_BN, **start)
     logits_BNV, state, auxiliary = model(inputs_BN, state, padding=padding, **start)
     wide = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
     losses = F.cross_entropy(wide.flatten(0, 1), targets_BN.flatten(), ignore_index=IGNORED, reduction="none")
     return ModelOutput(losses.view_as(targets_BN), state, auxiliary)
+
+
+def _check_sliding(model: nn.Module, bptt: int, passes: int, schedule: str) -> None:
+    for name, value, plain in (("passes", passes, 1), ("schedule", schedule, "segments")):
+        if value != plain:
+            raise ValueError(
+                f"bptt_window='sliding' is for one pass, segment after segment; take {name}={plain!r}, not {value!r}, "
+                "or bptt_window='blocks'"
+            )
+    if bptt > 1 and hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "bptt_window='sliding' goes back through a segment several times, and a compiled model lets go of what it "
+            "needs at the first; give the loop the model as it was, or take bptt_window='blocks'"
+        )
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:

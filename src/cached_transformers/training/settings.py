@@ -86,6 +86,12 @@ class TrainingConfig:
     """Text: segments that each row reads in one step."""
     bptt: int = 1
     """Text: segments that a gradient may cross, within a step."""
+    bptt_window: Literal["blocks", "sliding"] = "blocks"
+    """Text: whether the gradient is cut after every `bptt` segments of a step, or each segment's loss reaches back
+    through so many, for a dearer backward (`training/sliding.py`)."""
+    recall: float = 0.0
+    """Text: weight of saying each segment again from the memory that holds it (`Recall`), an auxiliary loss; 0 for
+    none."""
     passes: int = 1
     """Text and documents: how often the segments of a step are read (`SegmentLoop`); refused for text where a memory
     shows what follows."""
@@ -114,6 +120,12 @@ class TrainingConfig:
                 f"training.bptt={self.bptt} must not exceed training.segments={self.segments}: "
                 "a gradient stays within the step"
             )
+        if self.bptt_window == "sliding" and self.bptt > 1 and (self.compile or self.passes > 1):
+            other = "compile=true" if self.compile else f"passes={self.passes}"
+            raise ValueError(
+                f"training.bptt_window='sliding' goes back through a segment several times, which training.{other} "
+                "does not allow; leave one of them out"
+            )
         if self.reset_rows == 1 and self.segments == 1:
             raise ValueError(
                 "training.reset_rows=1.0 with training.segments=1 empties the memory before each segment, so that "
@@ -127,7 +139,7 @@ class TrainingConfig:
         _require(self.workers >= 0, "workers", self.workers, "must not be negative")
         _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "must be positive, or null")
         _require(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in [0, 1)")
-        for name in ("mixup", "cutmix"):
+        for name in ("mixup", "cutmix", "recall"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative; 0 switches it off")
         for name in ("mix_probability", "cutmix_share", "reset_rows"):
             _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in [0, 1]")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,9 +23,12 @@ from torch import Generator, Tensor, nn
 
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.segments import read_segments
+from cached_transformers.registry import unknown_name
 from cached_transformers.state import State
+from cached_transformers.training.recall import Recall
 from cached_transformers.training.replay import ReplayLoop
 from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.sliding import WINDOWS
 
 from .news import Check, Tell, unheard
 from .protocol import Sizes, measure
@@ -44,6 +47,9 @@ class Course:
         curriculum: begin at the nearest, and go on to half as far again whenever the farthest so far is solved.
         solved: accuracy there that is enough to go on.
         settle: share of the steps that the rate takes to fall.
+        bptt: segments that a gradient crosses; None for whole episodes.
+        bptt_window: "blocks" or "sliding", see `SegmentLoop`.
+        recall: weight of saying each segment again from the memory (`Recall`); 0 for none.
     """
 
     nearest: int = 1
@@ -51,12 +57,24 @@ class Course:
     curriculum: bool = True
     solved: float = 0.99
     settle: float = 0.25
+    bptt: int | None = None
+    bptt_window: str = "blocks"
+    recall: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.nearest <= self.farthest:
             raise ValueError(
                 f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, at least 1 segment"
             )
+        if self.bptt_window not in WINDOWS:
+            raise ValueError(unknown_name("bptt_window", self.bptt_window, list(WINDOWS)))
+        if not self.recall >= 0:
+            raise ValueError(f"recall={self.recall} must not be negative; 0 leaves it out")
+
+    def settings(self) -> dict[str, Any]:
+        """What is kept beside a training; without the options that older ones do not have, where they are defaults."""
+        later = {"bptt": None, "bptt_window": "blocks", "recall": 0.0}
+        return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
 
     @property
     def stages(self) -> list[int]:
@@ -91,7 +109,7 @@ def train_by_distance(
     whole: bool = False,
     tell: Tell = unheard,
 ) -> Trained:
-    """Train a model on a task at random distances. The gradient crosses whole episodes.
+    """Train a model on a task at random distances. The gradient crosses whole episodes, or what the course says.
 
     Args:
         sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
@@ -135,7 +153,9 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
     """What reads the episodes of a training; arguments as of `train_by_distance`."""
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
-    return (SegmentLoop if pieces < REPLAYED else ReplayLoop)(model, length, pieces, passes)
+    bptt, kind = course.bptt or pieces, SegmentLoop if pieces < REPLAYED else ReplayLoop
+    scoring = Recall(course.recall) if course.recall else None
+    return kind(model, length, bptt, passes, scoring=scoring, bptt_window=course.bptt_window)
 
 
 def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:

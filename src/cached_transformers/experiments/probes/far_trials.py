@@ -46,18 +46,29 @@ class FarTrials(Trials):
     Attributes:
         course: distances of the training. far: tokens of the longest text that is asked about.
         rows: texts that are asked about at each distance. compiled: whether long texts are read by a compiled model,
-            which takes a minute to make and then about half the time a segment.
+            which takes a minute to make and then about half the time a segment. ceiling: whether attention over the
+            whole text is trained, too; its work grows with the square of the text.
     """
 
     course: Course = dataclasses.field(default_factory=Course)
     far: int = 1_000_000
     rows: int = 64
     compiled: bool = False
+    ceiling: bool = True
+
+    def __post_init__(self) -> None:
+        for memory in self.memories:
+            if (passes := setting(memory).passes) > 1 and self.course.bptt_window == "sliding":
+                raise ValueError(
+                    f"memory {memory} is read in {passes} passes, which have no sliding windows; leave it or "
+                    "--bptt-window out"
+                )
 
     def all(self) -> list[Trial]:
         trials = []
         for seed, task in itertools.product(range(self.seeds), self.tasks):
-            trials += [Trial(task, "none", arm, seed) for arm in (NONE, WHOLE)[: 1 if seed else 2]]
+            arms = (NONE, WHOLE) if self.ceiling and not seed else (NONE,)
+            trials += [Trial(task, "none", arm, seed) for arm in arms]
             trials += [Trial(task, memory, "far", seed) for memory in self.memories]
         return trials
 
@@ -87,9 +98,10 @@ class FarTrials(Trials):
         spec, passes = None, 1
         if trial.arm == "far":
             spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        course, sizes_ = dataclasses.asdict(self.course), dataclasses.asdict(sizes)
+        course = self.course if trial.arm == "far" else dataclasses.replace(self.course, recall=0.0)  # of a memory
+        kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
-            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": course, "sizes": sizes_}
+            {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept, "sizes": sizes_}
         )
 
     def content(self, command: str) -> dict[str, Any]:

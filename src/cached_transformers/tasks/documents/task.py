@@ -148,11 +148,14 @@ def check(config: RunConfig, model: nn.Module, data: Documents) -> None:
         )
     if settings.metric not in ("accuracy", "loss"):
         raise ValueError(f"training.metric={settings.metric!r} is not of documents; take accuracy or loss")
-    defaults = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}
+    defaults: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "repeats": 1, "bptt": 1, "segments": 1, "workers": 0}
+    defaults |= {"bptt_window": "blocks", "recall": 0.0}
     for name, value in defaults.items():
         if (found := getattr(settings, name)) != value:
-            way = "the gradient crosses all segments" if name == "bptt" else "data.segments says how long they are"
-            way = way if name in ("bptt", "segments") else "it does not apply to them"
+            way = {
+                "segments": "data.segments says how long they are",
+                **dict.fromkeys(("bptt", "bptt_window"), "the gradient crosses all segments"),
+            }.get(name, "it does not apply to them")
             raise ValueError(f"training.{name}={found} is not for documents ({way}); leave it at {value}")
     if settings.curriculum is not None and settings.curriculum[-1] > data.segments:
         raise ValueError(

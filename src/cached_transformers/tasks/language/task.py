@@ -17,6 +17,7 @@ from cached_transformers.data.text import TextDataset
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.recall import Recall
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
 from cached_transformers.training.task import Arguments, Task
@@ -72,7 +73,9 @@ class LanguageModelling(Task):
         settings = self.settings
         # One graph serves every segment, so the model is compiled and not the loop round it.
         model = torch.compile(self.model) if settings.compile else self.model
-        loop = SegmentLoop(model, settings.segment_length, settings.bptt, settings.passes)  # type: ignore[arg-type]
+        sizes = (settings.segment_length, settings.bptt, settings.passes)
+        scoring = Recall(settings.recall) if settings.recall else None
+        loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
         self._loop, wrapped = loop, wrap(loop, self.world)
         return wrapped, wrapped
 

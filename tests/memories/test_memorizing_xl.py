@@ -1,0 +1,220 @@
+"""Memorizing Transformers with a Transformer-XL cache (arXiv:2203.08913, the rows of its tables with both), as a list.
+
+Every layer has the cache, one upper layer the store too, and its gate mixes the store's result with attention over
+cache and segment. A segment is stored when it has been read, as in google-research/meliad: what the cache still holds
+is found in the store, too.
+
+Legend: N tokens, M slots, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cached_transformers import create_model, generate
+from cached_transformers import state as states
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories import create_memory
+from cached_transformers.memories.parts.side_by_side import SideBySide
+from cached_transformers.models.diagonal import read_diagonally
+from cached_transformers.models.segments import read_segments
+from cached_transformers.seam.memory import Trace
+from cached_transformers.seam.positions import RotaryPositions
+
+ROWS, HEADS, WIDTH, SEGMENT, VOCABULARY, DEPTH = 2, 2, 8, 5, 13, 4
+XL = {"name": "transformer_xl", "length": 7, "relative": False}
+STORE = {"name": "memorizing", "length": 24, "k": 3}
+
+
+def build(memory: Any, **options: Any) -> Any:
+    """A model in float64, in which each weight of the same name has the same value."""
+    torch.manual_seed(0)
+    sizes = {"width": WIDTH, "depth": DEPTH, "heads": HEADS, "feed_forward": 16, "vocabulary": VOCABULARY}
+    model = create_model("language_model", memory=memory, **sizes, positions="rotary", **options).double()
+    for name, parameter in model.named_parameters():
+        seed = sum(name.replace(".members.0", "").replace(".members.1", "").encode())
+        with torch.no_grad():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).double())
+    return model.eval()
+
+
+def segments(count: int = 5) -> list[Tensor]:
+    return list(torch.randint(0, VOCABULARY, (count, ROWS, SEGMENT), generator=torch.Generator().manual_seed(1)))
+
+
+def read(model: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    state, outs = model.init_state(ROWS), []
+    for x in inputs:
+        out = model(x, state, **options)
+        state = out.state
+        outs.append(out.outputs)
+    return outs
+
+
+# ---- a slow twin
+
+
+def twin(layer: SelfAttention, inputs: list[Tensor], paddings: list[Tensor], resets: list[bool]) -> list[Tensor]:
+    """One row, token by token: the cache is attended with positions, what is stored without."""
+    cache, knn = layer.memory.members  # type: ignore[union-attr]
+    turn = lambda t_E, place: layer.positions.rotate(t_E[None, None, None], torch.tensor([[[place]]]))[0, 0, 0]  # noqa: E731
+    past: list[tuple[Tensor, int]] = []
+    stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(HEADS)]
+    clock, found = 0, []
+    for x_ND, padding, reset in zip(inputs, paddings, resets, strict=True):
+        if reset:
+            past, stored, clock = [], [[] for _ in range(HEADS)], 0
+        places = [clock + i for i in range(len(x_ND))]
+        real = [i for i in range(len(x_ND)) if not padding[i]]
+        q, k, v = (layer.qkv(x_ND)[:, i * WIDTH : (i + 1) * WIDTH].unflatten(-1, (HEADS, -1)) for i in range(3))
+        rows = []
+        for i in range(len(x_ND)):
+            heads = []
+            for h in range(HEADS):
+                pairs = []
+                for old_D, place in past:
+                    old = layer.qkv(old_D).view(3, HEADS, -1)
+                    pairs.append((turn(old[1, h], place), old[2, h]))
+                pairs += [(turn(k[j, h], places[j]), v[j, h]) for j in real if j <= i]
+                y = torch.zeros(WIDTH // HEADS, dtype=x_ND.dtype)
+                if pairs:
+                    logits = torch.stack([turn(q[i, h], places[i]) @ key for key, _ in pairs])
+                    y = (logits / math.sqrt(WIDTH // HEADS)).softmax(0) @ torch.stack([value for _, value in pairs])
+                if stored[h]:
+                    direction = q[i, h] / q[i, h].norm()
+                    best = sorted(stored[h], key=lambda e, d=direction: -float((d @ e[0]).detach()))[: knn.k]
+                    logits = knn.scale_H[h].abs() * torch.stack([direction @ key for key, _ in best])
+                    gate = knn.gate_H[h].sigmoid()
+                    y = gate * (logits.softmax(0) @ torch.stack([value for _, value in best])) + (1 - gate) * y
+                heads.append(y)
+            rows.append(layer.output(torch.cat(heads)))
+        found.append(torch.stack(rows))
+        past = [*past, *((x_ND[j].detach(), places[j]) for j in real)][-cache.length :]
+        for h in range(HEADS):
+            fresh = [((k[j, h] / k[j, h].norm()).detach(), v[j, h].detach()) for j in real]
+            stored[h] = [*stored[h], *fresh][-knn.length :]
+        clock += len(x_ND)
+    return found
+
+
+@pytest.mark.usefixtures("double")
+def test_a_layer_is_what_loops_compute() -> None:
+    """Values and gradients, with padding, a reset, and a cache that is longer than some segments."""
+    pair = [create_memory(XL, WIDTH, HEADS), create_memory({**STORE, "length": 11}, WIDTH, HEADS)]
+    layer = SelfAttention(
+        WIDTH,
+        HEADS,
+        memory=SideBySide(pair),  # type: ignore[arg-type]
+        positions=RotaryPositions(WIDTH // HEADS),
+        causal=True,
+    )
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.6)
+    shapes, resets = [5, 3, 9, 4, 5], [torch.tensor([False, i == 3]) for i in range(5)]
+    inputs = [torch.randn(ROWS, n, WIDTH) for n in shapes]
+    paddings = [torch.rand(ROWS, n) < 0.25 for n in shapes]
+    fresh = layer.init_state(ROWS, inputs[0])
+    state, clock_B, found = fresh, torch.zeros(ROWS, dtype=torch.long), []
+    for x, padding, reset in zip(inputs, paddings, resets, strict=True):
+        state, clock_B = states.reset(state, fresh, reset), clock_B.masked_fill(reset, 0)
+        places = (clock_B[:, None] + torch.arange(x.shape[1]))[..., None]
+        attended = layer(x, places, state=state, padding_BN=padding)
+        found.append(attended.y_BND)
+        state, _ = layer.write(state, Trace(x, attended.y_BND, attended.query, attended.reading), attended.core_state)
+        clock_B = clock_B + x.shape[1]
+    by_row = [
+        twin(layer, [x[b] for x in inputs], [p[b] for p in paddings], [bool(r[b]) for r in resets]) for b in range(ROWS)
+    ]
+    expected = [torch.stack(rows) for rows in zip(*by_row, strict=True)]
+    results = []
+    for ys in (found, expected):
+        ys = [y[~p] for y, p in zip(ys, paddings, strict=True)]
+        loss = sum((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() for y in ys)
+        results.append([*ys, *torch.autograd.grad(loss, list(layer.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        assert b.abs().max() > 1e-4
+
+
+# ---- limiting cases
+
+
+def test_a_closed_gate_leaves_the_cache_alone() -> None:
+    both, alone = build([XL, STORE]), build(XL)
+    members = [block.attention.memory.members for block in both.stack.blocks]
+    assert [knn.here for _, knn in members] == [False, False, True, False]  # the paper's 9 of 12
+    inputs = segments()
+    told = read(both, inputs)
+    for _, knn in members:
+        knn.close_gate()
+    for a, b in zip(read(both, inputs), read(alone, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(told[1:], read(alone, inputs)[1:], strict=True))
+
+
+def test_with_an_empty_cache_it_is_the_store_alone() -> None:
+    both, alone = build([XL, STORE]), build(STORE)
+    state, other, fresh = both.init_state(ROWS), alone.init_state(ROWS), both.init_state(ROWS)
+    for x in segments():
+        layers = tuple((new[0], old[1]) for old, new in zip(state.layers, fresh.layers, strict=True))
+        out, expected = both(x, state._replace(layers=layers)), alone(x, other)
+        torch.testing.assert_close(out.outputs, expected.outputs, rtol=0, atol=1e-12)
+        state, other = out.state, expected.state
+
+
+def test_what_the_cache_still_holds_is_in_the_store_too() -> None:
+    """As in the released code: the store takes a segment as soon as it is read, whatever else holds it."""
+    both, inputs = build([XL, STORE]), segments(2)
+    state = both(inputs[0], both.init_state(ROWS)).state
+    cache, stored = state.layers[2]
+    assert cache.count_B.tolist() == stored.written_B.tolist() == [SEGMENT] * ROWS
+    _, v_BHNE = both.stack.blocks[2].attention.project_kv(cache.hidden_BMD[:, -SEGMENT:])
+    torch.testing.assert_close(stored.v_BHME[:, :, :SEGMENT], v_BHNE, rtol=0, atol=1e-12)
+
+
+# ---- streams, generation, diagonals
+
+
+def test_resets_and_padding_touch_their_rows_alone() -> None:
+    both, inputs = build([XL, STORE]), segments()
+    reset, padding = torch.tensor([True, False]), torch.zeros(ROWS, SEGMENT, dtype=torch.bool)
+    padding[0, 3:] = True
+    state = both.init_state(ROWS)
+    for x in inputs[:3]:
+        state = both(x, state).state
+    told, kept, new = (
+        both(inputs[3], state, reset=reset),
+        both(inputs[3], state),
+        both(inputs[3], both.init_state(ROWS)),
+    )
+    assert torch.equal(told.outputs[1], kept.outputs[1]) and torch.equal(told.outputs[0], new.outputs[0])
+    garbage = torch.where(padding, (inputs[3] + 1) % VOCABULARY, inputs[3])
+    first, second = (both(x, state, padding=padding) for x in (inputs[3], garbage))
+    after, other = (both(inputs[4], out.state).outputs for out in (first, second))
+    assert torch.equal(after, other) and not torch.equal(after[0], both(inputs[4], kept.state).outputs[0])
+
+
+def test_it_generates_as_it_reads() -> None:
+    both, prompt = build([XL, STORE]), torch.cat(segments(3), 1)[:, :12]
+    made = generate(both, prompt, tokens=9, temperature=0.0, segment_length=SEGMENT).tokens
+    text = torch.cat([prompt, made], 1)[:, :20]
+    logits = torch.cat(read(both, list(text.split(SEGMENT, 1))), 1)
+    assert torch.equal(logits[:, 11:-1].argmax(-1), text[:, 12:])
+
+
+def test_diagonals_give_the_same() -> None:
+    both, inputs = build([XL, STORE]), segments(6)
+    with torch.no_grad():
+        plain = list(read_segments(lambda x, state, _: both(x, state), inputs, None))
+        line = list(read_diagonally(both, [(x, None, None) for x in inputs]))
+    for a, b in zip(plain, line, strict=True):
+        torch.testing.assert_close(a.outputs, b.outputs, rtol=0, atol=1e-10)
+    for (name, a), (_, b) in zip(*(states.named_tensors(out[-1].state) for out in (plain, line)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    assert any(not torch.equal(a.outputs, b.outputs) for a, b in pairwise(plain))
