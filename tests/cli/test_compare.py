@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from scipy import stats
 
+from cached_transformers import create_model
 from cached_transformers.cli.compare import parse_seeds
 from cached_transformers.cli.main import main
 from cached_transformers.experiments import compare
@@ -62,6 +63,23 @@ def test_a_variant_is_a_name_and_options():
 @pytest.mark.parametrize(("target", "width"), [(1070, 10), (1074, 10), (1076, 11), (100, 1)])
 def test_the_control_takes_the_nearest_width(target, width):
     assert nearest_width(lambda w: 970 + 10 * w, target) == width
+
+
+def test_controls_of_texts_have_as_many_parameters_or_longer_segments(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one fish, two fish. " * 400)
+    recipe = load_config("demo_text", [f"data.path={path}", "evaluation.segment_length=32"])
+    variants, _ = prepare(recipe, ["plain", "transformer_xl", "grc_stream:ratio=1.0"], "parameters,longer")
+    sizes = {v.name: sum(p.numel() for p in create_model(**v.config.model).parameters()) for v in variants}
+    assert sizes["plain"] < 0.95 * sizes["transformer_xl"] < sizes["grc_stream:ratio=1.0"]
+    assert sizes["control-parameters"] == pytest.approx(sizes["grc_stream:ratio=1.0"], rel=0.005)
+    longer = variants[-1].config
+    assert longer.model.get("memory") is None and sizes["control-longer"] == sizes["plain"]
+    lengths = longer.training.segment_length, longer.training.segments, longer.evaluation.segment_length
+    assert lengths == (64, 1, 64)
+    odd = load_config("demo_text", [f"data.path={path}", "training.segments=3"])
+    with pytest.raises(ValueError, match=r"training\.segments=3 must be even"):
+        prepare(odd, ["plain"], "longer")
 
 
 @pytest.mark.parametrize(("test", "split"), [("none", "validation"), ("best", "test"), ("both", "test")])
@@ -210,7 +228,8 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "plain,gcr"], "unknown memory 'gcr'; did you mean 'grc'"),
         (["--with", "grc:ratoi=1"], "option of memory 'grc' 'ratoi'; did you mean 'ratio'"),
         (["--with", "plain,plain"], "names a variant twice"),
-        (["--with", "plain", "--control", "conf"], "--control 'conf' is unknown"),
+        (["--with", "plain", "--control", "conf"], "unknown control 'conf'; did you mean 'conv'"),
+        (["--with", "plain", "--control", "longer"], "--control longer is for streams of text"),
         (["--with", "plain", "--against", "grc"], "unknown variant of this comparison 'grc' (known: plain)"),
         (["--with", "plain,grc", "--against", "control-conv"], "(known: grc, plain); name one of them, or add it by"),
         (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),

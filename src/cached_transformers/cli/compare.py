@@ -20,14 +20,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--control",
         default="",
-        metavar="conv,flops",
-        help="conv: no memory but its positional convolution; flops: no memory, wider feed-forward at equal FLOPs",
+        metavar="A,B,...",
+        help="conv: no memory but its positional convolution; flops, parameters: no memory, wider feed-forward, so "
+        "that it has as many as the variant with most; longer: no memory, segments twice as long",
     )
     parser.add_argument(
         "--against",
         default="",
         metavar="VARIANT",
-        help="the variant, or control-conv, control-flops, that every other is tested against, paired by seed "
+        help="the variant, or control-conv and its like, that every other is tested against, paired by seed "
         "(default: plain, or the first where there is none)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")

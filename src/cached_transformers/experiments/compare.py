@@ -105,12 +105,13 @@ class Comparison:
         if kept:
             console.print(f"{kept} finished runs kept, {len(missing)} to train")
         for variant in self.variants:
-            if "flops_ratio" in variant.facts:
-                facts = variant.facts
-                console.print(
-                    f"{variant.name}: feed_forward {facts['feed_forward']}, "
-                    f"{facts['flops_ratio']:.4f} of the FLOPs of {facts['matched']}"
-                )
+            facts = variant.facts
+            for key, what in (("flops_ratio", "FLOPs"), ("parameters_ratio", "parameters")):
+                if key in facts:
+                    console.print(
+                        f"{variant.name}: feed_forward {facts['feed_forward']}, "
+                        f"{facts[key]:.4f} of the {what} of {facts['matched']}"
+                    )
         if jobs == 1:
             for variant, seed in missing:
                 folder = self.folder / variant.run_name(seed)

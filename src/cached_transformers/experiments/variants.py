@@ -16,13 +16,14 @@ import torch
 
 from cached_transformers.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
 from cached_transformers.registry import MODELS, unknown_name
-from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments
+from cached_transformers.tasks.kinds import baselines, example_inputs, model_arguments, task_name
 from cached_transformers.tasks.recipes import check_sections, fill_from_data
 from cached_transformers.training.config import RunConfig
 from cached_transformers.yaml_tree import parse_yaml
 
 from .costs.flops import count_flops, count_parameters
 
+CONTROLS = ("conv", "flops", "parameters", "longer")
 TOLERANCE = 0.005
 """Share by which sizes may differ that count as equal."""
 FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
@@ -84,8 +85,8 @@ def prepare(
         raise ValueError(f"--with {','.join(names)} names a variant twice")
     wanted = [control for control in controls.split(",") if control]
     for control in wanted:
-        if control not in ("conv", "flops"):
-            raise ValueError(f"--control {control!r} is unknown; use conv, flops or conv,flops")
+        if control not in CONTROLS:
+            raise ValueError(f"--control: {unknown_name('control', control, list(CONTROLS))}")
     every = [*names, *(f"control-{control}" for control in wanted)]
     if against and against not in every:
         unknown = unknown_name("variant of this comparison", against, every)
@@ -103,24 +104,53 @@ def prepare(
             refuse_what_cannot_be_built(variant.config)
         except ValueError as error:
             raise ValueError(f"variant {variant.name}: {error}") from None
+    named, plain = list(variants), with_memory(recipe, None)
     if "flops" in wanted:
-        variants.append(flops_control(variants, train))
+        inputs, keywords = example_inputs(train, plain)
+        variants.append(
+            wider("flops", plain, named, lambda config: count_flops(build_model(config), *inputs, **keywords))
+        )
+    if "parameters" in wanted:
+        variants.append(wider("parameters", plain, named, parameters_of))
+    if "longer" in wanted:
+        variants.append(longer(plain, train))
     return variants, baselines(recipe, train, scored)
 
 
-def flops_control(variants: list[Variant], dataset: Any) -> Variant:
-    """The plain model with its feed-forward layers widened until it costs what the dearest variant costs."""
-    plain = with_memory(variants[0].config, None)
+def wider(what: str, plain: RunConfig, variants: list[Variant], cost: Callable[[RunConfig], int]) -> Variant:
+    """The plain model with its feed-forward layers widened until its cost is that of the variant with most of it."""
     feed_forward_option(plain)
-    inputs, keywords = example_inputs(dataset, plain)
-
-    def cost(config: RunConfig) -> int:
-        return count_flops(build_model(config), *inputs, **keywords)
-
     target = max(cost(variant.config) for variant in variants)
     found = equally_dear(plain, cost, target)
-    facts = {"feed_forward": feed_forward(found), "flops_ratio": cost(found) / target, "matched": "the dearest variant"}
-    return Variant("control-flops", found, facts)
+    facts = {
+        "feed_forward": feed_forward(found),
+        f"{what}_ratio": cost(found) / target,
+        "matched": "the dearest variant",
+    }
+    return Variant(f"control-{what}", found, facts)
+
+
+def longer(plain: RunConfig, dataset: Any) -> Variant:
+    """The plain model with segments twice as long, half as many of them in a step, in training and in evaluation.
+
+    Raises:
+        ValueError: the data are no streams of text, or a step reads an odd number of segments.
+    """
+    training, evaluation = plain.training, plain.evaluation
+    if task_name(dataset) != "language":
+        raise ValueError(
+            f"--control longer is for streams of text, which data {plain.data['name']!r} are not; leave it out"
+        )
+    if training.segments % 2:
+        raise ValueError(
+            f"--control longer: training.segments={training.segments} must be even, so that half as many segments of "
+            "twice the length are the same text"
+        )
+    length, segments = 2 * training.segment_length, training.segments // 2
+    changed = dataclasses.replace(training, segment_length=length, segments=segments, bptt=min(training.bptt, segments))
+    if evaluation.segment_length:
+        evaluation = dataclasses.replace(evaluation, segment_length=2 * evaluation.segment_length)
+    return Variant("control-longer", dataclasses.replace(plain, training=changed, evaluation=evaluation))
 
 
 def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
@@ -133,16 +163,12 @@ def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
         them, with the facts `feed_forward` and `matched_parameters`.
     """
 
-    def count(config: RunConfig) -> int:
-        with torch.device("meta"):
-            return count_parameters(MODELS.create(**config.model))
-
     feed_forward_option(variants[0].config)
-    target = max(count(variant.config) for variant in variants[:deciding])
+    target = max(parameters_of(variant.config) for variant in variants[:deciding])
     equal = []
     for variant in variants:
-        config = equally_dear(variant.config, count, target)
-        found, width = count(config), feed_forward(config)
+        config = equally_dear(variant.config, parameters_of, target)
+        found, width = parameters_of(config), feed_forward(config)
         if abs(found - target) > TOLERANCE * target:
             raise ValueError(
                 f"{variant.name} has {found} parameters with feed_forward={width}, not {target} as the others; take "
@@ -204,6 +230,12 @@ def training_flops(config: RunConfig, batch: Any) -> int:
     """Operations of one forward pass in training over a batch; nothing is computed."""
     inputs, keywords = model_arguments(batch)
     return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
+
+
+def parameters_of(config: RunConfig) -> int:
+    """Parameters of the model of a configuration; nothing is computed."""
+    with torch.device("meta"):
+        return count_parameters(MODELS.create(**config.model))
 
 
 def feed_forward_option(config: RunConfig) -> str:

@@ -41,7 +41,7 @@ from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Readi
 from cached_transformers.seam.probing import Probing
 
 from .coarser import coarser_map
-from .equations import Candidate, gate_update
+from .equations import Candidate, UpdateGate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
 
 __all__ = [
@@ -199,6 +199,10 @@ class GRC(SharedCacheMemory):
         )
 
 
+LONG = {"update_gate": "stretched", "update_bias": -2.0}
+"""Options of `StreamGRC` with which slots keep what they hold until something is to be written."""
+
+
 class StreamGRCState(NamedTuple):
     """The cache before the last segment, that segment's slots (not yet written), and the number of segments seen."""
 
@@ -232,10 +236,10 @@ class StreamGRCOpened(NamedTuple):
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
     probe=Probing(
         lambda segment, distance, depth: {"length": 2 * segment, "ratio": 1.0},
-        # The default forgets a half with every segment that says nothing; this, a half in 15,000.
-        farther=lambda segment, distance, depth: {"length": segment, "ratio": 1.0, "update_bias": -10.0},
+        # A sigmoid lets every segment that says nothing wear off a share of what is kept.
+        farther=lambda segment, distance, depth: {"length": segment, "ratio": 1.0, **LONG},
     ),
-    presets={"long": {"update_bias": -10.0}},
+    presets={"long": LONG},
 )
 class StreamGRC(LayerMemory):
     """Gated recurrent cache of a stream: per row, updated one segment late, so that no token sees a later one.
@@ -245,6 +249,9 @@ class StreamGRC(LayerMemory):
     next segment reads. A row that has seen no segment yet is not mixed at all: an empty memory is no memory.
 
     Args: as `GRC`, without what concerns maps and evaluation; `length` defaults to 64 slots.
+        update_gate: "sigmoid" as in the paper, which never is 0; "stretched" can close, so that a slot outlives any
+            number of segments. Stretched, begin with an `update_bias` of -2 (open by 4 per cent): from -2.4 on the
+            gate is closed everywhere and learns nothing.
     """
 
     needs = frozenset({"state", "head"})
@@ -261,11 +268,13 @@ class StreamGRC(LayerMemory):
         interpolation: Interpolation = "nearest",
         initial_gate: float = 0.0,
         update_bias: float = 0.0,
+        update_gate: UpdateGate = "sigmoid",
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         c = cache_width(width, heads, ratio)
+        self.update_gate = one_of("update_gate", update_gate, ("sigmoid", "stretched"))
         self.gates = CacheGates(c, length, candidate=candidate, interpolation=interpolation, update_bias=update_bias)
         self.branch = MemoryBranch(
             width,
@@ -290,7 +299,9 @@ class StreamGRC(LayerMemory):
         # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
         cache_BMC = torch.where(segments_B11 > 1, state.cache_BMC, 0)
         source_BMC = torch.where(segments_B11 > 0, state.source_BMC, 0)
-        updated_BMC = gate_update(source_BMC, cache_BMC, self.gates.weights, self.gates.candidate)
+        updated_BMC = gate_update(
+            source_BMC, cache_BMC, self.gates.weights, self.gates.candidate, update_gate=self.update_gate
+        )
         cache_BMC = torch.where(segments_B11 > 0, updated_BMC, cache_BMC)
         k_BHMF, v_BHMF = self.branch.keys_values(cache_BMC)
         if not torch.is_grad_enabled():  # read again and again where a text is written token by token
