@@ -16,7 +16,9 @@ import standin
 import yaml
 from torch import nn
 
+from cached_transformers import create_model
 from cached_transformers.annotations import check_type, hints_of, understood
+from cached_transformers.memories.memorizing import Memorizing
 from cached_transformers.registry import ATTENTIONS, DATASETS, LISTED, MEMORIES
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training.config import RunConfig, config_hash, config_to_dict, config_to_yaml, differing_keys
@@ -49,6 +51,18 @@ def test_a_bare_name_opens_up_for_an_option():
     tree = {"model": {"memory": "grc"}}
     apply_override(tree, "model.memory.ratio=0.25")
     assert tree == {"model": {"memory": {"name": "grc", "ratio": 0.25}}}
+
+
+def test_a_memory_of_a_recipe_may_be_a_preset():
+    config = load_config(
+        "demo_text", ["model.memory.name=memorizing", "model.memory.preset=long", "model.memory.length=8"]
+    )
+    assert config.model["memory"] == {"name": "memorizing", "preset": "long", "length": 8}
+    built = create_model(**{**config.model, "vocabulary": 5})
+    assert {m.length for m in built.modules() if isinstance(m, Memorizing)} == {8}
+    assert any(bool((p == 10).all()) for name, p in built.named_parameters() if "scale" in name)
+    with pytest.raises(ValueError, match="unknown preset of memory 'memorizing' 'lang'; did you mean 'long'"):
+        load_config("demo_text", ["model.memory.name=memorizing", "model.memory.preset=lang"])
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def _check_part(path: str, section: Any, registry: Registry[Any], given: tuple[s
         raise ValueError(
             f"{path}={shown(section)} must name a {registry.kind}: {{name: ...}} with one of {registry.names()}"
         )
-    options = {key: value for key, value in section.items() if key != "name"}
     entry = registry.entry(section["name"])
+    options = registry.with_preset(entry.name, {key: value for key, value in section.items() if key != "name"})
     registry.check(entry.name, options, path)
     required = [n for n, p in entry.options.items() if p.default is p.empty and n not in options]
     missing = [] if given is None else [n for n in required if n not in given]
