@@ -1,4 +1,4 @@
-"""The update gate of `grc_stream` that can close: values and gradients of a slow twin, and slots that nothing wears off.
+"""The update gate of `grc_stream` that can close: a slow twin of it, and slots that nothing wears off.
 
 Legend: B rows, N tokens, M slots, C cache width.
 """
