@@ -27,7 +27,7 @@ from cached_transformers.seam.probing import Probing, fixed
 
 def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -> dict[str, Any]:
     answers = {distance: [share, share, 100] for distance, share in far.items()}
-    settings = {"task": {}, "sizes": {"steps": 9, "depth": 2, "width": 32}}
+    settings = {"task": {}, "sizes": {"steps": 9, "depth": 2, "width": 32, "heads": 2}}
     kept = {"solved": 3, "parameters": 10, "state_bytes": 4, "settings": settings, "chance": 0.25}
     return {"memory": memory, "arm": arm, "task": task, "seed": seed, "far": answers, **kept}
 

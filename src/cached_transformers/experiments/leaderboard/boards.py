@@ -13,11 +13,15 @@ from typing import Any
 
 from cached_transformers.experiments.probes.distances import Course
 from cached_transformers.experiments.probes.far_trials import FarTrials
+from cached_transformers.experiments.probes.trials import MODEL
 from cached_transformers.registry import PROBES
 
 ROWS, TAPS = 256, 3
 """Texts behind each share: an interval of 12 points at the widest; and tokens of the short convolution, as of `cached
 probe --train-distance`."""
+
+SIZES: dict[str, Any] = {"heads": 2}
+"""Of the models: with heads of 8 channels, as 4 of them would be, keys are found late, and by many memories never."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ class Board:
         steps: int | None = None,
     ) -> FarTrials:
         """The trainings of these memories and tasks; `options` of either come on top of the board's."""
+        own = {**self.tasks, MODEL: SIZES}
         merged: dict[str, dict[str, Any]] = {
-            name: {**self.tasks.get(name, {}), **options.get(name, {})} for name in {*tasks, *options}
+            name: {**own.get(name, {}), **options.get(name, {})} for name in {*tasks, *options, MODEL}
         }
         return FarTrials(
             memories,

@@ -32,7 +32,8 @@ class Sizes:
     """The model that is trained, and for how long. Training ends early when `enough` is reached.
 
     Attributes:
-        steps: the most. check_every: steps between two looks at the accuracy on `rows` new episodes.
+        steps: the most. check_every: steps between two looks at the accuracy on `rows` new episodes, behind each of
+            which a curriculum may go on: rare looks leave most of the steps to distances that are long solved.
     """
 
     width: int = 32
@@ -42,7 +43,7 @@ class Sizes:
     batch_size: int = 64
     learning_rate: float = 3e-3
     steps: int = 1500
-    check_every: int = 100
+    check_every: int = 25
     enough: float = 0.995
     rows: int = 512
     short_convolution: int = 1
