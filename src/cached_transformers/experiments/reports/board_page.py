@@ -113,7 +113,8 @@ def _made(content: Mapping[str, Any]) -> str:
         f'The board "{content["board"]}": {content["why"]}. Tasks: {tasks}; {counts}, {sizes["steps"]} steps at most, '
         f"cue and question {course['nearest']} to {course['farthest']} segments apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "
-        f"{sizes['heads']} heads, width {sizes['width']}, with a short convolution of {content['taps']} tokens, the same for all."
+        f"{sizes['heads']} heads, width {sizes['width']}, with a short convolution of {content['taps']} tokens, the "
+        "same for all."
     )
 
 
