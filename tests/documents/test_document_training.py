@@ -21,6 +21,7 @@ from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
 from cached_transformers.training.curriculum import AdaptiveCurriculum
 from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.progress import second_score
 from cached_transformers.yaml_tree import apply_override
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
@@ -80,6 +81,7 @@ def test_a_stage_ends_when_its_documents_are_answered_and_not_by_others() -> Non
         task.validated({"stage_accuracy": accuracy, "accuracy": 1.0})
         assert isinstance(task.curriculum, AdaptiveCurriculum) and task.curriculum.stage == stage
     scores, _ = task.evaluate(task.model, task.validation)
+    assert second_score(scores).endswith("% at 3 segments, the stage of the curriculum")
     assert scores["stage_segments"] == 3 and scores["stage_accuracy"] == scores["accuracy"] and scores["rows"] == 12
     tested, _ = task.evaluate(task.model, build_dataset(task.config, "test"))
     assert set(tested) == {"loss", "accuracy", "rows"}

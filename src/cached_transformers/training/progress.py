@@ -69,7 +69,12 @@ class Reporter:
 def second_score(values: Mapping[str, Any]) -> str:
     """What is shown beside the loss: accuracy, bits per byte where bytes or their pairs are read, perplexity, APs."""
     if "accuracy" in values:
-        return f"accuracy {values['accuracy']:.2%}"
+        stage = ""
+        if "stage_accuracy" in values:  # of a curriculum over lengths: the other score is of documents at full length
+            stage = (
+                f"  {values['stage_accuracy']:.2%} at {values['stage_segments']} segments, the stage of the curriculum"
+            )
+        return f"accuracy {values['accuracy']:.2%}{stage}"
     if "bits_per_byte" in values:
         return f"bits per byte {values['bits_per_byte']:.4f}"
     if "perplexity" in values:
