@@ -348,12 +348,19 @@ def test_facts_of_the_real_files(shared: Path) -> None:
     assert draw(task, 7, rows=4).inputs_BN.shape == (4, 8 * task.segment)
 
 
-def test_babilong_puts_a_story_into_the_sentences_of_a_book(library: dict[str, Path]) -> None:
-    """Without facts and question there are the book's sentences of ten words, unbroken, cut at the end alone."""
-    task = PROBES.create("babilong", **library, facts=4)
+@pytest.mark.parametrize(("distance", "segment"), [(2, 16), (0, 40)])
+def test_babilong_puts_a_story_into_the_sentences_of_a_book(
+    distance: int, segment: int, library: dict[str, Path]
+) -> None:
+    """Without facts and question there are the book's sentences of ten words, unbroken, cut at the end alone.
+
+    At distance 0 story and question share the segment; in shorter ones there is no such distance.
+    """
+    task = PROBES.create("babilong", **library, facts=4, segment=segment)
+    assert task.has(0) == (distance == 0)
     assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"]
     assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
-    inputs_BN, targets_BN = draw(task, 2, rows=100)
+    inputs_BN, targets_BN = draw(task, distance, rows=100)
     assert (targets_BN[:, :-1] == IGNORED).all()
     sentence, seen = "it was a dark and stormy night upon the open sea . ", set()
     for inputs, answer in zip(inputs_BN.tolist(), targets_BN[:, -1].tolist(), strict=True):
@@ -365,7 +372,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(library: dict[str, P
         )
         assert story.answer == task.words[answer]
         places = [text.index(" ".join(fact)) for fact in story.sentences]
-        assert places == sorted(places) and text[: places[-1]].count(" ") < 2 * task.segment
+        assert places == sorted(places) and text[: places[-1]].count(" ") < max(distance, 1) * segment
         seen.add(places[0])
         rest = text.removesuffix(" ".join(story.question))
         for fact in story.sentences:

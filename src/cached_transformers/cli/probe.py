@@ -50,6 +50,12 @@ def add_parser(subparsers: Any) -> None:
         help="with --train-distance: all distances from the first step on, not farther ones as nearer ones are solved",
     )
     parser.add_argument(
+        "--solved",
+        type=float,
+        metavar="S",
+        help="with --train-distance: share of right answers at which the curriculum goes on (default: 0.99)",
+    )
+    parser.add_argument(
         "--bptt",
         type=int,
         metavar="K",
@@ -180,7 +186,17 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in ("far", "rows", "compile", "no_ceiling", "no_curriculum", "bptt", "bptt_window", "recall"):
+        for name in (
+            "far",
+            "rows",
+            "compile",
+            "no_ceiling",
+            "no_curriculum",
+            "solved",
+            "bptt",
+            "bptt_window",
+            "recall",
+        ):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
@@ -193,6 +209,7 @@ def _trials(
         nearest,
         farthest,
         curriculum=not arguments.no_curriculum,
+        solved=0.99 if arguments.solved is None else arguments.solved,
         bptt=arguments.bptt,
         bptt_window=arguments.bptt_window or "blocks",
         recall=arguments.recall or 0.0,

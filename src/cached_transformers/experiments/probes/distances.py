@@ -43,7 +43,8 @@ class Course:
     """The distances of a training.
 
     Attributes:
-        nearest, farthest: segments between cue and question; each step draws one of them.
+        nearest, farthest: segments between cue and question; each step draws one of them. At distance 0, which some
+            tasks have, both stand in one segment: attention learns to answer there, before the memory has to.
         curriculum: begin at the nearest, and go on to half as far again whenever the farthest so far is solved.
         solved: accuracy there that is enough to go on.
         settle: share of the steps that the rate takes to fall.
@@ -62,10 +63,13 @@ class Course:
     recall: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nearest <= self.farthest:
+        if not 0 <= self.nearest <= self.farthest or not self.farthest:
             raise ValueError(
-                f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, at least 1 segment"
+                f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, the farthest at "
+                "least 1 segment"
             )
+        if not 0 < self.solved <= 1:
+            raise ValueError(f"solved={self.solved} is a share of right answers, above 0 and at most 1; e.g. 0.95")
         if self.bptt_window not in WINDOWS:
             raise ValueError(unknown_name("bptt_window", self.bptt_window, list(WINDOWS)))
         if not self.recall >= 0:

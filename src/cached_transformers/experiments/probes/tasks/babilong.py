@@ -44,6 +44,9 @@ COUNTED = 1000
 class Babilong(StreamedTask):
     """A story's facts scattered over a text that has nothing to do with them; the end asks what follows from them.
 
+    At distance 0, of files whose stories fit with their question into a segment, both stand there together: attention
+    alone answers, which is where a curriculum may begin.
+
     Without files: stories of four persons, six places and three things, told by a little world model. With bAbI's files
     and a folder of books: its stories, in the books' sentences of at least ten words.
 
@@ -166,7 +169,9 @@ class _Read(StreamedTask):
             raise ValueError(f"segment={segment} must hold a question; take at least {longest} tokens")
         self.library, self.segment, self.words = library, segment, tuple(library.words)
         self.vocabulary, self.chance = len(library.words), library.guess()
-        self.shortest = -(-max(sum(map(len, story.sentences)) for story in library.stories) // segment)
+        told = [sum(map(len, story.sentences)) for story in library.stories]
+        asked_too = max(facts + len(story.question) for facts, story in zip(told, library.stories, strict=True))
+        self.shortest = 0 if asked_too <= segment else -(-max(told) // segment)
         end = int(library.encode([worlds.END]))
         ends = ((library.novel_N == end).nonzero()[:, 0] + 1).tolist()
         sentences = [library.novel_N[a:b] for a, b in zip([0, *ends], ends, strict=False) if b - a >= SHORTEST_SENTENCE]
@@ -188,7 +193,10 @@ class _Read(StreamedTask):
         starts, begins = [], torch.randint(0, len(self._starts), (rows,), generator=generator)
         for row, length_K in enumerate(lengths):
             facts_K = length_K[:-1]
-            room = distance * self.segment - int(facts_K.sum())
+            before = distance * self.segment or self.segment - int(
+                length_K[-1]
+            )  # at distance 0 the question's own segment
+            room = before - int(facts_K.sum())
             gaps = self._gaps(int(begins[row]), room)
             drawn_K = torch.randint(0, gaps, (len(facts_K),), generator=generator).sort().values
             before_K = self._offset(begins[row] + drawn_K) - self._offset(begins[row])
