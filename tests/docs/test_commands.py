@@ -22,6 +22,7 @@ NOT_RUN = {
     "cached detect": "needs a trained detector; tests/detection/test_training.py",
     "cached translate": "needs a trained translator; tests/translation/test_translate.py",
     "cached evaluate runs/rmt_documents": "needs a trained run; tests/documents/test_document_training.py",
+    "cached evaluate runs/rmt_million_tokens": "needs a trained run; tests/documents/test_document_training.py",
     "cached evaluate runs/coco": "needs a trained detector; tests/detection/test_training.py",
     "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
     "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",

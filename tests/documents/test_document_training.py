@@ -131,6 +131,21 @@ def test_documents_of_any_length_are_evaluated(tmp_path: Path, capsys: pytest.Ca
     assert "24" in capsys.readouterr().out, "as long as they are: 3 segments of 8 tokens"
 
 
+def test_weights_of_short_segments_go_on_with_longer_ones(tmp_path: Path) -> None:
+    """Of the two recipes: same model, other segments; and the second begins with what the first ended with."""
+    short, million = (load_config(name) for name in ("rmt_documents", "rmt_million_tokens"))
+    assert short.model == million.model and short.data["kind"] == million.data["kind"]
+    assert million.training.initial_weights == f"runs/{short.name}"
+    run_training(config_from_dict(recipe("training.steps=2")), tmp_path / "short")
+    first = f"training.initial_weights={tmp_path / 'short'}"
+    still = config_from_dict(
+        recipe(first, "data.segment_length=16", "training.steps=1", "optimizer.learning_rate=1e-12")
+    )
+    run_training(still, tmp_path / "long")
+    for name, value in final(tmp_path / "short").weights.items():
+        torch.testing.assert_close(final(tmp_path / "long").weights[name], value, rtol=0, atol=1e-9, msg=name)
+
+
 def test_two_passes_with_the_reordering_head_train(tmp_path: Path) -> None:
     made = {"train_size": 12, "validation_size": 6, "test_size": 6}
     small = ["model.width=8", "model.heads=2", "training.steps=2", "training.batch_size=4", "training.evaluate_every=2"]
