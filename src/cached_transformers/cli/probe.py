@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         "trained at many distances instead, and asked in texts of up to --far tokens, which are read as streams. "
         "Says how trainings go while they do. Finished ones are kept: the same command goes on where it was stopped.",
         epilog="examples: cached probe rmt,transformer_xl --tasks latch,mqar mqar.pairs=8 --jobs 2; "
-        "cached probe rmt,grc_stream grc_stream.update_bias=-4 --tasks latch --train-distance 1..20 --far 1000000",
+        "cached probe rmt,grc_stream rmt.length=2 --tasks latch --train-distance 1..20 --far 1000000",
     )
     parser.add_argument("memories", help="names of memories, separated by commas, or 'all'")
     add_options(parser)
