@@ -18,7 +18,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
 
 demo: $(VENV)/.installed-demo  ## what a model with a memory knows 10,000 tokens later and its twin does not; GRC against its controls; a report
-	OMP_NUM_THREADS=1 $(BIN)/cached probe rmt rmt.length=2 --tasks latch latch.segment=16 latch.decoys=true \
+	OMP_NUM_THREADS=1 $(BIN)/cached probe grc_stream --tasks latch latch.segment=16 latch.decoys=true \
 		--train-distance 1..10 --far 10000 --steps 400 model.batch_size=16 \
 		--seeds 3 --jobs 2 --out runs/demo/far
 	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc:variant=released --control conv \
