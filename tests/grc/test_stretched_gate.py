@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers import create_model
-from cached_transformers.memories.grc.equations import GateWeights, gate_update, stretched
+from cached_transformers.memories.grc.equations import CUT, GateWeights, gate_update, stretched
 from cached_transformers.memories.grc.grc import StreamGRC
 
 
@@ -103,3 +103,17 @@ def test_an_unknown_gate_is_named() -> None:
     memory = {"name": "grc_stream", "update_gate": "hard"}
     with pytest.raises(ValueError, match=r"'hard'.*stretched"):
         create_model("language_model", vocabulary=5, width=8, depth=1, heads=2, feed_forward=8, memory=memory)
+
+
+@pytest.mark.parametrize("update_bias", [-2.5, 2.4, float("nan")])
+def test_a_gate_that_begins_closed_everywhere_is_refused(update_bias: float) -> None:
+    memory = {"name": "grc_stream", "update_gate": "stretched", "update_bias": update_bias}
+    with pytest.raises(ValueError, match=r"update_bias=.*between -2\.40 and 2\.40, e\.g\. -2"):
+        create_model("language_model", vocabulary=5, width=8, depth=1, heads=2, feed_forward=8, memory=memory)
+
+
+def test_the_bounds_of_a_bias_are_where_the_gate_is_cut() -> None:
+    logit = torch.tensor([-CUT - 1e-3, -CUT + 1e-3, CUT - 1e-3, CUT + 1e-3], requires_grad=True)
+    gate = stretched(logit.sigmoid())
+    (slope,) = torch.autograd.grad(gate.sum(), logit)
+    assert gate[0] == 0 and gate[3] == 1 and (slope != 0).tolist() == [False, True, True, False]

@@ -36,7 +36,10 @@ def passkey(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
 
 
 def recall(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
-    pairs = {tokens[at]: tokens[at + 1] for at in range(0, len(tokens) - task.segment, task.segment)}
+    places = range(0, len(tokens) - task.segment, task.segment)
+    if len(tokens) == task.segment:  # all of them stand at the begin
+        places = range(0, next(at for at in range(len(tokens)) if tokens[at] >= task.keys + task.values), 2)  # type: ignore[operator]
+    pairs = {tokens[at]: tokens[at + 1] for at in places}
     asked = tokens[place]
     return {pairs[asked]} if asked in pairs else set(range(task.keys, task.keys + task.values))  # type: ignore[arg-type]
 
@@ -44,7 +47,11 @@ def recall(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
 def strings(task: Any, tokens: Tokens, place: int, told: list[int]) -> set[int]:
     separator, question = task.symbols, task.symbols + 1
     found: dict[tuple[Any, ...], Any] = {}
-    for at in range(0, len(tokens) - task.segment, task.segment):
+    places = range(0, len(tokens) - task.segment, task.segment)
+    if len(tokens) == task.segment:  # all of them stand at the begin, each with its end
+        size, end = task.key_size + task.value_size + 2, task.symbols + 2
+        places = range(0, size * tokens.count(end), size)
+    for at in places:
         if tokens[at] is not None:
             assert tokens[at + task.key_size] == separator
             value = at + task.key_size + 1

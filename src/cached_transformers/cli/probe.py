@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 from .arguments import command_line, refuse_below_one, refuse_too_many_seeds
 
 FAST = ("latch", "copy", "recall")
+BY_DISTANCE = (
+    "far", "rows", "compile", "no_ceiling", "no_curriculum", "solved", "bptt", "bptt_window", "recall",
+)  # fmt: skip
+"""Arguments that only trainings by distance take."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -106,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="NAME.option=value",
         help="options of tasks and memories, which `cached explain NAME` lists; model.width, depth, heads, "
-        "feed_forward, batch_size, learning_rate and check_every are those of the models and their training",
+        "feed_forward, batch_size, learning_rate, check_every and rows are those of the models and their training",
     )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--babi", type=Path, help="bAbI's archive or folder, for the tasks 'facts' and 'babilong'")
@@ -186,18 +190,8 @@ def _trials(
     taps = arguments.short_convolution
     kept = (arguments.seeds, arguments.steps, arguments.out, options)
     if arguments.train_distance is None:
-        for name in (
-            "far",
-            "rows",
-            "compile",
-            "no_ceiling",
-            "no_curriculum",
-            "solved",
-            "bptt",
-            "bptt_window",
-            "recall",
-        ):
-            if getattr(arguments, name):
+        for name in BY_DISTANCE:
+            if (value := getattr(arguments, name)) is not None and value is not False:
                 raise ValueError(f"--{name.replace('_', '-')} is for trainings by distance; give --train-distance A..B")
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
     if arguments.distance is not None:
@@ -205,14 +199,12 @@ def _trials(
     nearest, farthest = _distances(arguments.train_distance)
     if arguments.bptt_window is not None and arguments.bptt is None:
         raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
+    given = {name: getattr(arguments, name) for name in ("solved", "bptt", "bptt_window", "recall")}
     course = Course(
         nearest,
         farthest,
         curriculum=not arguments.no_curriculum,
-        solved=0.99 if arguments.solved is None else arguments.solved,
-        bptt=arguments.bptt,
-        bptt_window=arguments.bptt_window or "blocks",
-        recall=arguments.recall or 0.0,
+        **{name: value for name, value in given.items() if value is not None},
     )
     how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)

@@ -13,7 +13,7 @@ from .trials import MODEL
 
 FILES = ("babi", "books")
 """Options of tasks that read files: bAbI's, and books."""
-SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate", "check_every")
+SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate", "check_every", "rows")
 """Those of `Sizes` that may be set."""
 
 

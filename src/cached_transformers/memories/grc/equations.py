@@ -25,6 +25,8 @@ Norm = tuple[Tensor, Tensor, float] | None
 Linear = Callable[[Tensor], Tensor]
 STRETCH = 0.1
 """By how much a stretched gate reaches beyond 0 and 1 before it is cut."""
+CUT = math.log((1 + STRETCH) / STRETCH)
+"""The logit at which it is 1; at -CUT it is 0."""
 
 
 def recall(q_BHNF: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:

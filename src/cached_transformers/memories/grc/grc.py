@@ -41,7 +41,7 @@ from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Readi
 from cached_transformers.seam.probing import Probing
 
 from .coarser import coarser_map
-from .equations import Candidate, UpdateGate, gate_update
+from .equations import CUT, Candidate, UpdateGate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
 
 __all__ = [
@@ -249,9 +249,11 @@ class StreamGRC(LayerMemory):
     next segment reads. A row that has seen no segment yet is not mixed at all: an empty memory is no memory.
 
     Args: as `GRC`, without what concerns maps and evaluation; `length` defaults to 64 slots.
-        update_gate: "sigmoid" as in the paper, which never is 0; "stretched" can close, so that a slot outlives any
-            number of segments. Stretched, begin with an `update_bias` of -2 (open by 4 per cent): from -2.4 on the
-            gate is closed everywhere and learns nothing.
+        update_gate: "sigmoid" as in the paper, which never is 0; "stretched" can close (arXiv:1712.01312), so that a
+            slot outlives any number of segments. Stretched, begin with an `update_bias` of -2 (open by 4 per cent).
+
+    Raises:
+        ValueError: an `update_bias` beyond +-2.39 of a stretched gate, which begins cut everywhere and learns nothing.
     """
 
     needs = frozenset({"state", "head"})
@@ -275,6 +277,11 @@ class StreamGRC(LayerMemory):
         super().__init__()
         c = cache_width(width, heads, ratio)
         self.update_gate = one_of("update_gate", update_gate, ("sigmoid", "stretched"))
+        if update_gate == "stretched" and not -CUT < update_bias < CUT:
+            raise ValueError(
+                f"update_bias={update_bias} leaves the stretched update gate where it is cut, so that it would learn "
+                f"nothing; take one between {-CUT:.2f} and {CUT:.2f}, e.g. -2, or update_gate='sigmoid'"
+            )
         self.gates = CacheGates(c, length, candidate=candidate, interpolation=interpolation, update_bias=update_bias)
         self.branch = MemoryBranch(
             width,

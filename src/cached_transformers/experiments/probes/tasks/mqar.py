@@ -43,7 +43,8 @@ class MQAR(StreamedTask):
     Args:
         segment: L, even. pairs: keys of the list. vocabulary: V.
         spread: a of the power law over all that stands behind the list, .01 in the paper, 1 uniform; None for
-            questions in the last segment alone, as many of the keys as it has slots for.
+            questions in the last segment alone, as many of the keys as it has slots for. At distance 0, of a segment
+            that has room for both, they stand behind the list: attention learns to bind before a memory has to.
         random_fill: random ids of all kinds in the place of blanks, which mean nothing.
         rewritten: so many of the keys get a second value behind the list; the last one counts.
 
@@ -77,7 +78,7 @@ class MQAR(StreamedTask):
         self.list_tokens = 2 * (pairs + rewritten)
         needed = self.list_tokens + 2 * pairs  # spread: a slot for every key
         tokens = self.list_tokens + segment if spread is None else needed
-        self.shortest = max(-(-tokens // segment) - 1, 0 if spread else 1)
+        self.shortest = 0 if needed <= segment else -(-tokens // segment) - 1
 
     def without_first(self, distance: int) -> float:
         """What is asked in the first segment, beside the list, counts as known: attention answers it."""
@@ -90,7 +91,7 @@ class MQAR(StreamedTask):
 
     def _asked_in_first(self, distance: int) -> float:
         """Share of the questions that stand in the first segment, counted on a thousand episodes."""
-        if self.spread is None or self.list_tokens >= self.segment:
+        if (distance and self.spread is None) or self.list_tokens >= self.segment:
             return 0.0
         places_BQ, _ = self._questions(1000, distance, torch.Generator().manual_seed(0))
         return (places_BQ < self.segment).double().mean().item()
@@ -98,9 +99,10 @@ class MQAR(StreamedTask):
     def _questions(self, rows: int, distance: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """Where questions stand, counted in tokens from the first segment on, and of which key, (B, Q) each."""
         if self.spread is None:
-            slots, count = self.segment // 2, min(self.pairs, self.segment // 2)
+            first = distance * self.segment if distance else self.list_tokens
+            slots, count = ((distance + 1) * self.segment - first) // 2, min(self.pairs, self.segment // 2)
             slots_BQ = distinct(rows, count, slots, generator)
-            return distance * self.segment + 2 * slots_BQ, distinct(rows, count, self.pairs, generator)
+            return first + 2 * slots_BQ, distinct(rows, count, self.pairs, generator)
         slots = ((distance + 1) * self.segment - self.list_tokens) // 2
         slots_BQ = power_law_slots(rows, self.pairs, slots, self.spread, generator)
         return self.list_tokens + 2 * slots_BQ, torch.arange(self.pairs).expand(rows, -1)

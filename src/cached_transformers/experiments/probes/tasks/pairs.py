@@ -1,7 +1,8 @@
 """A pair of key and value in each segment, and at the end the question for the value of one key.
 
 `recall` is the associative retrieval of RMT (arXiv:2207.06881), `remember` and `rewrite` are those of ARMT
-(arXiv:2407.04841), whose keys and values are strings of symbols.
+(arXiv:2407.04841), whose keys and values are strings of symbols. At distance 0, of segments that have room
+for it, pairs and question stand together: the begin of a curriculum, where attention learns to bind first.
 
 Legend: B rows, N tokens of an episode, L tokens of a segment, K different keys, S symbols of a string.
 """
@@ -45,19 +46,24 @@ class Recall(StreamedTask):
     def __init__(self, segment: int = 4, keys: int = 6, values: int = 6) -> None:
         self.segment, self.keys, self.values = segment, keys, values
         self.vocabulary, self.chance, self.longest = keys + values + NOISE + 1, 1 / values, keys
+        self.together = min(keys, segment // 2 - 1)
+        self.shortest = 0 if self.together > 1 else 1
 
     def without_first(self, distance: int) -> float:
-        return (distance - 1 + self.chance) / distance
+        return (distance - 1 + self.chance) / distance if distance else 1.0
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
         pieces = noise(rows, distance + 1, self.segment, self.keys + self.values, generator)
-        keys_BK = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, :distance]
-        values_BK = self.keys + torch.randint(0, self.values, (rows, distance), generator=generator)
-        asked_B1 = torch.randint(0, distance, (rows, 1), generator=generator)
+        pairs = distance or self.together
+        keys_BK = torch.rand(rows, self.keys, generator=generator).argsort(1)[:, :pairs]
+        values_BK = self.keys + torch.randint(0, self.values, (rows, pairs), generator=generator)
+        asked_B1 = torch.randint(0, pairs, (rows, 1), generator=generator)
         for pair, inputs_BL in enumerate(pieces):
             if pair < distance:
                 inputs_BL[:, 0], inputs_BL[:, 1] = keys_BK[:, pair], values_BK[:, pair]
                 yield nothing_asked(inputs_BL)
+        if not distance:
+            inputs_BL[:, : 2 * pairs] = torch.stack([keys_BK, values_BK], 2).flatten(1)
         inputs_BL[:, -2] = self.vocabulary - 1
         inputs_BL[:, -1] = keys_BK.gather(1, asked_B1)[:, 0]
         yield asked_at_end(inputs_BL, values_BK.gather(1, asked_B1))
@@ -71,7 +77,8 @@ class _Strings(StreamedTask):
     Args:
         key_size, value_size: symbols of a key and of a value. symbols: how many there are.
         segment: L; None for a pair alone, key_size + value_size + 2.
-        varied: each draw takes a number of pairs from 1 to the distance, every one as likely, and is that much shorter.
+        varied: each draw takes a number of pairs from 1 to the distance, every one as likely, and is that much shorter
+            (at distance 0 all that there is room for).
 
     Raises:
         ValueError: a string of no symbols, too many keys to keep a value for each, a segment shorter than a pair.
@@ -103,9 +110,13 @@ class _Strings(StreamedTask):
         self.key_size, self.value_size, self.symbols, self.varied = key_size, value_size, symbols, varied
         self.keys = symbols**key_size
         self.longest = self.keys if self.bounded_by else None
+        self.together = min(self.keys, (self.segment - key_size - value_size) // pair)
+        self.shortest = 0 if self.together > 1 else 1
         self.vocabulary, self.chance = symbols + 4, 1 / symbols
 
     def without_first(self, distance: int) -> float:
+        if not distance:
+            return 1.0
         counts = range(1, distance + 1) if self.varied else (distance,)
         first = sum(self._asked_first(pairs) for pairs in counts) / len(counts)
         return 1 - first + first * self.chance
@@ -119,24 +130,31 @@ class _Strings(StreamedTask):
         raise NotImplementedError("abstract: a task writes _keys()")
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        pairs = int(torch.randint(1, distance + 1, (), generator=generator)) if self.varied else distance
+        pairs = distance or self.together
+        if self.varied and distance:
+            pairs = int(torch.randint(1, distance + 1, (), generator=generator))
         separator, question, end, blank = range(self.symbols, self.symbols + 4)
         keys = self._keys(rows, generator)
         last_BK = torch.full((rows, self.keys), -1)
         empty_BL = torch.full((rows, self.segment), blank)
         mark_B1 = torch.ones(rows, 1, dtype=torch.long)
+        before = torch.empty(rows, 0, dtype=torch.long)
         for index in range(pairs):
             key_B = keys(index)
             value_B = torch.randint(0, self.symbols**self.value_size, (rows,), generator=generator)
             last_BK.scatter_(1, key_B[:, None], value_B[:, None])
             key_BS, value_BS = self._string(key_B, self.key_size), self._string(value_B, self.value_size)
             pair = torch.cat([key_BS, separator * mark_B1, value_BS, end * mark_B1], 1)
-            yield nothing_asked(torch.cat([pair, empty_BL[:, pair.shape[1] :]], 1))
+            if distance:
+                yield nothing_asked(torch.cat([pair, empty_BL[:, pair.shape[1] :]], 1))
+            else:
+                before = torch.cat([before, pair], 1)
         key_B = torch.rand(rows, self.keys, generator=generator).masked_fill(last_BK < 0, -1).argmax(1)
         value_B = last_BK.gather(1, key_B[:, None])[:, 0]
         key_BS, value_BS = self._string(key_B, self.key_size), self._string(value_B, self.value_size)
         ending = torch.cat([key_BS, question * mark_B1, value_BS[:, :-1]], 1)
-        yield asked_at_end(torch.cat([empty_BL[:, ending.shape[1] :], ending], 1), value_BS)
+        blanks_BN = empty_BL[:, before.shape[1] + ending.shape[1] :]
+        yield asked_at_end(torch.cat([before, blanks_BN, ending], 1), value_BS)
 
     def _string(self, numbers_B: Tensor, size: int) -> Tensor:
         """Numbers as strings of symbols, the least significant one first."""
