@@ -23,9 +23,6 @@ demo: $(VENV)/.installed-demo  ## what a model with a memory knows 10,000 tokens
 		--seeds 3 --jobs 2 --out runs/demo/far
 	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_digits.yaml --with plain,grc:variant=released --control conv \
 		--against control-conv --seeds 5 --jobs 2 --out runs/demo/digits
-	OMP_NUM_THREADS=1 $(BIN)/cached compare recipes/demo_listops.yaml training.steps=400 --with plain,grc --seeds 3 --jobs 2 \
-		--out runs/demo/listops
-	OMP_NUM_THREADS=1 $(BIN)/cached probe transformer_xl,grc_stream --tasks copy --steps 1000 --jobs 2 --out runs/demo/probe
 	$(BIN)/cached plot report runs/demo
 
 test: $(VENV)/.installed-dev  ## everything that must hold before a commit: lint, docs, fast tests
