@@ -87,6 +87,13 @@ def layer(tokens: float) -> float:
     return tokens * (4 * D * D + 2 * D * F)
 
 
+def armt(tokens: int, key: int, features: int) -> float:
+    """What the tokens of a segment and those of the memory read; and the latter, and what they store."""
+    read, stored = D * key + features * (D + 1), D * key + D * D + D + features * (2 * D + 1)
+    attention = 2 * D * tokens * (2 + tokens / N)
+    return layer(tokens / N) + attention + (1 + tokens / N) * read + tokens / N * stored
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk
@@ -319,6 +326,16 @@ CONTRACTS: dict[str, Contract] = {
         options={"length": 3, "cache": 4, "read_cache": True, "mask": "causal"},
         bytes_per_row=lambda d: 4 * 3 * d + 8 + DEPTH * (4 * (4 * d + 8) + 8),
         exempt={"empty": LEARNED},
+    ),
+    "armt": Contract(
+        options={"length": 3, "key_width": 16},
+        bytes_per_row=lambda d: DEPTH * 4 * (2 * 3 * 16) * (d + 1) + 8,
+        cost=Cost({"length": M, "key_width": 4}, lambda: LAYERS * armt(M, 4, 24)),
+    ),
+    "armt/full": Contract(
+        options={"length": 3, "key_width": 9, "nu": 1, "mask": "full", "correction": False},
+        bytes_per_row=lambda d: DEPTH * 4 * (2 * 9) * (d + 1) + 8,
+        model={"norm": "post", "positions": "relative"},
     ),
     "memformer": Contract(
         options={"length": 3},

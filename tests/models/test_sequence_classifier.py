@@ -152,3 +152,28 @@ def test_memories_work_with_shared_queries_and_keys(memory: str) -> None:
 def test_bad_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         classifier(**options)
+
+
+def test_a_short_convolution_joins_neighbours_and_carries_the_last_of_them() -> None:
+    torch.manual_seed(0)
+    model = classifier(short_convolution=3, memory={"name": "rmt", "length": 2}, positions="rotary").double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    long, short = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 6, 1]])
+    padded = torch.cat([long, torch.nn.functional.pad(short, (0, 2))])
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    first = model(padded, padding=padding)
+    second = model(padded.flip(1), first.state, padding=padding.flip(1))
+    alone = model(short)
+    torch.testing.assert_close(first.outputs[1:], alone.outputs, rtol=0, atol=1e-7)
+    again = model(short.flip(1), alone.state)
+    torch.testing.assert_close(second.outputs[1:], again.outputs, rtol=0, atol=1e-7)
+
+    plain = classifier(short_convolution=3, positions="rotary").eval()
+    with torch.no_grad():
+        for block in plain.stack.blocks:
+            block.short_convolution.weight_KD.normal_()
+    kept = [plain(torch.tensor([[1, 2, 3, last]])).state for last in (4, 5)]
+    a, b = (plain(short, state).outputs for state in kept)
+    assert (a - b).abs().max() > 1e-3, "what stood last before the segment is joined to what stands first in it"

@@ -121,9 +121,8 @@ class Block(nn.Module):
         look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
         y_BND, fed_losses = self._behind(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
         trace = Trace(x_BND, y_BND, attended.query, attended.reading, attended.weights_BHNL)
-        if segment is not None:
-            trace = trace.narrow(*segment)
-        state, loss = self.attention.write(state, trace, attended.core_state)
+        written = trace if segment is None else trace.narrow(*segment)
+        state, loss = self.attention.write(state, written, attended.core_state)
         if recent_BTD is not None:
             state = ShiftedState(recent_BTD, state)
         losses = [part for part in (attended.auxiliary_loss, *fed_losses, loss) if part is not None]

@@ -58,7 +58,7 @@ class SequenceClassifier(StackModel):
 
     @takes_stack_options(
         *("memory", "attention", "positions", "dropout", "attention_dropout", "activation", "norm_eps", "bias"),
-        *("shared_query_key", "project_output", "reversible"),
+        *("shared_query_key", "project_output", "reversible", "short_convolution"),
     )
     def __init__(
         self,

@@ -249,8 +249,8 @@ class Entry(NamedTuple):
         tokens: those of the segment, with those of the memory round them.
         contexts: what each layer attends beside the segment; None for nothing.
         slots: arguments of every block's `slot_attention` behind its tokens; None where nothing is to be read.
-        segment: (start, length) of the segment's tokens, which alone reach the layer memories' `write` and the traces;
-            None for all.
+        segment: (start, length) of the segment's tokens, which alone reach the layer memories' `write`; None for all.
+            Traces are of all tokens.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
     """
 

@@ -31,6 +31,7 @@ from .peers import PEERS, Peer, Sizes, detached, lacking, random_tokens, scratch
 from .profiled import operators
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
+    "armt": lambda s: {"length": s.tokens},
     "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
     "crtn": lambda s: {"segment": s.segment, "regions": 4, "topk": 1},
     "ernie_doc": lambda s: {"length": s.memory, "relative": False},
@@ -45,7 +46,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
-ACROSS = frozenset({"grc_stream", "memformer", "read_twice", "rmt"})
+ACROSS = frozenset({"armt", "grc_stream", "memformer", "read_twice", "rmt"})
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 
 

@@ -115,6 +115,7 @@ def _tokens(setup: Setup) -> dict[str, Any]:
 
 
 SETTINGS = {
+    "armt": Setting(lambda setup: {"length": 10}, "relative"),
     "compressive": Setting(_compressive),
     "crtn": Setting(_crtn),
     "ernie_doc": Setting(),

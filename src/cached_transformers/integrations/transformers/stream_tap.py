@@ -199,13 +199,12 @@ class StreamTap(Tap):
         if not passage.writes and passage.traces is None:
             return
         trace = Trace(x_BND, output[0] if isinstance(output, tuple) else output, query, reading)
-        if passage.segment is not None:
-            trace = trace.narrow(*passage.segment)
         if passage.traces is not None:
             passage.traces[self.number] = trace
         if passage.writes:
             memory, state = self.memory, passage.states[self.number]
-            passage.after[self.number], loss = with_weights(memory, memory.write, state, trace)
+            written = trace if passage.segment is None else trace.narrow(*passage.segment)
+            passage.after[self.number], loss = with_weights(memory, memory.write, state, written)
             no_loss(loss, memory)
 
     def finish(self) -> None:

@@ -67,7 +67,7 @@ class HostThrough:
         if len(traces) == self.depth:
             return y_BND, traces
         query = Query(x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN)
-        return y_BND, [Trace(x_BND, y_BND, query, Reading()).narrow(start, length)]
+        return y_BND, [Trace(x_BND, y_BND, query, Reading())]
 
 
 def front_of(entry: Entry) -> int:

@@ -1,0 +1,209 @@
+"""Associative Recurrent Memory Transformer (Rodkin, Kuratov, Bulatov, Burtsev 2024, arXiv:2407.04841;
+github.com/RodkinIvan/associative-recurrent-memory-transformer).
+
+Memory tokens stand behind each segment, the same learned ones every time. What each layer makes of them is stored in an
+associative matrix of that layer, by a delta rule; the tokens of the next segment read it before the layer.
+
+    phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],  r = [relu(x), relu(-x)]          (DPFP, arXiv:2102.11174)
+    read      x <- x + A phi(W_Q x) / (z . phi(W_Q x))
+    write     A <- A + sum_i beta_i (v_i - A phi(k_i) / (z . phi(k_i))) phi(k_i)^T,    beta_i = sigmoid(w m_i + b)
+              z <- z + sum_i gamma_i phi(k_i),                gamma_i = 1 - z . phi(k_i) / |phi(k_i)|^2
+
+for k_i, v_i = W_K m_i, W_V m_i of the layer's outputs m_i at the memory tokens, all against the A and z with which the
+segment began. gamma counts a key once, however often it is written: without it z grows, and what was stored fades.
+
+Legend: B rows, N tokens, M memory tokens, L layers, D model width, C key width, K = 2 nu C features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
+from .parts.options import NO_MEMORY
+
+EPSILON = 1e-5
+"""Added to what is divided by, as in the authors' code."""
+
+
+class Associations(NamedTuple):
+    """A of each layer, transposed; z, the mass of its keys; and how many segments the row has stored."""
+
+    values_BLKD: Tensor
+    mass_BLK: Tensor
+    segments_B: Tensor
+
+
+def dpfp(x: Tensor, nu: int) -> Tensor:
+    """Features (..., 2 nu C) of (..., C), none below 0: products of [relu(x), relu(-x)] with itself, rolled."""
+    r = torch.cat([x.relu(), (-x).relu()], -1)
+    return torch.cat([r * r.roll(shift, -1) for shift in range(1, nu + 1)], -1)
+
+
+def recall(features: Tensor, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """What is stored under features (..., N, K), (..., N, D), and how much of such keys there is, (..., N, 1)."""
+    found = (features @ mass[..., None]).clamp(min=0)
+    return features @ values / (found + EPSILON), found
+
+
+def store(
+    values_BLKD: Tensor,
+    mass_BLK: Tensor,
+    features_BLMK: Tensor,
+    values_BLMD: Tensor,
+    beta_BLM1: Tensor,
+    *,
+    corrected: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """A and z with these associations beside the others, or in the place of what stood under the same keys.
+
+    Args:
+        beta_BLM1: share by which an old value is replaced.
+        corrected: count only what is new of a key (gamma); False adds every one.
+    """
+    old_BLMD, found_BLM1 = recall(features_BLMK, values_BLKD, mass_BLK)
+    values_BLKD = values_BLKD + features_BLMK.mT @ (beta_BLM1 * (values_BLMD - old_BLMD))
+    new_BLM1 = torch.ones_like(found_BLM1)
+    if corrected:
+        new_BLM1 = (1 - found_BLM1 / (features_BLMK.square().sum(-1, keepdim=True) + EPSILON)).clamp(0, 1).detach()
+    return values_BLKD, mass_BLK + (new_BLM1 * features_BLMK).sum(-2)
+
+
+class AssociativeRead(nn.Module):
+    """What the tokens read from the associations of one layer, added to them in front of it."""
+
+    in_front = True
+
+    def __init__(self, width: int, key_width: int, nu: int, index: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, key_width, bias=False)
+        self.nu, self.index = nu, index
+
+    def forward(self, x_BND: Tensor, values_BLKD: Tensor, mass_BLK: Tensor) -> Tensor:
+        return self.read(x_BND, *self.open(values_BLKD, mass_BLK))
+
+    def open(self, values_BLKD: Tensor, mass_BLK: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of this layer."""
+        return values_BLKD[:, self.index], mass_BLK[:, self.index]
+
+    def read(self, x_BND: Tensor, values_BKD: Tensor, mass_BK: Tensor) -> Tensor:
+        """`forward`, of what `open` gave."""
+        features_BNK = dpfp(self.query(x_BND).to(values_BKD.dtype), self.nu)
+        return x_BND + recall(features_BNK, values_BKD, mass_BK)[0].to(x_BND.dtype)
+
+
+@MEMORIES.register(
+    "armt",
+    paper="arXiv:2407.04841",
+    title="Associative Recurrent Memory Transformer",
+    carries="a matrix in each layer, to which memory tokens behind a segment are written by a delta rule",
+    purpose="associations, as many as keys are wide",
+    equations="x + A phi(W_Q x) / z.phi(W_Q x); A' = A + beta (v - A phi(k) / z.phi(k)) phi(k)^T of memory tokens",
+    state="per row: 8 bytes, and per layer 4 K (D + 1), K = 2 nu key_width",
+    cost="per token and layer: D key_width + K (D + 1) (read) and M / N (4 D^2 + 2 D F + D key_width + D^2 + 2 K D) "
+    "(memory tokens and writing) multiply-adds",
+    reach="unbounded; as many keys as features are independent",
+    gradient="through the associations, over `bptt` segments; none through gamma",
+    without={"bias": "mask='causal'"},
+    probe=Probing(fixed(length=4, key_width=16)),
+)
+class ARMT(ModelMemory):
+    """Memory tokens behind each segment, stored layer by layer as associations that the next segments read.
+
+    The tokens themselves are the same in every segment: the associations are all that is carried. A row that has stored
+    nothing reads zeros. In models with norms before the sublayers what is written passes through a LayerNorm of the
+    memory, so that the residual stream cannot grow from segment to segment; the authors have none.
+
+    State: 4 K (D + 1) bytes per row and layer, K = 2 nu key_width, and 8 per row, in float32 at least: sums of many
+    writes want the digits. A token costs D key_width + K (D + 1) multiply-adds
+    more in each layer to read; a memory token those of a token, and D key_width + D^2 + 2 K D to be stored.
+
+    Args:
+        width: D. heads: H, of the model; the memory has none of its own.
+        length: M, memory tokens behind a segment.
+        key_width: C, channels of keys before their features. nu: rolls of the features.
+        correction: gamma, by which a key counts once; False adds its mass every time.
+        mask: of a causal model: memory tokens see each other in the "causal" order, or "full" (a bias for the core).
+        causal, depth: of the model, which hands them over. norm: "pre" or "post", where its norms are; with "post" what
+            is written has no further norm.
+
+    Raises:
+        ValueError: a length, key width, nu or depth below 1; an unknown mask or norm.
+    """
+
+    needs = frozenset({"state", "tokens_round", "slots", "layer_traces"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 10,
+        *,
+        key_width: int = 64,
+        nu: int = 3,
+        correction: bool = True,
+        mask: str = "causal",
+        causal: bool = True,
+        depth: int = 1,
+        norm: str = "pre",
+    ) -> None:
+        super().__init__()
+        check_tokens(length, mask)
+        at_least_one(NO_MEMORY, key_width=key_width, nu=nu, depth=depth)
+        self.width, self.length, self.key_width, self.nu, self.depth = width, length, key_width, nu, depth
+        self.correction, self.full = correction, causal and mask == "full"
+        self.extra_tokens = length
+        self.needs |= {"bias"} if self.full else set()
+        self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
+        self.norm = carried_norm(norm, width)
+        self.key = nn.ModuleList(nn.Linear(width, key_width, bias=False) for _ in range(depth))
+        self.value = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.share = nn.ModuleList(nn.Linear(width, 1) for _ in range(depth))
+        for linear in self.value:
+            assert isinstance(linear, nn.Linear)
+            nn.init.zeros_(linear.weight)  # a model that gets this memory computes at first what it did without
+
+    def init_state(self, batch_size: int, like: Tensor) -> Associations:
+        features, wide = 2 * self.nu * self.key_width, torch.promote_types(like.dtype, torch.float32)
+        values_BLKD = like.new_zeros(batch_size, self.depth, features, self.width, dtype=wide)
+        mass_BLK = like.new_zeros(batch_size, self.depth, features, dtype=wide)
+        return Associations(values_BLKD, mass_BLK, torch.zeros(batch_size, dtype=torch.long, device=like.device))
+
+    def slot_attention(self, index: int) -> AssociativeRead:
+        return AssociativeRead(self.width, self.key_width, self.nu, index)
+
+    def open(self, state: Associations, *_: Any) -> tuple[Tensor, Tensor]:
+        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        empty_B11 = (state.segments_B == 0)[:, None, None]
+        return torch.where(empty_B11[..., None], 0, state.values_BLKD), torch.where(empty_B11, 0, state.mass_BLK)
+
+    def enter(self, opened: tuple[Tensor, Tensor], tokens: Tokens) -> Entry:
+        rows, n = tokens.x_BND.shape[:2]
+        behind_BMD = self.initial_MD.expand(rows, -1, -1)
+        visible_NN = visible_round(0, n, self.length, tokens.x_BND.device) if self.full else None
+        return Entry(surround(tokens, None, behind_BMD), slots=opened, segment=(0, n), visible_NN=visible_NN)
+
+    def exit(self, state: Associations, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, Associations, None]:
+        n, before = x_BND.shape[1] - self.length, self.open(state)
+        made_BLMD = self.norm(torch.stack([trace.y_BND[:, n:] for trace in traces], 1))
+        keys, values, shares = (
+            torch.stack([linear(m) for linear, m in zip(linears, made_BLMD.unbind(1), strict=True)], 1)
+            for linears in (self.key, self.value, self.share)
+        )
+        keys, values, shares = (t.to(state.values_BLKD.dtype) for t in (keys, values, shares))
+        values_BLKD, mass_BLK = store(*before, dpfp(keys, self.nu), values, shares.sigmoid(), corrected=self.correction)
+        padding_BN, wrote_B = traces[0].query.padding_BN, torch.ones_like(state.segments_B)
+        if padding_BN is not None:
+            wrote_B = (~padding_BN[:, :n]).any(1).long()
+            values_BLKD = torch.where(wrote_B[:, None, None, None] > 0, values_BLKD, state.values_BLKD)
+            mass_BLK = torch.where(wrote_B[:, None, None] > 0, mass_BLK, state.mass_BLK)
+        return x_BND[:, :n], Associations(values_BLKD, mass_BLK, state.segments_B + wrote_B), None

@@ -1,0 +1,221 @@
+"""ARMT: a slow twin, what writing twice and writing over do, what is counted once, and that it learns.
+
+Legend: B rows, N tokens, M memory tokens, L layers, D model width, C key width, K features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from memories.learning import LATCH, accuracy, trained
+from torch import Tensor, nn
+
+from cached_transformers import state as states
+from cached_transformers.memories.armt import ARMT, Associations, dpfp, recall, store
+from cached_transformers.tasks import create_model
+
+VOCABULARY, WIDTH, M, SEGMENT, ROWS, DEPTH, C, NU = 11, 8, 2, 5, 2, 2, 6, 3
+
+
+def build(memory: Any = "armt", *, depth: int = DEPTH, wild: bool = True, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if memory == "armt":
+        memory = {"name": "armt", "length": M, "key_width": C, "nu": NU}
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": depth, "heads": 2, "feed_forward": 16}
+    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
+    with torch.no_grad():
+        for parameter in model.parameters() if wild else ():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(segments: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (ROWS, segments * SEGMENT), generator=generator).split(SEGMENT, 1)
+
+
+def features(x_C: Tensor) -> Tensor:
+    """DPFP, product by product."""
+    r = [torch.relu(c) for c in x_C] + [torch.relu(-c) for c in x_C]
+    return torch.stack([r[i] * r[(i - j) % len(r)] for j in range(1, NU + 1) for i in range(len(r))])
+
+
+def slow_read(x_D: Tensor, query: Tensor, A_DK: Tensor, z_K: Tensor) -> Tensor:
+    phi_K = features(query @ x_D)
+    return x_D + (A_DK @ phi_K) / (z_K @ phi_K + 1e-5)
+
+
+def slow_write(m_MD: Tensor, memory: ARMT, layer: int, A_DK: Tensor, z_K: Tensor) -> tuple[Tensor, Tensor]:
+    """All memory tokens of one row against the same A and z."""
+    new_A, new_z = A_DK, z_K
+    for m_D in m_MD:
+        phi_K = features(memory.key[layer].weight @ m_D)
+        beta = torch.sigmoid(memory.share[layer].weight[0] @ m_D + memory.share[layer].bias[0])
+        old_D = (A_DK @ phi_K) / (z_K @ phi_K + 1e-5)
+        gamma = 1 - (z_K @ phi_K) / (phi_K @ phi_K + 1e-5)
+        new_A = new_A + beta * torch.outer(memory.value[layer].weight @ m_D - old_D, phi_K)
+        new_z = new_z + min(max(gamma.item(), 0.0), 1.0) * phi_K
+    return new_A, new_z
+
+
+def slow_model(model: Any, segments: tuple[Tensor, ...]) -> list[Tensor]:
+    """The model segment by segment and row by row; blocks without memory see the segment and the memory tokens."""
+    memory, outputs = model.stack.model_memory, []
+    A = [[torch.zeros(WIDTH, 2 * NU * C, dtype=torch.float64)] * DEPTH for _ in range(ROWS)]
+    z = [[torch.zeros(2 * NU * C, dtype=torch.float64)] * DEPTH for _ in range(ROWS)]
+    for index, ids_BN in enumerate(segments):
+        places = torch.arange(index * SEGMENT, (index + 1) * SEGMENT + M)[None, :, None]
+        rows = []
+        for row, ids_N in enumerate(ids_BN):
+            x_ND = torch.cat([model.embedding(ids_N), memory.initial_MD])
+            for layer, block in enumerate(model.stack.blocks):
+                query = block.slot_attention.query.weight
+                x_ND = torch.stack([slow_read(x, query, A[row][layer], z[row][layer]) for x in x_ND])
+                slots, block.slot_attention = block.slot_attention, None
+                x_ND = block(x_ND[None], places)[0][0]
+                block.slot_attention = slots
+                A[row][layer], z[row][layer] = slow_write(
+                    memory.norm(x_ND[SEGMENT:]), memory, layer, A[row][layer], z[row][layer]
+                )
+            rows.append(model.head(model.stack.norm(x_ND[:SEGMENT])))
+        outputs.append(torch.stack(rows))
+    return outputs
+
+
+def test_the_model_is_its_slow_twin_with_gradients() -> None:
+    model, segments = build(), tokens(3)
+    state, got = None, []
+    for ids in segments:
+        out = model(ids, state)
+        state = out.state
+        got.append(out.outputs)
+    wanted = slow_model(model, segments)
+    assert (got[2] - build(None)(segments[2]).outputs).abs().max() > 0.1
+    weight = torch.randn_like(got[0])
+    grads = []
+    for outputs in (got, wanted):
+        torch.testing.assert_close(torch.stack(list(outputs)), torch.stack(wanted), rtol=0, atol=1e-9)
+        model.zero_grad()
+        sum((y * weight).sum() for y in outputs).backward()  # type: ignore[union-attr]
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in grads[0].items():
+        torch.testing.assert_close(gradient, grads[1][name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def written(
+    keys: Tensor, values: Tensor, before: tuple[Tensor, Tensor] | None = None, beta: float = 1.0, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """A and z of one row and layer after pairs of features (M, K) and values (M, D) that are written together."""
+    if before is None:
+        before = torch.zeros(keys.shape[1], values.shape[1]).double(), torch.zeros(keys.shape[1]).double()
+    shares = torch.full((1, 1, len(keys), 1), beta).double()
+    A, z = store(before[0][None, None], before[1][None, None], keys[None, None], values[None, None], shares, **options)
+    return A[0, 0], z[0, 0]
+
+
+def some(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = dpfp(torch.randn(count, C, generator=generator, dtype=torch.float64), NU)
+    return keys, torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def test_what_is_written_twice_is_there_once() -> None:
+    keys, values = some(1)
+    once = written(keys, values)
+    twice = written(keys, values, once)
+    for a, b in zip(once, twice, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # exact but for the epsilon
+    torch.testing.assert_close(recall(keys, *twice)[0], values, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_correction_a_second_time_halves_it() -> None:
+    keys, values = some(1)
+    twice = written(keys, values, written(keys, values), corrected=False)
+    torch.testing.assert_close(recall(keys, *twice)[0], values / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_a_new_value_takes_the_place_of_the_old_one() -> None:
+    keys, values = some(1)
+    other = some(1, seed=5)[1]
+    torch.testing.assert_close(recall(keys, *written(keys, other, written(keys, values)))[0], other, rtol=0, atol=1e-3)
+
+
+def test_keys_that_share_no_feature_are_recalled_exactly() -> None:
+    count = 7
+    keys = torch.eye(2 * NU * C, dtype=torch.float64)[:count]
+    values = some(count)[1]
+    state = written(keys[:3], values[:3])
+    state = written(keys[3:], values[3:], state)
+    torch.testing.assert_close(recall(keys, *state)[0], values, rtol=0, atol=1e-3)
+
+
+def test_a_share_of_zero_stores_no_value() -> None:
+    keys, values = some(3)
+    assert not written(keys, values, beta=0.0)[0].any()
+
+
+def test_no_gradient_flows_through_what_is_counted() -> None:
+    keys, values = some(2)
+    keys.requires_grad_()
+    before = tuple(t.detach() for t in written(*some(2, seed=3)))
+    mass = written(keys, values, before)[1]
+    (gradient,) = torch.autograd.grad(mass.sum(), keys)
+    gamma = 1 - (keys @ before[1]) / keys.square().sum(1)
+    torch.testing.assert_close(gradient, gamma.clamp(0, 1).detach()[:, None].expand_as(keys), rtol=1e-3, atol=1e-3)
+    assert 0 < gamma.clamp(0, 1).min() < 1
+
+
+def test_features_are_products_of_the_halves() -> None:
+    x = torch.randn(C, dtype=torch.float64)
+    assert torch.equal(dpfp(x, NU), features(x))
+
+
+def test_a_model_that_gets_it_computes_at_first_what_it_did() -> None:
+    with_memory, without = build(wild=False), build(None, wild=False)
+    without.load_state_dict({k: v for k, v in with_memory.state_dict().items() if k in without.state_dict()})
+    state = None
+    for ids in tokens(3):
+        out = with_memory(ids, state)
+        state = out.state
+        # positions go on in the stream with memory, and rotary ones are relative
+        torch.testing.assert_close(out.outputs, without(ids).outputs, rtol=0, atol=1e-7)
+
+
+def test_a_row_of_padding_stores_nothing() -> None:
+    model, (first, second) = build().eval(), tokens(2)
+    state = model(first).state
+    padding = torch.zeros(ROWS, SEGMENT, dtype=torch.bool)
+    padding[0] = True
+    after = model(second, state, padding=padding).state.model
+    assert isinstance(after, Associations)
+    for before, now in zip(state.model, after, strict=True):
+        assert torch.equal(before[0], now[0]) and not torch.equal(before[1], now[1])
+
+
+def test_the_state_is_of_float32_in_a_model_of_bfloat16() -> None:
+    state = build().bfloat16().init_state(1).model
+    assert state.values_BLKD.dtype == state.mass_BLK.dtype == torch.float32
+    assert states.nbytes(state) == DEPTH * 4 * 2 * NU * C * (WIDTH + 1) + 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1"),
+        ({"key_width": 0}, "key_width"),
+        ({"nu": 0}, "nu"),
+        ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build({"name": "armt", **options})
+
+
+def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know() -> None:
+    model = trained(LATCH, {"name": "armt", "length": 2, "key_width": 8}, 600, depth=1)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
