@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from cached_transformers import create_model
-from cached_transformers.memories.grc.equations import CUT, GateWeights, gate_update, stretched
+from cached_transformers.memories.grc.equations import GateWeights, gate_update
 from cached_transformers.memories.grc.grc import StreamGRC
+from cached_transformers.memories.parts.gates import CUT, gated
 
 
 def slow(gate: float) -> float:
@@ -27,7 +28,7 @@ def slow(gate: float) -> float:
 @pytest.mark.parametrize("x", [-9.0, -2.5, -2.0, 0.0, 1.5, 2.3, 2.5, 9.0])
 def test_the_gate_is_cut_at_both_ends(x: float) -> None:
     x_ = torch.tensor(x, dtype=torch.float64, requires_grad=True)
-    got = stretched(torch.sigmoid(x_))
+    got = gated(x_, "stretched")
     share = 1 / (1 + math.exp(-x))
     assert got.item() == pytest.approx(slow(share), abs=1e-12)
     (slope,) = torch.autograd.grad(got, x_)
@@ -114,6 +115,6 @@ def test_a_gate_that_begins_closed_everywhere_is_refused(update_bias: float) -> 
 
 def test_the_bounds_of_a_bias_are_where_the_gate_is_cut() -> None:
     logit = torch.tensor([-CUT - 1e-3, -CUT + 1e-3, CUT - 1e-3, CUT + 1e-3], requires_grad=True)
-    gate = stretched(logit.sigmoid())
+    gate = gated(logit, "stretched")
     (slope,) = torch.autograd.grad(gate.sum(), logit)
     assert gate[0] == 0 and gate[3] == 1 and (slope != 0).tolist() == [False, True, True, False]

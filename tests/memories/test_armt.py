@@ -19,10 +19,14 @@ from cached_transformers.tasks import create_model
 VOCABULARY, WIDTH, M, SEGMENT, ROWS, DEPTH, C, NU = 11, 8, 2, 5, 2, 2, 6, 3
 
 
+def armt(**options: Any) -> dict[str, Any]:
+    return {"name": "armt", "length": M, "key_width": C, "nu": NU, **options}
+
+
 def build(memory: Any = "armt", *, depth: int = DEPTH, wild: bool = True, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     if memory == "armt":
-        memory = {"name": "armt", "length": M, "key_width": C, "nu": NU}
+        memory = armt()
     sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": depth, "heads": 2, "feed_forward": 16}
     model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
     with torch.no_grad():
@@ -53,6 +57,9 @@ def slow_write(m_MD: Tensor, memory: ARMT, layer: int, A_DK: Tensor, z_K: Tensor
     for m_D in m_MD:
         phi_K = features(memory.key[layer].weight @ m_D)
         beta = torch.sigmoid(memory.share[layer].weight[0] @ m_D + memory.share[layer].bias[0])
+        if memory.write_gate == "stretched":
+            beta = -0.1 + 1.2 * beta
+            beta = beta * (beta > 0) if beta < 1 else torch.ones_like(beta)
         old_D = (A_DK @ phi_K) / (z_K @ phi_K + 1e-5)
         gamma = 1 - (z_K @ phi_K) / (phi_K @ phi_K + 1e-5)
         new_A = new_A + beta * torch.outer(memory.value[layer].weight @ m_D - old_D, phi_K)
@@ -84,8 +91,9 @@ def slow_model(model: Any, segments: tuple[Tensor, ...]) -> list[Tensor]:
     return outputs
 
 
-def test_the_model_is_its_slow_twin_with_gradients() -> None:
-    model, segments = build(), tokens(3)
+@pytest.mark.parametrize("write_gate", ["sigmoid", "stretched"])
+def test_the_model_is_its_slow_twin_with_gradients(write_gate: str) -> None:
+    model, segments = build(armt(write_gate=write_gate)), tokens(3)
     state, got = None, []
     for ids in segments:
         out = model(ids, state)
@@ -184,6 +192,23 @@ def test_a_model_that_gets_it_computes_at_first_what_it_did() -> None:
         torch.testing.assert_close(out.outputs, without(ids).outputs, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("write_gate", ["sigmoid", "stretched"])
+def test_what_a_closed_gate_keeps_is_kept_to_the_last_bit(write_gate: str) -> None:
+    """Left at -3 by all the text, a sigmoid stores a twentieth of every segment, a stretched gate nothing."""
+    model = build(armt(write_gate=write_gate)).eval()
+    segments = tokens(20)
+    with torch.no_grad():
+        held = model(segments[0]).state
+        for share in model.stack.model_memory.share:
+            share.weight.zero_()
+            share.bias.fill_(-3)
+        state = held
+        for ids in segments[1:]:
+            state = model(ids, state).state
+    same = torch.equal(state.model.values_BLKD, held.model.values_BLKD)
+    assert same == (write_gate == "stretched") and held.model.values_BLKD.abs().max() > 0.1
+
+
 def test_a_row_of_padding_stores_nothing() -> None:
     model, (first, second) = build().eval(), tokens(2)
     state = model(first).state
@@ -207,6 +232,7 @@ def test_the_state_is_of_float32_in_a_model_of_bfloat16() -> None:
         ({"length": 0}, "length=0 must be at least 1"),
         ({"key_width": 0}, "key_width"),
         ({"nu": 0}, "nu"),
+        ({"write_gate": "hard"}, "write_gate='hard' must be one of sigmoid, stretched"),
         ({"mask": "none"}, "mask='none' must be 'full' or 'causal'"),
     ],
 )

@@ -28,8 +28,9 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
+from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .parts.options import NO_MEMORY
+from .parts.options import NO_MEMORY, one_of
 
 EPSILON = 1e-5
 """Added to what is divided by, as in the authors' code."""
@@ -101,6 +102,10 @@ class AssociativeRead(nn.Module):
         return x_BND + recall(features_BNK, values_BKD, mass_BK)[0].to(x_BND.dtype)
 
 
+LONG = {"write_gate": "stretched"}
+"""Options with which what was stored stays until something is to be stored in its place."""
+
+
 @MEMORIES.register(
     "armt",
     paper="arXiv:2407.04841",
@@ -114,7 +119,8 @@ class AssociativeRead(nn.Module):
     reach="unbounded; as many keys as features are independent",
     gradient="through the associations, over `bptt` segments; none through gamma",
     without={"bias": "mask='causal'"},
-    probe=Probing(fixed(length=4, key_width=16)),
+    probe=Probing(fixed(length=4, key_width=16), farther=fixed(length=4, key_width=16, **LONG)),
+    presets={"long": LONG},
 )
 class ARMT(ModelMemory):
     """Memory tokens behind each segment, stored layer by layer as associations that the next segments read.
@@ -132,12 +138,14 @@ class ARMT(ModelMemory):
         length: M, memory tokens behind a segment.
         key_width: C, channels of keys before their features. nu: rolls of the features.
         correction: gamma, by which a key counts once; False adds its mass every time.
+        write_gate: beta; a "sigmoid" as in the paper, by which every segment that says nothing stores a little, or
+            "stretched", which can close (arXiv:1712.01312).
         mask: of a causal model: memory tokens see each other in the "causal" order, or "full" (a bias for the core).
         causal, depth: of the model, which hands them over. norm: "pre" or "post", where its norms are; with "post" what
             is written has no further norm.
 
     Raises:
-        ValueError: a length, key width, nu or depth below 1; an unknown mask or norm.
+        ValueError: a length, key width, nu or depth below 1; an unknown mask, norm or write_gate.
     """
 
     needs = frozenset({"state", "tokens_round", "slots", "layer_traces"})
@@ -151,6 +159,7 @@ class ARMT(ModelMemory):
         key_width: int = 64,
         nu: int = 3,
         correction: bool = True,
+        write_gate: Gate = "sigmoid",
         mask: str = "causal",
         causal: bool = True,
         depth: int = 1,
@@ -161,6 +170,7 @@ class ARMT(ModelMemory):
         at_least_one(NO_MEMORY, key_width=key_width, nu=nu, depth=depth)
         self.width, self.length, self.key_width, self.nu, self.depth = width, length, key_width, nu, depth
         self.correction, self.full = correction, causal and mask == "full"
+        self.write_gate: Gate = one_of("write_gate", write_gate, GATES)
         self.extra_tokens = length
         self.needs |= {"bias"} if self.full else set()
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
@@ -200,7 +210,9 @@ class ARMT(ModelMemory):
             for linears in (self.key, self.value, self.share)
         )
         keys, values, shares = (t.to(state.values_BLKD.dtype) for t in (keys, values, shares))
-        values_BLKD, mass_BLK = store(*before, dpfp(keys, self.nu), values, shares.sigmoid(), corrected=self.correction)
+        values_BLKD, mass_BLK = store(
+            *before, dpfp(keys, self.nu), values, gated(shares, self.write_gate), corrected=self.correction
+        )
         padding_BN, wrote_B = traces[0].query.padding_BN, torch.ones_like(state.segments_B)
         if padding_BN is not None:
             wrote_B = (~padding_BN[:, :n]).any(1).long()

@@ -19,14 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.gates import Gate, gated
+
 Candidate = Literal["norm", "tanh", "affine"]
-UpdateGate = Literal["sigmoid", "stretched"]
 Norm = tuple[Tensor, Tensor, float] | None
 Linear = Callable[[Tensor], Tensor]
-STRETCH = 0.1
-"""By how much a stretched gate reaches beyond 0 and 1 before it is cut."""
-CUT = math.log((1 + STRETCH) / STRETCH)
-"""The logit at which it is 1; at -CUT it is 0."""
 
 
 def recall(q_BHNF: Tensor, k_BHMF: Tensor, v_BHMF: Tensor) -> Tensor:
@@ -73,31 +70,20 @@ def candidate_of(z: Tensor, candidate: Candidate, norm: Norm) -> Tensor:
     return F.layer_norm(F.gelu(z), z.shape[-1:], norm[0].to(z.dtype), norm[1].to(z.dtype), norm[2])
 
 
-def stretched(gate: Tensor) -> Tensor:
-    """A gate in (0, 1), stretched to (-STRETCH, 1 + STRETCH) and cut: below 1 / 12 it is 0, and above 11 / 12 it is 1.
-
-    A sigmoid never is 0, so that what a slot holds fades by a fixed share with every segment that says nothing, and is
-    gone after the inverse of that share. Stretched as in Louizos, Welling and Kingma 2018 (arXiv:1712.01312), without
-    their noise, it closes, and the slot keeps its content for ever.
-    """
-    return (gate * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
-
-
 def gate_update(
-    s_BMC: Tensor, cache: Tensor, weights: GateWeights, candidate: Candidate, *, update_gate: UpdateGate = "sigmoid"
+    s_BMC: Tensor, cache: Tensor, weights: GateWeights, candidate: Candidate, *, update_gate: Gate = "sigmoid"
 ) -> Tensor:
     """`new_cache` with fused weights, (B, M, C), in the dtype of `cache`.
 
     Args:
         s_BMC: tokens, interpolated to the slots.
         cache: (M, C) shared by all rows, or (B, M, C).
-        update_gate: of the update; "stretched" can be 0, see `stretched`.
+        update_gate: of the update; "stretched" can be 0, see `gates.py`.
     """
     width = s_BMC.shape[-1]
     u, r, z = F.linear(s_BMC, weights.tokens, weights.bias).split(width, -1)
     held = cache.to(u.dtype)
     cu, cr = F.linear(held, weights.cache[: 2 * width]).split(width, -1)
-    u, r = torch.sigmoid(u + cu), torch.sigmoid(r + cr)
-    u = stretched(u) if update_gate == "stretched" else u
+    u, r = gated(u + cu, update_gate), torch.sigmoid(r + cr)
     c = candidate_of(z + F.linear(r * held, weights.cache[2 * width :]), candidate, weights.norm)
     return torch.lerp(cache.expand_as(c), c.to(cache.dtype), u.to(cache.dtype))

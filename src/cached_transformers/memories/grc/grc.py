@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.memories.parts.gates import CUT, GATES, Gate
 from cached_transformers.memories.parts.interpolation import Interpolation
 from cached_transformers.memories.parts.memory_branch import MemoryBranch, PositionalConvolution
 from cached_transformers.memories.parts.options import one_of
@@ -41,7 +42,7 @@ from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Readi
 from cached_transformers.seam.probing import Probing
 
 from .coarser import coarser_map
-from .equations import CUT, Candidate, UpdateGate, gate_update
+from .equations import Candidate, gate_update
 from .gated_recurrent_cache import CacheGates, GatedRecurrentCache
 
 __all__ = [
@@ -270,13 +271,13 @@ class StreamGRC(LayerMemory):
         interpolation: Interpolation = "nearest",
         initial_gate: float = 0.0,
         update_bias: float = 0.0,
-        update_gate: UpdateGate = "sigmoid",
+        update_gate: Gate = "sigmoid",
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         c = cache_width(width, heads, ratio)
-        self.update_gate = one_of("update_gate", update_gate, ("sigmoid", "stretched"))
+        self.update_gate = one_of("update_gate", update_gate, GATES)
         if update_gate == "stretched" and not -CUT < update_bias < CUT:
             raise ValueError(
                 f"update_bias={update_bias} leaves the stretched update gate where it is cut, so that it would learn "
