@@ -205,6 +205,16 @@ def test_a_wrapper_that_hides_what_a_block_carries_is_named() -> None:
         model(torch.zeros(1, 3, dtype=torch.long))
 
 
+def test_what_is_read_in_front_of_a_layer_is_asked_by_joined_tokens() -> None:
+    """Else no token could ask by what stands before it, such as the key of a question."""
+    model = build({"name": "armt", "length": 2, "key_width": 4}).eval()
+    block, seen = model.stack.blocks[0], []
+    block.slot_attention.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    block.short_convolution.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    model(torch.randint(0, 11, (2, 5)))
+    assert torch.equal(seen[-1], seen[-2]), "the convolution comes first"
+
+
 def test_refused() -> None:
     with pytest.raises(ValueError, match="taps=1 must be at least 2"):
         ShortConvolution(4, 1)

@@ -102,9 +102,6 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
-        if slots is not None and self._reads_in_front:
-            assert self.slot_attention is not None
-            x_BND, slots = _look(self.slot_attention, slots, x_BND), None
         recent_BTD: Tensor | None = None
         if self.short_convolution is not None:
             if not len(state):
@@ -117,6 +114,9 @@ class Block(nn.Module):
             recent_BTD, state = state
             padding_BN = attention.get("padding_BN")
             x_BND, recent_BTD = self.short_convolution(x_BND, recent_BTD, padding_BN=padding_BN, segment=segment)
+        if slots is not None and self._reads_in_front:
+            assert self.slot_attention is not None
+            x_BND, slots = _look(self.slot_attention, slots, x_BND), None
         attended = self.attention(x_BND, positions_BNP, state=state, segment=segment, **attention)
         look = None if self.slot_attention is None or slots is None else partial(_look, self.slot_attention, slots)
         y_BND, fed_losses = self._behind(x_BND, attended.y_BND, look, attention.get("padding_BN"), segment)
@@ -149,11 +149,11 @@ class Block(nn.Module):
         """
         if self.memory_weights is not None:
             attention["others"] = self.memory_weights.attention
+        if self.short_convolution is not None:
+            x_BND = opened.shift(self.short_convolution, x_BND, segment)
         if slots is not None and self._reads_in_front:
             assert self.slot_attention is not None
             x_BND, slots = opened.look(self.slot_attention, slots, x_BND), None
-        if self.short_convolution is not None:
-            x_BND = opened.shift(self.short_convolution, x_BND, segment)
         attended = opened(x_BND, positions_BNP, segment=segment, **attention)
         look = (
             None if self.slot_attention is None or slots is None else partial(opened.look, self.slot_attention, slots)
