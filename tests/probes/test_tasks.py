@@ -20,6 +20,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     **{name: ({}, (3, 5)) for name in SOLVERS},
     "latch/decoys": ({"decoys": True, "segment": 16}, (1, 4)),
     "copy/short": ({"segment": 16, "length": 4}, (2, 1)),
+    "copy/together": ({"segment": 8, "length": 4}, (0,)),
+    "reverse/together": ({"segment": 16, "length": 4}, (0,)),
     "reverse/short": ({"segment": 16, "length": 4}, (1,)),
     "recall/long": ({"segment": 16}, (3,)),
     "recall/together": ({"segment": 10}, (0,)),

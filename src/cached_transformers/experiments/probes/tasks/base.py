@@ -73,8 +73,11 @@ class ProbeTask:
         return distance + 1
 
     def without_first(self, distance: int) -> float:
-        """Accuracy, at most, of a memory that knows everything but the first segment."""
-        return self.chance
+        """Accuracy, at most, of a memory that knows everything but the first segment.
+
+        What the first segment itself asks is answered by attention, without a memory.
+        """
+        return self.chance if distance else 1.0
 
 
 class StreamedTask(ProbeTask):

@@ -74,7 +74,7 @@ class Latch(StreamedTask):
 class Copy(StreamedTask):
     """The first segment begins with random symbols; the last one ends with them, each predicted from those before it.
 
-    Ids: symbols, noise, start.
+    At distance 0, of segments with room for it, the string stands twice in one segment. Ids: symbols, noise, start.
 
     Args:
         segment: L. symbols: how many there are.
@@ -91,6 +91,7 @@ class Copy(StreamedTask):
         if not 1 <= self.length <= segment:
             raise ValueError(f"length={length} must be 1 to segment={segment}; a string of more needs longer segments")
         self.vocabulary, self.chance = symbols + NOISE + 1, 1 / symbols
+        self.shortest = 0 if 2 * self.length <= segment else 1
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
         pieces = noise(rows, distance + 1, self.segment, self.symbols, generator)
