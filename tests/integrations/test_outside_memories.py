@@ -72,7 +72,7 @@ class OutsideTokens(ModelMemory):
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
         n = x_BND.shape[1] - FRONT - BEHIND
-        assert traces[0].x_BND.shape[1] == n
+        assert traces[0].x_BND.shape[1] == traces[0].y_BND.shape[1] == x_BND.shape[1]
         loss = self.loss * self.vector_D.sum() if self.loss else None
         return x_BND[:, FRONT : FRONT + n], (x_BND[:, -1],), loss
 

@@ -250,7 +250,6 @@ class Entry(NamedTuple):
         contexts: what each layer attends beside the segment; None for nothing.
         slots: arguments of every block's `slot_attention` behind its tokens; None where nothing is to be read.
         segment: (start, length) of the segment's tokens, which alone reach the layer memories' `write`; None for all.
-            Traces are of all tokens.
         visible_NN: bool, token i sees token j; replaces the causal mask. Every token sees itself.
     """
 
@@ -335,7 +334,11 @@ class ModelMemory(nn.Module):
         return opened
 
     def exit(self, state: State, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, State, Tensor | None]:
-        """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None."""
+        """Called after the last block: outputs of the segment's own tokens, new state, auxiliary loss or None.
+
+        Args:
+            x_BND, traces: of all tokens, those of the memory among them.
+        """
         return x_BND, state, None
 
     def run(self, state: State, tokens: Tokens, through: Through) -> tuple[list[Tensor], State, Tensor | None]:
