@@ -119,22 +119,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.seeds < 1 or given.steps < 1:
         parser.error(f"--seeds {given.seeds} and --steps {given.steps} must be at least 1")
     path = given.out / "glimpses.json"
-    kept = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
-    results: dict[str, list[dict[str, float]]] = {}
     arms = [NO_MEMORY, *given.memories.split(","), WHOLE]
     try:
         for arm in arms[1:-1]:
             create_model("vision_transformer", **SIZES, memory=parse_variant(arm))
     except ValueError as error:  # before anything is trained
         parser.error(f"--with {given.memories}: {error}")
+    kept: dict[str, list[dict[str, float]]] = {}
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))["results"]
+    results: dict[str, list[dict[str, float]]] = {}
     for arm in arms:
-        runs = results[arm] = [run for run in kept.get(arm, []) if run["steps"] == given.steps][: given.seeds]
-        while len(runs) < given.seeds:
-            runs.append({**trained_accuracy(arm, len(runs), given.steps), "steps": given.steps})
-            print(f"{arm}, seed {len(runs) - 1}: {100 * runs[-1]['accuracy']:.1f} % right", flush=True)
+        done = {run["seed"]: run for run in kept.setdefault(arm, []) if run["steps"] == given.steps}
+        for seed in sorted(set(range(given.seeds)) - done.keys()):
+            done[seed] = {**trained_accuracy(arm, seed, given.steps), "seed": seed, "steps": given.steps}
+            kept[arm].append(done[seed])
+            print(f"{arm}, seed {seed}: {100 * done[seed]['accuracy']:.1f} % right", flush=True)
             record = {"command": shlex.join(sys.argv), "machine": machine(), "environment": environment("cpu")}
             given.out.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json_text({**record, "results": {**kept, **results}}))
+            write_whole(path, json_text({**record, "results": kept}))
+        results[arm] = [done[seed] for seed in range(given.seeds)]
     print(page(results))
     return 0
 

@@ -189,7 +189,7 @@ class _LayersAsRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # without it, torch takes forward for one with a ctx
-        raise NotImplementedError
+        raise NotImplementedError("vmap has a rule of its own below, so that forward leaves nothing for a backward")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
