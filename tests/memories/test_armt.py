@@ -55,14 +55,14 @@ def slow_write(m_MD: Tensor, memory: ARMT, layer: int, A_DK: Tensor, z_K: Tensor
     """All memory tokens of one row against the same A and z."""
     new_A, new_z = A_DK, z_K
     for m_D in m_MD:
-        phi_K = features(memory.key[layer].weight @ m_D)
-        beta = torch.sigmoid(memory.share[layer].weight[0] @ m_D + memory.share[layer].bias[0])
+        phi_K = features(memory.keys[layer].weight @ m_D)
+        beta = torch.sigmoid(memory.shares[layer].weight[0] @ m_D + memory.shares[layer].bias[0])
         if memory.write_gate == "stretched":
             beta = -0.1 + 1.2 * beta
             beta = beta * (beta > 0) if beta < 1 else torch.ones_like(beta)
         old_D = (A_DK @ phi_K) / (z_K @ phi_K + 1e-5)
         gamma = 1 - (z_K @ phi_K) / (phi_K @ phi_K + 1e-5)
-        new_A = new_A + beta * torch.outer(memory.value[layer].weight @ m_D - old_D, phi_K)
+        new_A = new_A + beta * torch.outer(memory.values[layer].weight @ m_D - old_D, phi_K)
         new_z = new_z + min(max(gamma.item(), 0.0), 1.0) * phi_K
     return new_A, new_z
 
@@ -199,7 +199,7 @@ def test_what_a_closed_gate_keeps_is_kept_to_the_last_bit(write_gate: str) -> No
     segments = tokens(20)
     with torch.no_grad():
         held = model(segments[0]).state
-        for share in model.stack.model_memory.share:
+        for share in model.stack.model_memory.shares:
             share.weight.zero_()
             share.bias.fill_(-3)
         state = held

@@ -175,10 +175,10 @@ class ARMT(ModelMemory):
         self.needs |= {"bias"} if self.full else set()
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.norm = carried_norm(norm, width)
-        self.key = nn.ModuleList(nn.Linear(width, key_width, bias=False) for _ in range(depth))
-        self.value = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
-        self.share = nn.ModuleList(nn.Linear(width, 1) for _ in range(depth))
-        for linear in self.value:
+        self.keys = nn.ModuleList(nn.Linear(width, key_width, bias=False) for _ in range(depth))
+        self.values = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.shares = nn.ModuleList(nn.Linear(width, 1) for _ in range(depth))
+        for linear in self.values:
             assert isinstance(linear, nn.Linear)
             nn.init.zeros_(linear.weight)  # a model that gets this memory computes at first what it did without
 
@@ -207,7 +207,7 @@ class ARMT(ModelMemory):
         made_BLMD = self.norm(torch.stack([trace.y_BND[:, n:] for trace in traces], 1))
         keys, values, shares = (
             torch.stack([linear(m) for linear, m in zip(linears, made_BLMD.unbind(1), strict=True)], 1)
-            for linears in (self.key, self.value, self.share)
+            for linears in (self.keys, self.values, self.shares)
         )
         keys, values, shares = (t.to(state.values_BLKD.dtype) for t in (keys, values, shares))
         values_BLKD, mass_BLK = store(
