@@ -27,7 +27,8 @@ from cached_transformers.seam.probing import Probing, fixed
 
 def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -> dict[str, Any]:
     answers = {distance: [share, share, 100] for distance, share in far.items()}
-    settings = {"task": {}, "sizes": {"steps": 9, "depth": 2, "width": 32, "heads": 2}}
+    sizes = {"steps": 9, "depth": 2, "width": 32, "heads": 2}
+    settings = {"task": {}, "sizes": sizes, "course": {"nearest": int(task == "latch")}}
     kept = {"solved": 3, "parameters": 10, "state_bytes": 4, "settings": settings, "chance": 0.25}
     return {"memory": memory, "arm": arm, "task": task, "seed": seed, "far": answers, **kept}
 
@@ -122,7 +123,9 @@ def test_boards_can_be_trained_with_every_memory(name: str, tmp_path: Path) -> N
     trials = board.trials(stream_memories(), list(board.tasks), tmp_path, {"mqar": {"pairs": 2}, "rmt": {"length": 7}})
     assert len(trials.missing()) == len(board.tasks) * (1 + board.seeds * (1 + len(stream_memories())))
     settings = {trial[:3]: trials.settings(trial) for trial in trials.all()}
-    assert settings["mqar", "rmt", "far"]["task"] == {"segment": 8, "vocabulary": 32, "pairs": 2}
+    assert settings["mqar", "rmt", "far"]["task"] == {"segment": 16, "pairs": 2}
+    nearest = {trial.task: trials.settings(trial)["course"]["nearest"] for trial in trials.all()}
+    assert nearest == {task: int(task in ("detect", "variable_tracking")) for task in board.tasks}
     assert settings["latch", "rmt", "far"]["memory"] == {"name": "rmt", "length": 7}
     far = {"name": "infinity_former", **setting("infinity_former").far(8, board.farthest, 2)}
     assert settings["latch", "infinity_former", "far"]["memory"] == stored_settings(far)
@@ -240,5 +243,6 @@ def test_a_page_that_is_not_there_is_made_and_its_marks_are_once_in_it(tmp_path:
         write_board_page(page, content)
     text = page.read_text(encoding="utf-8")
     assert [text.count(mark) for mark in MARKS] == [1, 1] and text.count("# Leaderboard") == 1
+    assert "cue and question 0 or 1 to 3 segments apart" in text
     assert "commit unknown" in text and "Wilson's over the 100 texts" in text
     assert "t interval over 3 seeds" in board_markdown(content | {"seeds": 3})

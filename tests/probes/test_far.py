@@ -225,9 +225,10 @@ def test_options_of_memories_are_set_by_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = "probe rmt rmt.length=1 latch.classes=2 --tasks latch --train-distance 1 --steps 4 --far 4"
+    words = "probe rmt rmt.length=1 latch.classes=2 --tasks latch --train-distance ..1 --steps 4 --far 4"
     assert main(words.split()) == 0
     content = json.loads(Path("runs/probe/far.json").read_text())
+    assert content["results"][2]["settings"]["course"]["nearest"] == 0 == PROBES.create("latch").shortest
     assert content["results"][2]["options"] == {"name": "rmt", "length": 1} and content["results"][0]["chance"] == 0.5
     for wrong, says in (("rmt.lenght=1", "did you mean 'length'"), ("rmt.length=x", "rmt.length='x'")):
         assert main(["probe", "rmt", wrong]) != 0
@@ -242,7 +243,8 @@ def test_options_of_memories_are_set_by_their_names(
         ("--train-distance 3..1", "distances 3..1 of a training"),
         ("--train-distance 0", "distances 0..0 of a training must be NEAREST..FARTHEST, the farthest at least 1"),
         ("--tasks copy --train-distance 0..2", "distance=0 must be at least 1 segments for Copy"),
-        ("--train-distance far", "--train-distance 'far' must be A..B"),
+        ("--train-distance far", "--train-distance 'far' must be A..B or ..B"),
+        ("--train-distance 3..", "--train-distance '3..' must be A..B or ..B"),
         ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
         ("--far 100", "--far is for trainings by distance"),
         ("--rows 4", "--rows is for trainings by distance"),

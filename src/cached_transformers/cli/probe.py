@@ -46,7 +46,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--train-distance",
         metavar="A..B",
-        help="train with cue and question at random distances of A to B segments, and ask at any up to --far tokens",
+        help="train with cue and question at random distances of A to B segments, and ask at any up to --far tokens; "
+        "0 is one segment for both, which many tasks have, and ..B begins at the nearest that each task has",
     )
     parser.add_argument(
         "--no-curriculum",
@@ -201,18 +202,21 @@ def _trials(
         raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
     given = {name: getattr(arguments, name) for name in ("solved", "bptt", "bptt_window", "recall")}
     course = Course(
-        nearest,
+        1 if nearest is None else nearest,
         farthest,
         curriculum=not arguments.no_curriculum,
         **{name: value for name, value in given.items() if value is not None},
     )
     how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
+    how["begin_near"] = nearest is None
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
-def _distances(text: str) -> tuple[int, int]:
-    """The nearest and the farthest of "A..B", or of a single number."""
+def _distances(text: str) -> tuple[int | None, int]:
+    """The nearest and the farthest of "A..B", "..B" (None: the nearest that a task has) or a single number."""
     nearest, dots, farthest = text.partition("..")
-    if not (nearest.isdecimal() and (farthest.isdecimal() or not dots)):
-        raise ValueError(f"--train-distance {text!r} must be A..B, segments from cue to question, e.g. 1..7")
-    return int(nearest), int(farthest or nearest)
+    if not dots:
+        nearest, farthest = text, text
+    if not farthest.isdecimal() or (nearest and not nearest.isdecimal()):
+        raise ValueError(f"--train-distance {text!r} must be A..B or ..B, segments from cue to question, e.g. 1..7")
+    return int(nearest) if nearest else None, int(farthest)

@@ -71,16 +71,17 @@ class Board:
             {name: chosen for name, chosen in merged.items() if chosen},
             TAPS,
             course=Course(1, self.farthest),
+            begin_near=True,
             far=max([self.far, *(self.farthest * PROBES.create(task, **merged[task]).segment for task in tasks)]),
             rows=ROWS,
         )
 
 
-_SMALL: dict[str, dict[str, Any]] = {
+_SMALL: dict[str, dict[str, Any]] = {  # segments with room for distance 0
     "latch": {"segment": 8, "decoys": True},
     "copy": {"segment": 8, "length": 4},
-    "mqar": {"segment": 8, "vocabulary": 32},
-    "rewrite": {"segment": 8},
+    "mqar": {"segment": 16},
+    "rewrite": {"segment": 12},
 }
 BOARDS = {
     "quick": Board(

@@ -44,7 +44,8 @@ class FarTrials(Trials):
     """What is probed by distance; `distance` is the farthest of the course.
 
     Attributes:
-        course: distances of the training. far: tokens of the longest text that is asked about.
+        course: distances of the training. begin_near: whether it begins at the nearest distance that the task at hand
+            has, in the place of that of the course. far: tokens of the longest text that is asked about.
         rows: texts that are asked about at each distance. compiled: whether long texts are read by a compiled model,
             which takes a minute to make and then about half the time a segment. ceiling: whether attention over the
             whole text is trained, too; its work grows with the square of the text.
@@ -55,6 +56,7 @@ class FarTrials(Trials):
     rows: int = 64
     compiled: bool = False
     ceiling: bool = True
+    begin_near: bool = False
 
     def __post_init__(self) -> None:
         for memory in self.memories:
@@ -93,12 +95,14 @@ class FarTrials(Trials):
 
     def settings(self, trial: Trial) -> dict[str, Any]:
         task, sizes = self._task(trial.task), self._sizes()
-        for distance in (self.course.nearest, self.course.farthest):
+        course = dataclasses.replace(self.course, nearest=task.shortest) if self.begin_near else self.course
+        for distance in (course.nearest, course.farthest):
             task.segments(distance)
         spec, passes = None, 1
         if trial.arm == "far":
             spec, passes, sizes = self._of_memory(trial.memory, setting(trial.memory).far, task, sizes)
-        course = self.course if trial.arm == "far" else dataclasses.replace(self.course, recall=0.0)  # of a memory
+        if trial.arm != "far":
+            course = dataclasses.replace(course, recall=0.0)  # which is of a memory
         kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
             {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept, "sizes": sizes_}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cached_transformers.files import write_whole
 
+from .far_page import trained_segments
 from .markdown import around, table, write_between
 from .wording import MISSING, short_count
 
@@ -99,7 +100,7 @@ def board_markdown(content: Mapping[str, Any]) -> str:
 
 
 def _made(content: Mapping[str, Any]) -> str:
-    facts, course, counts = content["environment"], content["course"], _seeds(content["seeds"])
+    facts, counts = content["environment"], _seeds(content["seeds"])
     trained = ", ".join(sorted({_commit(result.get("environment")) for result in content["results"]}))
     options = {r["task"]: r["settings"]["task"] for r in content["results"]}
     tasks = ", ".join(
@@ -111,7 +112,7 @@ def _made(content: Mapping[str, Any]) -> str:
         f"{content['machine']}; torch {facts['torch']}, python {facts['python']}, {content['date']}, commit "
         f"{_commit(facts)}; trainings of commit {trained}.\n\n"
         f'The board "{content["board"]}": {content["why"]}. Tasks: {tasks}; {counts}, {sizes["steps"]} steps at most, '
-        f"cue and question {course['nearest']} to {course['farthest']} segments apart in training, by a curriculum; "
+        f"cue and question {trained_segments(content)} apart in training, by a curriculum; "
         f"then texts of up to {content['far']:,} tokens. A language model of {sizes['depth']} layers with "
         f"{sizes['heads']} heads, width {sizes['width']}, with a short convolution of {content['taps']} tokens, the "
         "same for all."

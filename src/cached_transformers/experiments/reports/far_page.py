@@ -52,6 +52,12 @@ def far_rows(content: Mapping[str, Any]) -> list[FarRow]:
     return [row for row in found if row.trainings]
 
 
+def trained_segments(content: Mapping[str, Any]) -> str:
+    """The distances of the training: "0 to 3", and "0 or 1 to 3" where tasks begin at different ones."""
+    nearest = sorted({result["settings"]["course"]["nearest"] for result in content["results"]})
+    return f"{' or '.join(map(str, nearest))} to {content['course']['farthest']} segments"
+
+
 def held_tokens(training: Mapping[str, Any], segment: int) -> int:
     """Tokens from cue to question up to which every distance that was asked about is held."""
     far = 0
@@ -187,7 +193,7 @@ def write_far_report(folder: Path) -> Path:
 def far_section(path: Path, level: int, identifier: str) -> Section:
     """The part of a page that tells of one far.json: first the picture of every task, then how it came about."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    course, rows = content["course"], far_rows(content)
+    rows = far_rows(content)
     blocks: list[Block] = [Header(level, TITLE)]
     for index, task in enumerate(content["tasks"]):
         blocks += [Heading(level + 1, task)] if len(content["tasks"]) > 1 else []
@@ -204,7 +210,7 @@ def far_section(path: Path, level: int, identifier: str) -> Section:
             f"Seeds: {content['seeds']}; {content['rows']} texts each. Asking ends where a memory is near a guess.",
         ),
         Text(
-            f"Trained with cue and question {course['nearest']} to {course['farthest']} segments apart, and asked in "
+            f"Trained with cue and question {trained_segments(content)} apart, and asked in "
             f"texts of any length that are read as streams. A distance is held where {100 * ENOUGH:.0f} % of the "
             f"answers are right; numbers are the least over seeds. A short convolution of {content['taps']} tokens "
             "stands in front of attention, the same for all. Whole text: attention over everything, without a memory, "

@@ -13,7 +13,7 @@ from .board_page import board_tables
 from .cache_use_table import cache_use_table, legend
 from .detection_table import COLUMNS
 from .far_page import COLUMNS as COLUMNS_FAR
-from .far_page import far_cells, far_rows, far_sentences
+from .far_page import far_cells, far_rows, far_sentences, trained_segments
 from .memory_use_table import place_table, reset_sentence, use_sentence
 from .probe_page import accuracy_text, table_columns, table_rows
 from .wording import MISSING, P_VALUES, Metric, difference_words, pair_name, unknown_words
@@ -180,8 +180,7 @@ def print_probe(result: dict[str, Any], console: Console) -> None:
 
 def print_far(result: dict[str, Any], console: Console) -> None:
     """Print how far each memory holds, as `far.json` has it."""
-    course = result["course"]
-    trained = f"trained with {course['nearest']} to {course['farthest']} segments from cue to question"
+    trained = f"trained with {trained_segments(result)} from cue to question"
     title = f"{trained}, asked up to {result['far']:,} tokens"
     table = _table(title, "task", ["memory", *COLUMNS_FAR])
     for row in far_rows(result):
