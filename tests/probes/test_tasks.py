@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from probes.solvers import SOLVERS
 
+from cached_transformers.experiments.probes.distances import Course, holds, train_by_distance
+from cached_transformers.experiments.probes.protocol import Sizes, build_model, probe
 from cached_transformers.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
 from cached_transformers.experiments.probes.tasks.base import distinct
 from cached_transformers.experiments.probes.tasks.mqar import power_law_slots
@@ -314,8 +317,8 @@ def library(tmp_path: Path) -> dict[str, Path]:
         "4 Mary went to the garden.\n5 Where is John? \thallway\t2\n"
         "1 John moved to the garden.\n2 Where is John? \tgarden\t1\n"
     )
-    for split in ("train", "test"):
-        (babi / f"qa1_single-supporting-fact_{split}.txt").write_text(story)
+    for split, times in (("train", 10), ("test", 1)):
+        (babi / f"qa1_single-supporting-fact_{split}.txt").write_text(story * times)
     (books / "novel.txt").write_text("it was a dark and stormy night upon the open sea . alas . " * 200)
     return {"babi": tmp_path / "babi", "books": books}
 
@@ -345,8 +348,48 @@ def test_facts_need_their_files(library: dict[str, Path], tmp_path: Path) -> Non
         Facts(**library, segment=4)
     with pytest.raises(ValueError, match=r"distance=500 must be at most .* raise the number of books"):
         draw(Facts(**library), 500, rows=1)
-    with pytest.raises(ValueError, match="split='exam' must be one of train, test"):
+    with pytest.raises(ValueError, match="split='exam' must be one of train, valid, test"):
         Facts(**library, split="exam")
+
+
+@pytest.mark.parametrize("name", ["facts", "babilong"])
+def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library: dict[str, Path]) -> None:
+    train = library["babi"] / "en/qa1_single-supporting-fact_train.txt"
+    ten = [f"1 Mary moved to the {place}.\n2 Where is Mary? \t{place}\t1\n" for place in "abcdefghij"]
+    train.write_text("".join(ten))
+    task = PROBES.create(name, **library)
+    words = task.words if name == "babilong" else task.library.words
+
+    def answers(part: Any) -> set[str]:
+        return {words[int(i)] for i in draw(part, 3, rows=200).targets_BN[:, -1]}
+
+    assert answers(task) == set("abcdefghi") and answers(task.part("valid")) == {"j"}
+    assert answers(task.part("test")) == {"bathroom", "garden", "hallway"} - ({"hallway"} if name == "facts" else set())
+    assert task.part("test") is task.part("test") and task.part("test").vocabulary == task.vocabulary
+
+    asked = list[tuple[str, int]]()
+    task.part = lambda split: asked.append((split, 0)) or type(task).part(task, split)
+    sizes = Sizes(width=8, depth=1, heads=1, feed_forward=8, batch_size=2, steps=2, check_every=1, rows=2)
+    model = build_model(task, None, sizes)
+    train_by_distance(model, task, Course(2, 2), sizes)
+    assert {split for split, _ in asked} == {"valid"}
+    asked.clear()
+    holds(model, task, 2, 2)
+    assert {split for split, _ in asked} == {"test"}
+    asked.clear()
+    assert probe(task, None, 2, sizes=sizes) and {split for split, _ in asked} == {"valid", "test"}
+
+
+def test_the_ten_thousand_questions_are_taken_where_they_are_there(library: dict[str, Path]) -> None:
+    more = library["babi"] / "en-10k"
+    more.mkdir()
+    for file in (library["babi"] / "en").iterdir():
+        (more / file.name).write_text(file.read_text() * 2)
+    assert len(Facts(**library).library.stories) == 36
+    archive = library["books"].parent / "babi.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(library["babi"], "babi")
+    assert len(Facts(archive, library["books"]).library.stories) == 36
 
 
 def test_facts_of_the_real_files(shared: Path) -> None:
@@ -365,7 +408,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
     """
     task = PROBES.create("babilong", **library, facts=4, segment=segment)
     assert task.has(0) == (distance == 0)
-    assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"]
+    assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"] * 9
     assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
     inputs_BN, targets_BN = draw(task, distance, rows=100)
     assert (targets_BN[:, :-1] == IGNORED).all()

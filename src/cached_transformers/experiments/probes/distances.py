@@ -140,7 +140,7 @@ def train_by_distance(
         step += 1
         if step % sizes.check_every and step != falls_from + settling:
             continue
-        accuracy = measure(model, task, stages[stage], sizes.rows, passes, whole=whole)
+        accuracy = measure(model, task.part("valid"), stages[stage], sizes.rows, passes, whole=whole)
         solved = accuracy >= course.solved and stages[stage] not in solved_at
         tell(Check(step, falls_from + settling, loss.item(), stages[stage], stages[-1], accuracy, solved))
         if not solved:
@@ -198,7 +198,7 @@ def holds(
     Args: as of `train_by_distance`.
         alone: the model reads every segment as if it were the first; those in which nothing is asked are then left out.
     """
-    training = model.training
+    training, task = model.training, task.part("test")
     model.eval()
 
     def episode() -> Iterator[Episode]:

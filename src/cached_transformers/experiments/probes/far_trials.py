@@ -89,7 +89,7 @@ class FarTrials(Trials):
 
     def distances(self, trial: Trial) -> list[int]:
         """Distances that are asked about: those of the ladder, and the farthest of the training."""
-        task, farthest = self._task(trial.task), self.course.farthest
+        task, farthest = self._task(trial.task).part("test"), self.course.farthest
         asked = ladder(task.segment, farthest * task.segment if trial.arm == WHOLE else self.far)
         return [distance for distance in sorted({*asked, min(farthest, asked[-1])}) if task.has(distance)]
 

@@ -99,8 +99,9 @@ def probe(
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
     accuracy, steps = train(model, task, distance, sizes, seed=seed, passes=passes, tell=tell)
-    by_distance = {d: measure(model, task, d, sizes.rows, passes) for d in distances}
-    exact = score(model, task, distance, sizes.rows, passes).exact
+    asked = task.part("test")
+    by_distance = {d: measure(model, asked, d, sizes.rows, passes) for d in distances}
+    exact = score(model, asked, distance, sizes.rows, passes).exact
     parameters = sum(p.numel() for p in model.parameters())
     return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
 
@@ -138,7 +139,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % sizes.check_every == 0 or step == sizes.steps:
-            accuracy = measure(model, task, distance, sizes.rows, passes)
+            accuracy = measure(model, task.part("valid"), distance, sizes.rows, passes)
             solved = accuracy >= sizes.enough
             tell(Check(step, sizes.steps, loss.item(), distance, distance, accuracy, solved))
             if solved:

@@ -9,6 +9,7 @@ Legend: B rows, L tokens of a segment, K facts, W tokens of a fact, C cells of a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -56,7 +57,7 @@ class Babilong(StreamedTask):
         babi, books: files as of `Facts`; None for stories of our own.
         segment: L. facts: longest story; None for 4, 6, 8, 2 and 6 sentences of qa1 to qa5 (bAbI has few so short ones
             of qa2, qa3 and qa5).
-        words: see `Facts`; of files alone. split: see `Facts`; of files alone.
+        words: see `Facts`; of files alone. split: stories to begin with, see `Library.part`; of files alone.
 
     Raises:
         FileNotFoundError: files are missing.
@@ -86,7 +87,14 @@ class Babilong(StreamedTask):
         else:
             self.source = _Read(Library(babi, books, int(question[2:]), most, words, split), segment)
         self.segment, self.shortest = segment, self.source.shortest
+        self._parts: dict[str, Babilong] = {}
         self.words, self.vocabulary, self.chance = self.source.words, len(self.source.words), self.source.chance
+
+    def part(self, split: str) -> Babilong:
+        if isinstance(self.source, _Read) and split not in self._parts:
+            part = self._parts[split] = copy.copy(self)
+            part.source = _Read(self.source.library.part(split), self.segment)
+        return self._parts.get(split, self)
 
     def without_first(self, distance: int) -> float:
         """Counted on stories: those of which the first segment holds a fact that is needed are a guess."""
@@ -164,13 +172,13 @@ class _Read(StreamedTask):
     """Stories of files in the sentences of books, which begin again at their end."""
 
     def __init__(self, library: Library, segment: int) -> None:
-        longest = max(len(story.question) for story in library.stories)
+        longest = max(len(story.question) for story in library.every)
         if segment < longest:
             raise ValueError(f"segment={segment} must hold a question; take at least {longest} tokens")
         self.library, self.segment, self.words = library, segment, tuple(library.words)
         self.vocabulary, self.chance = len(library.words), library.guess()
-        told = [sum(map(len, story.sentences)) for story in library.stories]
-        asked_too = max(facts + len(story.question) for facts, story in zip(told, library.stories, strict=True))
+        told = [sum(map(len, story.sentences)) for story in library.every]
+        asked_too = max(facts + len(story.question) for facts, story in zip(told, library.every, strict=True))
         self.shortest = 0 if asked_too <= segment else -(-max(told) // segment)
         end = int(library.encode([worlds.END]))
         ends = ((library.novel_N == end).nonzero()[:, 0] + 1).tolist()

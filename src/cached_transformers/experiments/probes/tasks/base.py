@@ -53,6 +53,11 @@ class ProbeTask:
         inputs_BN, targets_BN = self.draw(rows, distance, generator)
         return map(Episode, inputs_BN.split(self.segment, 1), targets_BN.split(self.segment, 1))
 
+    def part(self, split: str) -> ProbeTask:
+        """The task with other stories of its files: what is drawn in training ("train"), looked at on the way ("valid")
+        and asked in the end ("test"). Itself, where every episode is made anew."""
+        return self
+
     def has(self, distance: int) -> bool:
         """Whether the task has episodes of that distance."""
         return self.shortest <= distance and (self.longest is None or distance <= self.longest)

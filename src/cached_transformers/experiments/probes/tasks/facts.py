@@ -8,6 +8,7 @@ Legend: B rows, N tokens of an episode, L tokens of a segment.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class Facts(ProbeTask):
         books: folder with .txt or .txt.xz files.
         story: bAbI's task: 1 (one supporting fact) or 2 (two).
         segment: L. facts: longest story. words: most frequent words of the books that are kept, others are unknown.
-        split: "train" or "test": of bAbI; the books' first nine tenths or the rest.
+        split: stories to begin with, see `Library.part`.
 
     Raises:
         FileNotFoundError: files are missing.
@@ -62,7 +63,15 @@ class Facts(ProbeTask):
         self.segment, self.facts = segment, facts
         self.library = Library(babi, books, story, facts, words, split)
         self.vocabulary, self.chance = len(self.library.words), 1 / len(self.library.answers)
+        self._parts: dict[str, Facts] = {}
         self.longest = (len(self.library.novel_N) - 1) // segment - 1
+
+    def part(self, split: str) -> Facts:
+        if split not in self._parts:
+            part = self._parts[split] = copy.copy(self)
+            part.library = self.library.part(split)
+            part.longest = (len(part.library.novel_N) - 1) // self.segment - 1
+        return self._parts[split]
 
     def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
         count = self.segments(distance)

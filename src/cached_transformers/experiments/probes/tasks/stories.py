@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import lzma
 import re
 import tarfile
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 UNKNOWN = "<unk>"
+FOLDERS = ("en-10k", "en")
+"""Of bAbI's archive: stories in English, with ten thousand questions of each task and with a thousand."""
 _WORD = re.compile(r"[a-z]+|[?.]")
 
 
@@ -32,7 +35,7 @@ class Library:
     Args:
         babi: bAbI's archive (tar.xz, tar.gz) or its unpacked folder. books: folder with .txt or .txt.xz files.
         task: bAbI's number. facts: longest story. words: most frequent words of the books that get an id of their own.
-        split: "train" or "test": of bAbI; the books' first nine tenths or the rest.
+        split: which stories, and which of the books; see `part`.
 
     Raises:
         FileNotFoundError: files are missing.
@@ -40,23 +43,39 @@ class Library:
     """
 
     def __init__(self, babi: str | Path, books: str | Path, task: int, facts: int, words: int, split: str) -> None:
-        stories = {part: read_stories(Path(babi), task, part, facts) for part in ("train", "test")}
-        if split not in stories:
-            raise ValueError(f"split={split!r} must be one of {', '.join(stories)}")
-        if not stories[split]:
-            raise ValueError(f"bAbI's task {task} has no story of at most facts={facts} sentences; take more")
-        self.stories = stories[split]
+        told, asked = (read_stories(Path(babi), task, part, facts) for part in ("train", "test"))
+        kept = -(-len(told) * 9 // 10)
+        self.every = told + asked
+        """The stories of all parts."""
+        self._stories = {"train": told[:kept], "valid": told[kept:], "test": asked}
         novel = _read_words(Path(books))
-        texts = sorted({w for s in stories["train"] + stories["test"] for p in (*s.sentences, s.question) for w in p})
+        texts = sorted({w for s in self.every for p in (*s.sentences, s.question) for w in p})
         self._fitting: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)
-        for story in stories["train"] + stories["test"]:
+        for story in self.every:
             self._fitting[tuple(story.question)].add(story.answer)
         self.answers = sorted(set().union(*self._fitting.values()))
         frequent = [word for word, _ in collections.Counter(novel).most_common(words)]
         self.words = list(dict.fromkeys([UNKNOWN, *self.answers, *texts, *frequent]))
         self._ids = {word: index for index, word in enumerate(self.words)}
-        cut = len(novel) * 9 // 10
-        self.novel_N = self.encode(novel[:cut] if split == "train" else novel[cut:])
+        self._novel_N = self.encode(novel)
+        self._which = f"bAbI's task {task} has no story of at most facts={facts} sentences"
+        self._take(split)
+
+    def part(self, split: str) -> Library:
+        """The same files with other stories. "train": the first nine tenths of bAbI's training stories; "valid": the
+        others; both in the first nine tenths of the books. "test": bAbI's, in the rest of the books."""
+        library = copy.copy(self)
+        library._take(split)
+        return library
+
+    def _take(self, split: str) -> None:
+        if split not in self._stories:
+            raise ValueError(f"split={split!r} must be one of {', '.join(self._stories)}")
+        self.stories = self._stories[split]
+        if not self.stories:
+            raise ValueError(f"{self._which} in split={split!r}; take more")
+        cut = len(self._novel_N) * 9 // 10
+        self.novel_N = self._novel_N[cut:] if split == "test" else self._novel_N[:cut]
 
     def encode(self, words: Iterable[str]) -> Tensor:
         """The ids of words."""
@@ -88,19 +107,20 @@ def read_stories(babi: Path, task: int, split: str, facts: int) -> list[Story]:
 
 
 def _babi_text(babi: Path, task: int, split: str) -> str:
-    name = f"qa{task}_"
+    """A file of the ten thousand questions, of which BABILong is made, where they are there; else of the thousand."""
+    name = f"qa{task}_*_{split}.txt"
     if babi.is_file():
         with tarfile.open(babi) as archive:
-            for member in archive:
-                path = Path(member.name)
-                if path.parent.name == "en" and path.name.startswith(name) and path.name.endswith(f"_{split}.txt"):
-                    file = archive.extractfile(member)
-                    assert file is not None
-                    return file.read().decode("utf-8")
+            members = archive.getmembers()
+            for folder in FOLDERS:
+                for member in members:
+                    if Path(member.name).match(f"{folder}/{name}") and (file := archive.extractfile(member)):
+                        return file.read().decode("utf-8")
     else:
-        for path in sorted(babi.rglob(f"{name}*_{split}.txt")):
-            return path.read_text(encoding="utf-8")
-    raise FileNotFoundError(f"{babi} holds no file en/{name}..._{split}.txt; give bAbI's archive or folder as --babi")
+        paths = sorted(babi.rglob(name), key=lambda path: (path.parent.name != FOLDERS[0], path))
+        if paths:
+            return paths[0].read_text(encoding="utf-8")
+    raise FileNotFoundError(f"{babi} holds no file en/{name}; give bAbI's archive or folder as --babi")
 
 
 def _read_words(books: Path) -> list[str]:
