@@ -282,6 +282,7 @@ def test_draws_are_those_of_the_recorded_results() -> None:
         ("babilong", {"question": "qa6"}, "question='qa6' must be one of qa1, qa2"),
         ("babilong", {"facts": 1}, "facts=1 must be at least 2 for qa1"),
         ("babilong", {"books": "x"}, "babi and books go together"),
+        ("babilong", {"renamed": True}, "renamed=True is about stories of files"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -378,6 +379,23 @@ def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library:
     assert {split for split, _ in asked} == {"test"}
     asked.clear()
     assert probe(task, None, 2, sizes=sizes) and {split for split, _ in asked} == {"valid", "test"}
+
+
+def test_renamed_stories_are_told_of_others_and_still_true(library: dict[str, Path]) -> None:
+    task = PROBES.create("babilong", **library, facts=4, segment=40, renamed=True)
+    inputs_BN, targets_BN = draw(task, 0, rows=300)
+    told = set()
+    for inputs, answer in zip(inputs_BN.tolist(), targets_BN[:, -1].tolist(), strict=True):
+        words = [task.words[i] for i in inputs]
+        who, place = words[-2], task.words[answer]
+        text = " ".join(words)
+        assert text.rfind(f"{who} moved to the {place}") + text.rfind(f"{who} went to the {place}") > -2
+        told.add((who, place))
+    assert told == {(who, place) for who in ("mary", "john") for place in ("bathroom", "garden", "hallway")}
+    plain = PROBES.create("babilong", **library, facts=4, segment=40)
+    for split in ("valid", "test"):
+        for renamed, same in zip(draw(task.part(split), 2, rows=9), draw(plain.part(split), 2, rows=9), strict=True):
+            assert torch.equal(renamed, same)
 
 
 def test_the_ten_thousand_questions_are_taken_where_they_are_there(library: dict[str, Path]) -> None:

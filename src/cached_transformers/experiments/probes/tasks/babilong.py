@@ -24,7 +24,7 @@ from cached_transformers.registry import PROBES
 from . import worlds
 from .base import IGNORED, Episode, StreamedTask
 from .planted import Plan, PlantedTask
-from .stories import Library, Story
+from .stories import NAMES, Library, Story
 
 LONGEST_QUESTION = 4
 SHORTEST_SENTENCE = 10
@@ -58,6 +58,8 @@ class Babilong(StreamedTask):
         segment: L. facts: longest story; None for 4, 6, 8, 2 and 6 sentences of qa1 to qa5 (bAbI has few so short ones
             of qa2, qa3 and qa5).
         words: see `Facts`; of files alone. split: stories to begin with, see `Library.part`; of files alone.
+        renamed: persons, places and things of what a training draws are exchanged among themselves each time, so that a
+            few thousand stories cannot be learned by heart; of files alone.
 
     Raises:
         FileNotFoundError: files are missing.
@@ -73,6 +75,7 @@ class Babilong(StreamedTask):
         facts: int | None = None,
         words: int = 200,
         split: str = "train",
+        renamed: bool = False,
     ) -> None:
         if question not in worlds.KINDS:
             raise ValueError(f"question={question!r} must be one of {', '.join(worlds.KINDS)}")
@@ -82,10 +85,12 @@ class Babilong(StreamedTask):
             raise ValueError(f"facts={facts} must be at least {kind.least} for {question}: fewer answer no question")
         if (babi is None) != (books is None):
             raise ValueError("babi and books go together: give both, or neither for stories of our own")
+        if renamed and babi is None:
+            raise ValueError("renamed=True is about stories of files, which babi and books name; ours are told anew")
         if babi is None or books is None:
             self.source: _Told | _Read = _Told(question, most, segment)
         else:
-            self.source = _Read(Library(babi, books, int(question[2:]), most, words, split), segment)
+            self.source = _Read(Library(babi, books, int(question[2:]), most, words, split), segment, renamed)
         self.segment, self.shortest = segment, self.source.shortest
         self._parts: dict[str, Babilong] = {}
         self.words, self.vocabulary, self.chance = self.source.words, len(self.source.words), self.source.chance
@@ -166,12 +171,13 @@ class _Insertions(NamedTuple):
     lengths_BK: Tensor
     tokens_BKW: Tensor
     begins_B1: Tensor
+    answers_B1: Tensor
 
 
 class _Read(StreamedTask):
     """Stories of files in the sentences of books, which begin again at their end."""
 
-    def __init__(self, library: Library, segment: int) -> None:
+    def __init__(self, library: Library, segment: int, renamed: bool = False) -> None:
         longest = max(len(story.question) for story in library.every)
         if segment < longest:
             raise ValueError(f"segment={segment} must hold a question; take at least {longest} tokens")
@@ -187,6 +193,9 @@ class _Read(StreamedTask):
             raise ValueError(f"the books have no sentence of {SHORTEST_SENTENCE} words or more; give a novel")
         self._text_N = torch.cat(sentences)
         self._starts = torch.tensor([0, *map(len, sentences)]).cumsum(0)[:-1]
+        used = {word for story in library.every for words in (*story.sentences, story.question) for word in words}
+        kinds = [sorted(used & {*kind}) for kind in NAMES] if renamed else []
+        self._kinds = [library.encode(kind) for kind in kinds if kind]
 
     def needs_first(self, rows: int, distance: int, generator: Generator) -> float:
         """Share of the episodes that have a needed fact, or the begin of one, in the first segment."""
@@ -216,13 +225,27 @@ class _Read(StreamedTask):
         tokens_BKW = torch.zeros(rows, count, width, dtype=torch.long)
         for row, text in enumerate(texts):
             tokens_BKW[row, : len(text)] = pad_sequence([*text, torch.zeros(width, dtype=torch.long)], True)[:-1]
+        answers_B1 = self.library.encode(story.answer for story in stories)[:, None]
+        if self._kinds:
+            names_BV = self._renaming(rows, generator)
+            tokens_BKW = names_BV.gather(1, tokens_BKW.flatten(1)).view_as(tokens_BKW)
+            answers_B1 = names_BV.gather(1, answers_B1)
         return _Insertions(
             stories,
             pad_sequence(starts, True, beyond),
             pad_sequence(lengths, True),
             tokens_BKW,
             self._offset(begins)[:, None],
+            answers_B1,
         )
+
+    def _renaming(self, rows: int, generator: Generator) -> Tensor:
+        """(B, V): what each word is called in each row."""
+        names_BV = torch.arange(self.vocabulary).repeat(rows, 1)
+        for ids_K in self._kinds:
+            order_BK = torch.rand(rows, len(ids_K), generator=generator).argsort(1)
+            names_BV[:, ids_K] = ids_K[order_BK]
+        return names_BV
 
     def _offset(self, sentences: Tensor) -> Tensor:
         """Where sentences begin; the books come again and again."""
@@ -247,7 +270,7 @@ class _Read(StreamedTask):
             inputs_BL[rows_I, places_I] = drawn.tokens_BKW[rows_I, facts_I, into_BKL[rows_I, facts_I, places_I]]
             targets_BL = torch.full_like(inputs_BL, IGNORED)
             if begin == distance * self.segment:
-                targets_BL[:, -1] = self.library.encode(story.answer for story in drawn.stories)
+                targets_BL[:, -1:] = drawn.answers_B1
             yield Episode(inputs_BL, targets_BL)
 
 

@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 UNKNOWN = "<unk>"
+NAMES = (
+    ("bill", "daniel", "fred", "jeff", "john", "mary", "sandra"),
+    ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office"),
+    ("apple", "football", "milk"),
+)
+"""Persons, places and things of bAbI's stories, each of which could be any other of its kind."""
 FOLDERS = ("en-10k", "en")
 """Of bAbI's archive: stories in English, with ten thousand questions of each task and with a thousand."""
 _WORD = re.compile(r"[a-z]+|[?.]")
