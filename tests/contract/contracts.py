@@ -203,6 +203,20 @@ CONTRACTS: dict[str, Contract] = {
         detached=True,
         cost=Cost({"length": M, "keep": "kv"}, lambda: LAYERS * (window(M) - 2 * D * D * M / N), RELATIVE),
     ),
+    "streaming_llm": Contract(
+        options={"length": 6, "sinks": 2},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 16,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M, "sinks": 2}, lambda: LAYERS * window(M + 2), RELATIVE),
+    ),
+    "streaming_llm/kv": Contract(
+        options={"length": 6, "sinks": 2, "keep": "kv", "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 16,
+        exact={"length": 64, "keep": "kv"},
+        detached=True,
+    ),
     "segatron": Contract(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),

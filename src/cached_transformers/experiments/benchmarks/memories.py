@@ -43,6 +43,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "memory_transformer": lambda s: {"length": s.tokens},
     "rmt": lambda s: {"length": s.tokens},
     "segatron": lambda s: {"length": s.memory},
+    "streaming_llm": lambda s: {"length": s.memory - 4, "relative": False},
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""

@@ -132,6 +132,7 @@ SETTINGS = {
     ),
     "rmt": Setting(_tokens, "relative"),
     "segatron": Setting(),
+    "streaming_llm": Setting(lambda setup: {"length": setup.length - 4}),
     "transformer_xl": Setting(),
 }
 """Language models: as many slots as the recipe's memory where a slot is a token, relative positions for all that have
