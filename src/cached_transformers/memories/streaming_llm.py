@@ -14,7 +14,7 @@ Legend: B rows, N tokens, M = S + R slots, D model width, P position channels.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,11 +82,11 @@ class StreamingLLM(TransformerXL):
             raise ValueError(f"sinks={sinks} must be a number of tokens, or 0 for a window without them; e.g. 4")
         self.sinks = sinks
 
-    def init_state(self, batch_size: int, like: Tensor) -> SinksState:
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
         empty = empty_pairs if self.keep == "kv" and not self.training else empty_rows
         return SinksState(*(empty(batch_size, slots, self.width, like) for slots in (self.sinks, self._slots())))
 
-    def open(self, state: SinksState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert project_kv is not None and first_B1P is not None
         stored_BMW, _, valid_BM = lined_up(*state)
         if isinstance(state.recent, Pairs):
@@ -97,14 +97,14 @@ class StreamingLLM(TransformerXL):
         place_M = torch.arange(-valid_BM.shape[1], 0, device=valid_BM.device)
         return Context(k_BHME, v_BHME, first_B1P + place_M[None, :, None], valid_BM, consecutive=True, clean=True)
 
-    def write(self, state: SinksState, trace: Trace) -> tuple[SinksState, None]:
+    def write(self, state: Any, trace: Trace) -> tuple[Any, None]:
         query = trace.query
         assert query.positions_BNP is not None
         padding_BN = query.padding_BN
         if padding_BN is None:
             padding_BN = torch.zeros_like(trace.x_BND[..., 0], dtype=torch.bool)
         later_BN = state.sinks.count_B[:, None] + (~padding_BN).cumsum(1) > self.sinks
-        stored = []
+        stored: list[Rows | Pairs] = []
         for rows, left_out_BN in zip(state, (padding_BN | later_BN, padding_BN | ~later_BN), strict=True):
             if isinstance(rows, Pairs):
                 assert query.k_BHNE is not None and query.v_BHNE is not None
