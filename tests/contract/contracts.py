@@ -217,6 +217,32 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 64, "keep": "kv"},
         detached=True,
     ),
+    "tova": Contract(
+        options={"length": 8},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost({"length": M}, lambda: LAYERS * (window(M) + (M + N) * D), RELATIVE),
+    ),
+    "tova/cache": Contract(
+        options={"length": 8, "places": "cache", "keep": "kv", "relative": False},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64, "places": "cache", "keep": "kv"},
+        detached=True,
+    ),
+    "h2o": Contract(
+        options={"length": 3, "heavy": 5},
+        bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,
+        exact={"length": 32, "heavy": 32},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost(
+            {"length": M // 2, "heavy": M // 2},
+            lambda: LAYERS * (window(M) - 2 * D * D * M / N + (M + N) * D),
+            RELATIVE,
+        ),
+    ),
     "segatron": Contract(
         options={"length": 8, "sentence_ends": (1, 4, 6), "paragraph_ends": (2,), "widths": (6, 6, 4)},
         bytes_per_row=lambda d: 16 + DEPTH * (8 * (4 * d + 24) + 8),
