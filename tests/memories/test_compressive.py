@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone, lined_up
+from cached_transformers.memories.compressive import Compressive, CompressiveState, Gone
+from cached_transformers.memories.parts.rows import lined_up
 from cached_transformers.seam.memory import Trace, look
 from cached_transformers.seam.positions import RelativePositions
 from cached_transformers.tasks import create_model
@@ -295,7 +296,7 @@ def test_which_tokens_are_kept_and_which_make_a_slot(rate: int, segment: int) ->
                     fifo.hidden_BMD[row, :, 0],
                     torch.tensor([0.0] * (fifo.hidden_BMD.shape[1] - len(want)) + want).double(),
                 )
-            hidden_BMD, _, valid_BM = lined_up(state)
+            hidden_BMD, _, valid_BM = lined_up(*state)
             assert hidden_BMD[row, valid_BM[row], 0].tolist() == [*means, *recent]
             assert valid_BM[row].sort().values.equal(valid_BM[row]), "empty slots stand in front"
 
@@ -311,7 +312,7 @@ def test_how_a_text_is_cut_does_not_change_what_is_kept() -> None:
             clock = clock + x.shape[1]
         states.append(state)
     for other in states[1:]:
-        torch.testing.assert_close(lined_up(other), lined_up(states[0]))
+        torch.testing.assert_close(lined_up(*other), lined_up(*states[0]))
 
 
 @pytest.mark.parametrize("positions", ["slots", "age"])

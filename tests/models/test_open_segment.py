@@ -27,6 +27,7 @@ Spec = Any
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "transformer_xl": [{"length": 7}, {"length": 7, "same_length": True}, {"length": 7, "relative": False}],
+    "streaming_llm": [{"length": 5, "sinks": 2}],
     "compressive": [
         {"length": 4, "compressed": 3, "rate": 2},
         *({"length": 4, "compressed": 3, "positions": "age", "clamp": clamp} for clamp in (None, 2)),

@@ -38,6 +38,7 @@ from .parts.rows import (
     empty_pairs,
     empty_rows,
     keys_values,
+    lined_up,
     push,
     push_out,
     push_pairs,
@@ -190,10 +191,10 @@ class Compressive(LayerMemory):
             refuse_training(self.training, type(self).__name__)
             recent_BMW = side_by_side(*project_kv(state.recent.clean_BMD))
             recent = state.recent._replace(hidden_BMD=recent_BMW.to(state.compressed.pairs_BMW.dtype))
-            pairs_BMW, positions_BMP, valid_BM = lined_up(CompressiveState(Rows(*state.compressed), recent))
+            pairs_BMW, positions_BMP, valid_BM = lined_up(state.compressed, recent)
             k_BHME, v_BHME = keys_values(pairs_BMW, self.heads)
         else:
-            hidden_BMD, positions_BMP, valid_BM = lined_up(state)
+            hidden_BMD, positions_BMP, valid_BM = lined_up(*state)
             k_BHME, v_BHME = project_kv(hidden_BMD)
         if self.positions == "slots":
             steps_M = torch.arange(-k_BHME.shape[2], 0, device=k_BHME.device)
@@ -285,22 +286,6 @@ def mean_weight(weights_BHNL: Tensor) -> Tensor:
     counted_BHNL = ~weights_BHNL.isnan()
     sums_BL = torch.where(counted_BHNL, weights_BHNL, 0).sum((1, 2))
     return sums_BL / counted_BHNL.sum((1, 2)).clamp(min=1)
-
-
-def lined_up(state: CompressiveState) -> tuple[Tensor, Tensor, Tensor]:
-    """Contents, positions and validity of all slots, oldest first, with the empty ones in front of all others."""
-    compressed, recent = state
-    assert isinstance(compressed, Rows)
-    slots, gap_B1 = recent.hidden_BMD.shape[1], recent.hidden_BMD.shape[1] - recent.count_B[:, None]
-    total = compressed.hidden_BMD.shape[1] + slots
-    place_M = torch.arange(total, device=recent.count_B.device)
-    # Empty recent slots lie between the two; what is compressed moves up to close the gap.
-    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
-    hidden_BMD = torch.cat([compressed.clean_BMD, recent.clean_BMD], 1)
-    positions_BMP = torch.cat([compressed.positions_BMP, recent.positions_BMP], 1)
-    valid_BM = place_M >= total - (compressed.count_B + recent.count_B)[:, None]
-    hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
-    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
 
 
 class Gone(NamedTuple):

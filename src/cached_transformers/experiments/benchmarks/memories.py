@@ -37,12 +37,15 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "ernie_doc": lambda s: {"length": s.memory, "relative": False},
     "feedback": lambda s: {"length": s.memory},
     "grc_stream": lambda s: {"length": s.segment},
+    "h2o": lambda s: {"length": s.memory // 2, "heavy": s.memory // 2, "relative": False},
     "infinity_former": lambda s: {"length": s.memory, "chunk": s.segment, "relative": False},
     "memformer": lambda s: {"length": s.tokens},
     "memorizing": lambda s: {"length": s.store, "k": s.neighbours},
     "memory_transformer": lambda s: {"length": s.tokens},
     "rmt": lambda s: {"length": s.tokens},
     "segatron": lambda s: {"length": s.memory},
+    "streaming_llm": lambda s: {"length": s.memory - 4, "relative": False},
+    "tova": lambda s: {"length": s.memory, "relative": False},
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""

@@ -123,6 +123,7 @@ SETTINGS = {
     # attends: without the scale perplexity stays that of the unigram model.
     "feedback": Setting(model={"shared_biases": False, "scale_embedding": True}),
     "grc_stream": Setting(_grc, "relative"),
+    "h2o": Setting(lambda setup: {"length": setup.length // 2, "heavy": setup.length - setup.length // 2}),
     "infinity_former": Setting(_signal),
     "memformer": Setting(lambda setup: {"length": 32}, "relative"),
     "memorizing": Setting(_store, "relative"),
@@ -132,6 +133,8 @@ SETTINGS = {
     ),
     "rmt": Setting(_tokens, "relative"),
     "segatron": Setting(),
+    "streaming_llm": Setting(lambda setup: {"length": setup.length - 4}),
+    "tova": Setting(),
     "transformer_xl": Setting(),
 }
 """Language models: as many slots as the recipe's memory where a slot is a token, relative positions for all that have

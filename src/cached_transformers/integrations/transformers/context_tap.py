@@ -23,7 +23,7 @@ from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.spots import Place, Spot, root_of
 from cached_transformers.seam.contexts import join, widened
-from cached_transformers.seam.memory import Context, Linear, ProjectKV, Query, Reading, look
+from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, look
 
 from .segment_cache import Made
 from .stream_tap import Passage, StreamTap
@@ -88,6 +88,28 @@ class ContextTap(StreamTap):
         self.between, self.window = stream.between, stream.window
         self.turn, self.slope, self.cache = stored.turn, stored.slope, stored.cache
         self.gather: Callable[[Tensor], Tensor] | None = None
+        self.mask: Tensor | None = None
+
+    def attach(self, memory: LayerMemory, before: Callable[..., Any]) -> None:
+        super().attach(memory, before)
+        if "weights" in memory.needs:
+            self.handles.append(self.layer.register_forward_hook(self.hear_weights))
+
+    def hear_weights(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Keep the weights that the layer returns, which eager attention alone does."""
+        mask, attended, self.mask = self.mask, self.attended, None
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, Tensor):
+            raise ValueError(
+                f"memory {type(self.memory).__name__} needs the weights of {type(layer).__name__}, which gave none; "
+                "call model.set_attn_implementation('eager')"
+            )
+        if attended is None or mask is None:
+            return
+        sees = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if attended.query.padding_BN is not None:
+            sees = sees & ~attended.query.padding_BN[:, None, :, None]
+        self.attended = attended._replace(weights_BHNL=weights.detach().masked_fill(~sees, torch.nan))
 
     def project_kv(self, hidden_BMD: Tensor, *, frozen: bool = False, normed: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values (B, G, M, E) without positions; see `seam.memory.ProjectKV`."""
@@ -154,6 +176,7 @@ class ContextTap(StreamTap):
         if window is not None:
             mask = _hidden(mask, _near(tokens_BL[:, -n:], tokens_BL[:, -keys:], window))
         call["attention_mask"] = mask if slots is None else _with_slots(mask, slots)
+        self.mask = call["attention_mask"]
 
     def _put_in_front(
         self, context: Context, tokens_BN: Tensor, passage: Passage, made: Made, x_BND: Tensor, call: dict[str, Any]

@@ -66,9 +66,12 @@ def causal_host(
     lacks: dict[str, str] = {}
     if kind not in TAKE_MASKS:
         lacks = dict.fromkeys(("bias", *BESIDE), no_masks(kind))
+    lacks["weights"] = f"attn_implementation={kind!r} gives none; call model.set_attn_implementation('eager')"
     if isinstance(beside, str):
-        lacks.update(dict.fromkeys(BESIDE, beside))
+        lacks.update(dict.fromkeys((*BESIDE, "weights"), beside))
     attends = BESIDE if kind in TAKE_MASKS and not isinstance(beside, str) else frozenset()
+    if attends and kind == "eager":
+        attends |= {"weights"}
     takes = frozenset({"bias"}) if kind in TAKE_MASKS and masks else frozenset()
     return Host(
         merged,

@@ -105,6 +105,7 @@ class Attended(NamedTuple):
     passage: Passage
     query: Query
     reading: Reading
+    weights_BHNL: Tensor | None = None
 
 
 class StreamTap(Tap):
@@ -195,10 +196,10 @@ class StreamTap(Tap):
             return
         if x_BND is None:
             raise ValueError(self.passed_by(self.block))
-        passage, query, reading = attended
+        passage, query, reading, weights_BHNL = attended
         if not passage.writes and passage.traces is None:
             return
-        trace = Trace(x_BND, output[0] if isinstance(output, tuple) else output, query, reading)
+        trace = Trace(x_BND, output[0] if isinstance(output, tuple) else output, query, reading, weights_BHNL)
         if passage.traces is not None:
             passage.traces[self.number] = trace
         if passage.writes:

@@ -97,6 +97,21 @@ def read_store(
     return *keys_values(state.pairs_BMW, heads), False
 
 
+def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """Contents, positions and validity of all slots of two stores, oldest first, with the empty ones in front."""
+    first, second = Rows(*older), Rows(*newer)
+    slots, gap_B1 = second.hidden_BMD.shape[1], second.hidden_BMD.shape[1] - second.count_B[:, None]
+    total = first.hidden_BMD.shape[1] + slots
+    place_M = torch.arange(total, device=second.count_B.device)
+    # Empty slots of the newer lie between the two; what is older moves up to close the gap.
+    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
+    hidden_BMD = torch.cat([first.clean_BMD, second.clean_BMD], 1)
+    positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
+    valid_BM = place_M >= total - (first.count_B + second.count_B)[:, None]
+    hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
+    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
+
+
 def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
     """A layer's state with keys and values in the place of hidden states, wherever the layout has them."""
     if isinstance(layout, Pairs) and isinstance(state, Rows):

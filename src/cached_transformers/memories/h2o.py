@@ -1,0 +1,132 @@
+"""Heavy-Hitter Oracle (Zhang et al. 2023, arXiv:2306.14048; github.com/FMInference/H2O).
+
+Few keys get most of the attention, and those that got it will get it again. Each head keeps the keys that received most
+so far, and the last ones, which had no time to.
+
+    score_j = sum over all queries so far of the weight of key j
+    kept = the last R keys, and of the others the `heavy` with the largest scores
+
+What is dropped loses its score. One step is one segment: with segments of one token it is the released form. The
+released code adds scores up over a batch; here each row has its own.
+
+Legend: B rows, H heads, N tokens, M = heavy + R slots, L = M + N, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import Positions, RelativePositions
+from cached_transformers.seam.probing import Probing, one_segment
+
+from .parts.best import best, from_last
+from .parts.options import NO_MEMORY
+
+
+class HeavyHitters(NamedTuple):
+    """Unrotated keys and values of each head, oldest first, empty slots in front; the weight that each received; how
+    many are real, in all heads alike."""
+
+    k_BHME: Tensor
+    v_BHME: Tensor
+    scores_BHM: Tensor
+    count_B: Tensor
+
+    @property
+    def valid_BM(self) -> Tensor:
+        """bool, the slots that hold something."""
+        slots = self.scores_BHM.shape[2]
+        return torch.arange(slots, device=self.count_B.device) >= slots - self.count_B[:, None]
+
+
+@MEMORIES.register(
+    "h2o",
+    paper="arXiv:2306.14048",
+    title="Heavy-Hitter Oracle",
+    carries="in each head the keys that were attended most, and the last ones",
+    purpose="streams of any length through a pretrained decoder, with a choice of tokens",
+    equations="the last R, and of the others the `heavy` with the largest sum of weights so far, for each head",
+    state="per row and layer: M (8 D + 4 H) + 8 bytes, M = heavy + length",
+    cost="per token and layer: 2 M D + (M + N) D (weights) multiply-adds",
+    reach="unbounded for what is attended",
+    gradient="none: keys and values are kept as they were made",
+    exact_when="heavy + length >= tokens seen",
+    probe=Probing(
+        lambda segment, distance, depth: {"heavy": distance * segment, "length": segment},
+        lambda *given: {"heavy": 0, **one_segment(*given)},
+    ),
+)
+class H2O(LayerMemory):
+    """Keys and values to which the queries of each head gave most weight so far, and the last ones. No parameters.
+
+    They are kept as they were made, without a gradient; in training they grow old, as those of `Memorizing` do.
+    They stand at their places in the cache, right before the segment, since each head keeps other ones.
+
+    Args:
+        width: D. heads: H.
+        length: R, slots of the last tokens. heavy: slots of those that were attended most; 0 is a window.
+        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme.
+
+    Raises:
+        ValueError: a length below 1, or heavy below 0.
+    """
+
+    needs = frozenset({"state", "context", "stored_kv", "weights"})
+
+    def __init__(self, width: int, heads: int, length: int = 64, *, heavy: int = 64, relative: bool = True) -> None:
+        super().__init__()
+        at_least_one(" slot" + NO_MEMORY, length=length)
+        if heavy < 0:
+            raise ValueError(f"heavy={heavy} must be a number of slots, or 0 for a window of length={length}")
+        self.width, self.heads, self.length, self.heavy, self.relative = width, heads, length, heavy, relative
+
+    def position_scheme(self) -> Positions | None:
+        return RelativePositions(self.heads, self.width // self.heads) if self.relative else None
+
+    def init_state(self, batch_size: int, like: Tensor) -> HeavyHitters:
+        slots, width = self.heavy + self.length, self.width // self.heads
+        k_BHME, v_BHME = (like.new_zeros(batch_size, self.heads, slots, width) for _ in range(2))
+        wide = torch.promote_types(like.dtype, torch.float32)  # a sum of many small weights
+        scores_BHM = like.new_zeros(batch_size, self.heads, slots, dtype=wide)
+        return HeavyHitters(k_BHME, v_BHME, scores_BHM, torch.zeros(batch_size, dtype=torch.long, device=like.device))
+
+    def open(self, state: HeavyHitters, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        assert first_B1P is not None
+        place_M = torch.arange(-state.scores_BHM.shape[2], 0, device=first_B1P.device)
+        positions_BMP = first_B1P + place_M[None, :, None]
+        return Context(state.k_BHME, state.v_BHME, positions_BMP, state.valid_BM, consecutive=True)
+
+    def read(self, opened: Context, query: Query, project_kv: ProjectKV | None) -> Reading:
+        return Reading(opened)
+
+    def write(self, state: HeavyHitters, trace: Trace) -> tuple[HeavyHitters, None]:
+        query, weights_BHNL = trace.query, trace.weights_BHNL
+        assert weights_BHNL is not None and query.k_BHNE is not None and query.v_BHNE is not None
+        rows, heads, n = query.k_BHNE.shape[:3]
+        slots = state.scores_BHM.shape[2]
+        # The context may begin with slots of other memories; its own are the last ones before the segment.
+        received_BHL = weights_BHNL[..., weights_BHNL.shape[-1] - n - slots :].nan_to_num(0).sum(2)
+        before_BHL = torch.cat([state.scores_BHM, received_BHL.new_zeros(rows, heads, n)], 2)
+        scores_BHL = before_BHL + received_BHL
+        real_BN = torch.ones_like(query.x_BND[..., 0], dtype=torch.bool)
+        if query.padding_BN is not None:
+            real_BN = ~query.padding_BN
+        valid_BL = torch.cat([state.valid_BM, real_BN.expand(rows, -1)], 1)
+        last_B1L = (from_last(valid_BL) <= self.length)[:, None]
+        valid_BHL = valid_BL[:, None].expand_as(scores_BHL)
+        index_BHM, real_BHM = best(scores_BHL.masked_fill(last_B1L, torch.inf), valid_BHL, slots)
+
+        def kept(old: Tensor, new: Tensor) -> Tensor:
+            both_BHLE = torch.cat([old, new.detach().to(old.dtype)], 2)
+            chosen_BHME = both_BHLE.gather(2, index_BHM[..., None].expand(-1, -1, -1, both_BHLE.shape[-1]))
+            return torch.where(real_BHM[..., None], chosen_BHME, 0)
+
+        scores_BHM = torch.where(real_BHM, scores_BHL.gather(2, index_BHM), 0).to(state.scores_BHM.dtype)
+        k_BHME, v_BHME = kept(state.k_BHME, query.k_BHNE), kept(state.v_BHME, query.v_BHNE)
+        return HeavyHitters(k_BHME, v_BHME, scores_BHM, real_BHM[:, 0].sum(1)), None

@@ -1,0 +1,116 @@
+"""Token Omission Via Attention (Oren, Hassid, Yarden, Adi and Schwartz 2024, arXiv:2401.06104;
+github.com/schwartz-lab-NLP/TOVA).
+
+A transformer with a bounded cache is a recurrent network whose state has C slots. When there are more keys than slots,
+the last query says which of them stay, for all heads of the layer alike.
+
+    w = mean over heads of softmax(q_last K^T / sqrt(E)),  kept = the C keys of cache and segment with the largest w
+
+What the last token needed least is dropped, itself perhaps. One step is one segment: with segments of one token it is
+the released form; longer ones choose less often, by their last token.
+
+Legend: B rows, N tokens, M slots, L = M + N, D model width, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, ProjectKV, Trace
+from cached_transformers.seam.probing import Probing, one_segment, whole_episode
+
+from .parts.best import best
+from .parts.options import one_of
+from .parts.rows import Pairs, Rows, side_by_side
+from .transformer_xl import TransformerXL
+
+PLACES = ("stream", "cache")
+
+
+@MEMORIES.register(
+    "tova",
+    paper="arXiv:2401.06104",
+    title="Token Omission Via Attention",
+    carries="the inputs of every layer that its last token attended most",
+    purpose="streams of any length through a pretrained decoder, with a choice of tokens",
+    equations="the M of cache and segment with the largest mean weight over heads of the last query",
+    state="per row and layer: M (4 D + 8) + 8 bytes; in evaluation with keep='kv' M (8 D + 8) + 8",
+    cost="per token and layer: 2 D^2 M / N (keys and values of the slots; in evaluation with keep='kv' none) + 3 M D + "
+    "(M + N) D (weights) multiply-adds",
+    reach="unbounded for what the last query of every segment attends",
+    gradient="none into the memory; its keys and values train the projections",
+    exact_when="length >= tokens seen",
+    without={"stored_kv": "keep='hidden'"},
+    probe=Probing(whole_episode, lambda *given: {**one_segment(*given)}, why="a choice by weights knows no bound"),
+)
+class TOVA(TransformerXL):
+    """Keys and values of the `length` inputs of the layer to which its last query gave most weight. No parameters.
+
+    Args:
+        width: D. heads: H.
+        length: M, slots. eval_length: M of states made in evaluation mode; `length` when None.
+        places: where what is kept stands: at its place in the "stream", as in the releases, or at that in the "cache",
+            right before the segment, so that no distance is one that training did not have.
+        relative: own position scheme per layer, as Transformer-XL's; False takes the model's scheme, the only one in
+            models of others.
+        keep: what states made in evaluation mode hold: "hidden" states, as in training, or their keys and values
+            ("kv"), made once; see `TransformerXL`.
+
+    Raises:
+        ValueError: a length below 1, other `places` or another `keep`; keys and values in training mode.
+    """
+
+    needs = frozenset({"state", "context", "kv_projection", "weights"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int = 128,
+        *,
+        eval_length: int | None = None,
+        places: Literal["stream", "cache"] = "stream",
+        relative: bool = True,
+        keep: Literal["hidden", "kv"] = "hidden",
+    ) -> None:
+        super().__init__(width, heads, length, eval_length=eval_length, relative=relative, keep=keep)
+        self.places = one_of("places", places, PLACES)
+
+    def open(self, state: Rows | Pairs, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
+        context = super().open(state, first_B1P, project_kv)
+        if self.places == "stream":
+            return context._replace(consecutive=False)
+        assert first_B1P is not None
+        place_M = torch.arange(-context.valid_BM.shape[1], 0, device=context.valid_BM.device)
+        return context._replace(positions_BMP=first_B1P + place_M[None, :, None])
+
+    def write(self, state: Rows | Pairs, trace: Trace) -> tuple[Rows | Pairs, None]:
+        query, weights_BHNL = trace.query, trace.weights_BHNL
+        assert weights_BHNL is not None and query.positions_BNP is not None
+        new_BNW = trace.x_BND.detach()
+        if isinstance(state, Pairs):
+            assert query.k_BHNE is not None and query.v_BHNE is not None
+            new_BNW = side_by_side(query.k_BHNE, query.v_BHNE).detach()
+        rows, n = new_BNW.shape[:2]
+        real_BN = query.padding_BN
+        real_BN = torch.ones_like(new_BNW[..., 0], dtype=torch.bool) if real_BN is None else ~real_BN
+        last_B = torch.where(real_BN, torch.arange(n, device=real_BN.device), 0).amax(1)
+        # The context may begin with slots of other memories; its own are the last ones before the segment.
+        slots = state.positions_BMP.shape[1]
+        weights_BHNL = weights_BHNL[..., weights_BHNL.shape[-1] - n - slots :]
+        asked_BL = weights_BHNL.mean(1)[torch.arange(rows, device=last_B.device), last_B]
+        valid_BL = torch.cat([state.valid_BM, real_BN], 1)
+        # A segment of padding asks nothing: all that is there stays.
+        index_BM, real_BM = best(asked_BL.nan_to_num(0), valid_BL, slots)
+
+        def kept(old: Tensor, new: Tensor) -> Tensor:
+            both_BLC = torch.cat([old, new.to(old.dtype).expand(rows, -1, -1)], 1)
+            chosen_BMC = both_BLC.gather(1, index_BM[..., None].expand(-1, -1, both_BLC.shape[-1]))
+            return torch.where(real_BM[..., None], chosen_BMC, 0)
+
+        stored = kept(state[0], new_BNW), kept(state.positions_BMP, query.positions_BNP), real_BM.sum(1)
+        return type(state)(*stored), None

@@ -1,0 +1,308 @@
+"""TOVA and H2O: recorded steps, twins in loops, limits.
+
+Legend: B rows, H heads, N tokens, M slots, L slots and tokens, E head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from integrations.families import EIGHT, GROUPED, PAD, decoder, words
+from memories.xl_family import joined, language_model, run, text
+from torch import Tensor
+
+from cached_transformers import add_memory
+from cached_transformers.attentions.softmax import key_weights
+from cached_transformers.memories.h2o import H2O
+from cached_transformers.memories.parts.best import best, from_last
+from cached_transformers.memories.tova import TOVA
+from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.seam.memory import Query, Reading, Trace
+
+SPECS = {
+    "tova": {"name": "tova", "length": 5},
+    "tova/cache": {"name": "tova", "length": 5, "places": "cache"},
+    "h2o": {"name": "h2o", "length": 2, "heavy": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+def test_the_recorded_steps(shared: Path, name: str) -> None:
+    """One token a step; which keys are kept, what is read before the choice, and the scores."""
+    golden = np.load(shared / "golden/recurrent/bounded_kv.npz", allow_pickle=False)
+    q, k, v = (torch.tensor(golden[kind])[None] for kind in "qkv")
+    heads, steps, width = k.shape[1:]
+    memory: Any = TOVA(heads * width, heads, int(golden["capacity"]), keep="kv").eval()
+    if name == "h2o":
+        memory = H2O(heads * width, heads, int(golden["recent"]), heavy=int(golden["heavy"]))
+    state = memory.init_state(1, k)
+    for step in range(steps):
+        here_B1P = torch.full((1, 1, 1), step)
+        context = memory.open(state, here_B1P, lambda *_, **__: None)
+        asks, own_k, own_v = (t[:, :, step : step + 1] for t in (q, k, v))
+        weights = key_weights(asks, own_k, causal=True, key_padding_mask=None, context=context, bias_BHNM=None)
+        found = weights.nan_to_num(0) @ torch.cat([context.v_BHME, own_v], 2)
+        wanted = torch.tensor(golden[f"{name}/out"][:, step])
+        torch.testing.assert_close(found[0, :, 0], wanted, rtol=1e-10, atol=1e-12)
+        x_B1D = torch.zeros(1, 1, heads * width)
+        trace = Trace(x_B1D, x_B1D, Query(x_B1D, asks, here_B1P, None, None, own_k, own_v), Reading(context), weights)
+        state, _ = memory.write(state, trace)
+        valid_M = state.valid_BM[0]
+        keys = state.k_BHME if name == "h2o" else memory.open(state, here_B1P, lambda *_, **__: None).k_BHME
+        kept = [[int((k[0, h] == key).all(-1).nonzero()) for key in keys[0, h][valid_M]] for h in range(heads)]
+        recorded = np.broadcast_to(golden[f"{name}/kept"][step], (heads, valid_M.numel()))
+        assert kept == [[place for place in row if place >= 0] for row in recorded.tolist()]
+        if name == "h2o":
+            real = torch.tensor(golden["h2o/scores"][step])[:, : int(valid_M.sum())]
+            torch.testing.assert_close(state.scores_BHM[0][:, valid_M], real, rtol=1e-10, atol=1e-12)
+        else:
+            assert state.positions_BMP[0, valid_M, 0].tolist() == kept[0]
+
+
+Kept = dict[str, Any]
+Choose = Callable[[list[Kept], Tensor, int], list[Kept]]
+
+
+def tova_keeps(slots: int) -> Choose:
+    def choose(known: list[Kept], weights_HNL: Tensor, n: int) -> list[Kept]:
+        asked = weights_HNL[:, -1].mean(0)
+        stay = sorted(range(len(known)), key=lambda i: -asked[i].item())[:slots]
+        return [known[i] for i in sorted(stay)]
+
+    return choose
+
+
+def attend(layer: Any, h: int, x: list[Tensor], slots: list[Kept], first: int, places: str) -> tuple[Tensor, Tensor]:
+    """Results (N, E) and weights (N, L) of one head; each token sees the slots and the tokens up to itself."""
+    d, e = layer.width, layer.width // layer.heads
+    part, scheme = slice(h * e, (h + 1) * e), layer.positions
+    weight, bias = layer.qkv.weight, layer.qkv.bias
+    out, shares = [], []
+    for i, hidden in enumerate(x):
+        q = (weight[:d] @ layer.norm(hidden) + bias[:d])[part]
+        logits, values = [], []
+        for number, slot in enumerate([*slots, *({"x": t, "place": first + j} for j, t in enumerate(x[: i + 1]))]):
+            place = first - len(slots) + number if number < len(slots) and places == "cache" else slot["place"]
+            k, v = slot["kv"][h] if "kv" in slot else key_value(layer, slot["x"])[h]
+            angle = [(first + i - place) * 10000 ** (-2 * j / d) for j in range(d // 2)]
+            code = torch.tensor([math.sin(a) for a in angle] + [math.cos(a) for a in angle], dtype=torch.double)
+            r = (scheme.project.weight @ code)[part]
+            logits.append(((q + scheme.content_bias[h]) @ k + (q + scheme.position_bias[h]) @ r) / math.sqrt(e))
+            values.append(v)
+        share = torch.stack(logits).softmax(0)
+        out.append(share @ torch.stack(values))
+        shares.append(torch.cat([share, torch.zeros(len(x) - i - 1, dtype=torch.double)]))
+    return torch.stack(out), torch.stack(shares)
+
+
+def key_value(layer: Any, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    d, e = layer.width, layer.width // layer.heads
+    made = layer.qkv.weight[d:] @ layer.norm(hidden) + layer.qkv.bias[d:]
+    return [(made[h * e : (h + 1) * e], made[d + h * e : d + (h + 1) * e]) for h in range(layer.heads)]
+
+
+def twin(model: LanguageModel, tokens: list[int], segment: int, spec: dict[str, Any]) -> Tensor:
+    """(N, V): logits of one row, one head and token at a time; lists of what each layer and head keeps."""
+    blocks: list[Any] = list(model.stack.blocks)
+    heads = blocks[0].attention.heads
+    kept: list[list[list[Kept]]] = [[[] for _ in range(heads)] for _ in blocks]
+    logits = []
+    for first in range(0, len(tokens), segment):
+        x = [model.embedding.weight[token] for token in tokens[first : first + segment]]
+        for index, block in enumerate(blocks):
+            layer = block.attention
+            places = spec.get("places", "cache" if spec["name"] == "h2o" else "stream")
+            both = [attend(layer, h, x, kept[index][h], first, places) for h in range(heads)]
+            weights_HNL = torch.stack([weights for _, weights in both]).detach()
+            new = [{"x": t.detach(), "place": first + i} for i, t in enumerate(x)]
+            if spec["name"] == "tova":
+                stay = tova_keeps(spec["length"])([*kept[index][0], *new], weights_HNL, len(x))
+                kept[index] = [stay] * heads
+            else:
+                kept[index] = [h2o_keeps(layer, h, kept[index][h], x, weights_HNL[h], spec) for h in range(heads)]
+            merged = torch.cat([out for out, _ in both], -1)
+            y = [t + layer.output(o) for t, o in zip(x, merged, strict=True)]
+            x = [t + block.feed_forward(t) for t in y]
+        logits += [model.head(model.stack.norm(t)) for t in x]
+    return torch.stack(logits)
+
+
+def h2o_keeps(layer: Any, h: int, slots: list[Kept], x: list[Tensor], weights_NL: Tensor, spec: Any) -> list[Kept]:
+    new = [
+        {"kv": {h: tuple(t.detach() for t in key_value(layer, hidden)[h])}, "place": 0, "score": 0.0} for hidden in x
+    ]
+    known = [{**slot, "score": slot["score"] + weights_NL[:, i].sum().item()} for i, slot in enumerate([*slots, *new])]
+    older, last = known[: -spec["length"]], known[-spec["length"] :]
+    heavy = sorted(range(len(older)), key=lambda i: -older[i]["score"])[: spec["heavy"]]
+    return [older[i] for i in sorted(heavy)] + last
+
+
+@pytest.mark.parametrize("segment", [1, 3, 7])
+@pytest.mark.parametrize("kind", list(SPECS))
+def test_the_twin(kind: str, segment: int) -> None:
+    model, tokens_BN = language_model(SPECS[kind]), text(2, 16)
+    ours = joined(run(model, tokens_BN, segment))
+    wanted = torch.stack([twin(model, row.tolist(), segment, SPECS[kind]) for row in tokens_BN])
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-10)
+    weighting = torch.randn_like(ours)
+    for (name, p), a, b in zip(
+        model.named_parameters(),
+        *(torch.autograd.grad((t * weighting).sum(), list(model.parameters())) for t in (ours, wanted)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        assert p.grad is None
+
+
+def test_with_room_for_all_they_are_the_whole_text() -> None:
+    tokens_BN = text(2, 17)
+    for spec in ({"name": "tova", "length": 17}, {"name": "h2o", "length": 9, "heavy": 8}):
+        model = language_model(spec)
+        torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(model, tokens_BN, 17)))
+
+
+def test_h2o_without_heavy_ones_is_a_window() -> None:
+    tokens_BN = text(2, 17)
+    window = language_model({"name": "transformer_xl", "length": 5, "keep": "kv"}).eval()
+    model = language_model({"name": "h2o", "length": 5, "heavy": 0}).eval()
+    torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)))
+
+
+def test_tova_keeps_the_same_for_permuted_heads_and_h2o_permutes_with_them() -> None:
+    scores_HL = torch.rand(3, 9)
+    index, real = best(scores_HL.mean(0)[None], torch.ones(1, 9, dtype=torch.bool), 4)
+    again, _ = best(scores_HL[[2, 0, 1]].mean(0)[None], torch.ones(1, 9, dtype=torch.bool), 4)
+    assert torch.equal(index, again) and real.all()
+    each, _ = best(scores_HL, torch.ones(3, 9, dtype=torch.bool), 4)
+    assert torch.equal(best(scores_HL[[2, 0, 1]], torch.ones(3, 9, dtype=torch.bool), 4)[0], each[[2, 0, 1]])
+
+
+def test_the_best_stand_in_the_order_of_time_behind_empty_slots() -> None:
+    score = torch.tensor([[9.0, 1, 5, 7, 3, 8]])
+    valid = torch.tensor([[False, True, True, True, False, True]])
+    index, real = best(score, valid, 3)
+    assert index.tolist() == [[2, 3, 5]] and real.all()
+    index, real = best(score, valid, 5)
+    assert index[0, 1:].tolist() == [1, 2, 3, 5] and real.tolist() == [[False, True, True, True, True]]
+    assert from_last(valid).tolist() == [[4, 4, 3, 2, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", list(SPECS))
+def test_padding_is_not_kept_and_does_not_ask(kind: str) -> None:
+    """A short segment and one of padding alone: the row is what it is by itself."""
+    model = language_model(SPECS[kind])
+    tokens_BN, other_BN = text(1, 8), text(1, 12, 1)
+    padding_BN = torch.zeros(2, 4, dtype=torch.bool)
+    state, found = None, []
+    for segment, real in enumerate((4, 2, 0, 2)):
+        given = torch.zeros(1, 4, dtype=torch.long)
+        begin = (0, 4, 6, 6)[segment]
+        given[:, :real] = tokens_BN[:, begin : begin + real]
+        other = other_BN[:, 4 * segment : 4 * segment + 4] if segment < 3 else other_BN[:, :4]
+        padding_BN[0] = torch.arange(4) >= real
+        out = model(torch.cat([given, other]), state, padding=padding_BN)
+        state = out.state
+        found.append(out.outputs[:1, :real])
+    torch.testing.assert_close(torch.cat(found, 1), joined(run(model, tokens_BN, [4, 2, 2])), rtol=0, atol=1e-10)
+
+
+def test_what_tova_keeps_in_evaluation_may_be_keys_and_values() -> None:
+    tokens_BN = text(2, 23)
+    models = [language_model({**SPECS["tova"], "keep": keep}).eval() for keep in ("kv", "hidden")]
+    torch.testing.assert_close(*(joined(run(model, tokens_BN, 3)) for model in models))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "tova", "length": 0}, "length=0 must be at least 1 slot"),
+        ({"name": "tova", "places": "past"}, "places='past' must be one of stream, cache"),
+        ({"name": "h2o", "heavy": -1}, "heavy=-1 must be a number of slots"),
+        ({"name": "h2o", "length": 0}, "length=0 must be at least 1 slot"),
+    ],
+)
+def test_refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language_model(spec)
+
+
+# ---- decoders of transformers
+
+
+def eager(family: Any, spec: dict[str, Any] | None = None, **sizes: Any) -> Any:
+    model = family.build()
+    model.set_attn_implementation("eager")
+    if spec is not None:
+        add_memory(model, spec, **sizes)
+    return model
+
+
+@torch.no_grad()
+def test_tova_in_a_decoder_keeps_what_the_host_itself_attends() -> None:
+    """A twin: the host reads what was kept and the next token, at their places in the stream, and shows its weights.
+
+    Of one layer, whose keys are of the tokens alone.
+    """
+    family = decoder("llama", "Llama", **GROUPED, num_hidden_layers=1)
+    plain, model = eager(family), eager(family, SPECS["tova"], segment_length=1)
+    ids, state = words(tokens=14)[:1], None
+    kept = list[int]()
+    for place in range(14):
+        seen = [*kept, place]
+        wanted = plain(ids[:, seen], position_ids=torch.tensor([seen]), output_attentions=True)
+        found = model(ids[:, place : place + 1], memory_state=state)
+        state = found.memory_state
+        torch.testing.assert_close(found.logits[:, -1], wanted.logits[:, -1], rtol=0, atol=1e-5)
+        asked = wanted.attentions[0][0, :, -1].mean(0)
+        kept = sorted(seen[i] for i in asked.topk(min(5, len(seen))).indices)
+        layer = state.layers[0]
+        assert layer.positions_BMP[0, layer.valid_BM[0], 0].tolist() == kept
+    assert kept != list(range(9, 14)), "what it chooses is not the last ones"
+
+
+@torch.no_grad()
+def test_padding_is_not_kept_in_a_decoder() -> None:
+    family = decoder("llama", "Llama", **GROUPED)
+    model, ids = eager(family, SPECS["tova"], segment_length=4), words(tokens=11)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found = model(ids.masked_fill(mask == 0, PAD), attention_mask=mask).logits[:1, 3:]
+    torch.testing.assert_close(found, model(ids[:1, 3:]).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        decoder("llama", "Llama", **GROUPED),
+        decoder("phi3", "fused", **GROUPED),
+        decoder("bloom", "alibi"),
+        decoder("gpt_oss", "sinks", **EIGHT, num_local_experts=2, num_experts_per_tok=1),
+    ],
+    ids=lambda family: family.name,
+)
+@torch.no_grad()
+def test_with_room_for_all_a_decoder_is_the_host(family: Any) -> None:
+    plain, ids = eager(family), words(tokens=14)
+    for spec in ({"name": "tova", "length": 32}, {"name": "compressive", "function": "most_used", "length": 32}):
+        model = eager(family, spec, segment_length=4)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+        assert torch.equal(model.generate(ids, num_beams=2, **options), plain.generate(ids, num_beams=2, **options))
+
+
+def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
+    family = decoder("llama", "Llama", **GROUPED)
+    with pytest.raises(ValueError, match=r"'tova' needs weights .*attn_implementation='sdpa' gives none; .*'eager'"):
+        add_memory(family.build(), SPECS["tova"], segment_length=4)
+    model = eager(family, SPECS["tova"], segment_length=4)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="TOVA needs the weights of LlamaAttention, which gave none"):
+        model(words(tokens=8))
+    with pytest.raises(ValueError, match="'h2o' needs stored_kv"):
+        add_memory(eager(family), "h2o", segment_length=4)

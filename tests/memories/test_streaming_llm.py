@@ -1,0 +1,200 @@
+"""StreamingLLM: the official cache's recorded steps, a twin in loops, limits, and decoders of transformers.
+
+Legend: B rows, H heads, N tokens, M slots, E head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from integrations.families import GROUPED, SEGMENT, decoder, words
+from memories.xl_family import assert_equal_values_and_gradients, joined, language_model, one_token, run, sines, text
+from torch import Tensor, nn
+
+from cached_transformers import add_memory
+from cached_transformers.memories.streaming_llm import SinksState, StreamingLLM
+from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.seam.memory import Query, Reading, Trace
+from cached_transformers.seam.positions import RotaryPositions
+
+S, R = 2, 4
+
+
+def streaming(**options: Any) -> dict[str, Any]:
+    return {"name": "streaming_llm", "length": R, "sinks": S, **options}
+
+
+def with_halves_turned(t_BHNE: Tensor) -> Tensor:
+    """Channels in the order in which our rotation pairs neighbours, where the source pairs i with i + E / 2."""
+    return torch.stack(t_BHNE.chunk(2, -1), -1).flatten(-2)
+
+
+def test_the_recorded_steps(shared: Path) -> None:
+    golden = np.load(shared / "golden/recurrent/streaming_llm.npz", allow_pickle=False)
+    q, k, v = (torch.tensor(golden[name]) for name in "qkv")
+    heads, steps, width = k.shape[1:]
+    # There the token itself is one of the recent ones.
+    memory = StreamingLLM(heads * width, heads, int(golden["recent"]) - 1, sinks=int(golden["sink"]), keep="kv").eval()
+    state, turn = memory.init_state(1, k), RotaryPositions(width).rotate
+    for step in range(steps):
+        here_B1P = torch.full((1, 1, 1), step)
+        context = memory.open(state, here_B1P, lambda *_, **__: None)  # type: ignore[arg-type, return-value]
+        own = (t[:, :, step : step + 1] for t in (k, v))
+        keys, values = (torch.cat(pair, 2) for pair in zip((context.k_BHME, context.v_BHME), own, strict=True))
+        valid_L = torch.cat([context.valid_BM[0], torch.ones(1, dtype=torch.bool)])
+        kept = [int((k[0, 0] == key).all(-1).nonzero()) for key in keys[0, 0][valid_L]]
+        assert kept == [place for place in golden["kept"][step].tolist() if place >= 0]
+        places = torch.cat([context.positions_BMP, here_B1P], 1)
+        asks, seen = with_halves_turned(q[:, :, step : step + 1]), with_halves_turned(keys)
+        logits = turn(asks, here_B1P) @ turn(seen, places).mT / math.sqrt(width)
+        found = logits.masked_fill(~valid_L, -math.inf).softmax(-1) @ values
+        torch.testing.assert_close(
+            found[0, :, 0], torch.tensor(golden["out"][0, :, step]), rtol=1e-6, atol=1e-6
+        )  # our angles are float32
+        x_B1D = torch.zeros(1, 1, heads * width)
+        query = Query(x_B1D, None, here_B1P, None, None, k[:, :, step : step + 1], v[:, :, step : step + 1])
+        state, _ = memory.write(state, Trace(x_B1D, x_B1D, query, Reading()))
+
+
+def twin(model: LanguageModel, tokens: list[int], segment: int) -> Tensor:
+    """(N, V): logits of one row, one token at a time, from lists of all that every layer was given."""
+    blocks: list[Any] = list(model.stack.blocks)
+    given: list[list[Tensor]] = [[] for _ in blocks]
+    logits = []
+    for first in range(0, len(tokens), segment):
+        x = [model.embedding.weight[token] for token in tokens[first : first + segment]]
+        for index, block in enumerate(blocks):
+            slots = given[index][:S] + given[index][S:][-R:]
+            known = [(hidden, (first - len(slots) + place,)) for place, hidden in enumerate(slots)]
+            y = []
+            for i, hidden in enumerate(x):
+                known.append((hidden, (first + i,)))
+                y.append(one_token(block, hidden, (first + i,), known, lambda a, b: sines(a[0] - b[0], 12)))
+            given[index] += [hidden.detach() for hidden in x]
+            x = y
+        logits += [model.head(model.stack.norm(t)) for t in x]
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("segment", [1, 3, 5, 8])
+def test_the_twin(segment: int) -> None:
+    model, tokens_BN = language_model(streaming()), text(2, 17)
+    ours = joined(run(model, tokens_BN, segment))
+    wanted = torch.stack([twin(model, row.tolist(), segment) for row in tokens_BN])
+    assert_equal_values_and_gradients(model, ours, wanted)
+
+
+def test_without_sinks_it_is_transformer_xl_and_with_room_for_all_the_whole_text() -> None:
+    tokens_BN = text(2, 17)
+    outs = [
+        joined(run(language_model(spec), tokens_BN, 4))
+        for spec in (streaming(sinks=0, length=6), {"name": "transformer_xl", "length": 6})
+    ]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    model = language_model(streaming(length=15))
+    torch.testing.assert_close(joined(run(model, tokens_BN, 4)), joined(run(model, tokens_BN, 17)), rtol=0, atol=1e-10)
+
+
+def test_what_left_the_cache_is_gone_and_sinks_stay() -> None:
+    """In one layer; in more, what stays was made of what left."""
+    model, tokens_BN = language_model(streaming(), depth=1), text(1, 17)
+
+    def change(place: int) -> float:
+        other_BN = tokens_BN.clone()
+        other_BN[0, place] = (other_BN[0, place] + 1) % 13
+        outs = [joined(run(model, t, 3))[:, -2:] for t in (tokens_BN, other_BN)]  # the last segment, tokens 15 and 16
+        return (outs[0] - outs[1]).abs().max().item()
+
+    changes = [change(place) for place in range(15)]
+    assert all(changed > 1e-6 for changed in (*changes[:S], *changes[15 - R :]))
+    assert not any(changes[S : 15 - R])
+
+
+def test_each_row_has_its_own_sinks_whatever_is_padding() -> None:
+    """Rows of which the first, the second and a middle segment are short read what they read alone."""
+    model = language_model(streaming())
+    rows = [text(1, 9, seed) for seed in range(3)]
+    cuts = [(1, 4, 4), (4, 1, 4), (0, 4, 4)]  # of segments of four tokens
+    state, outs = None, []
+    begun = [0] * 3
+    for segment in range(3):
+        tokens_BN, padding_BN = torch.zeros(3, 4, dtype=torch.long), torch.ones(3, 4, dtype=torch.bool)
+        for row, cut in enumerate(cuts):
+            n = cut[segment]
+            tokens_BN[row, :n] = rows[row][0, begun[row] : begun[row] + n]
+            padding_BN[row, :n] = False
+            begun[row] += n
+        out = model(tokens_BN, state, padding=padding_BN)
+        state = out.state
+        outs.append(out.outputs)
+    for row, cut in enumerate(cuts):
+        pieces = [n for n in cut if n]
+        alone = joined(run(model, rows[row][:, : sum(cut)], pieces))
+        found = torch.cat([out[row : row + 1, :n] for out, n in zip(outs, cut, strict=True)], 1)
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+    layer: SinksState = state.layers[0]
+    assert layer.sinks.count_B.tolist() == [S] * 3 and layer.recent.count_B.tolist() == [R] * 3
+    assert layer.sinks.positions_BMP[:, :, 0].tolist() == [[0, 1]] * 3
+
+
+def test_kept_keys_are_those_of_kept_states_and_refused_in_training() -> None:
+    tokens_BN = text(2, 23)
+    model, plain = (language_model(streaming(keep=keep)).eval() for keep in ("kv", "hidden"))
+    torch.testing.assert_close(joined(run(model, tokens_BN, 3)), joined(run(plain, tokens_BN, 3)), rtol=0, atol=1e-10)
+    state = model.init_state(2)
+    with pytest.raises(ValueError, match="of this one's other mode"):
+        model.train()(tokens_BN[:, :3], state)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"sinks": -1}, "sinks=-1 must be a number of tokens"),
+        ({"length": 0}, "length=0 must be at least 1 slot"),
+        ({"keep": "all"}, "keep='all'"),
+    ],
+)
+def test_refused(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language_model(streaming(**option))
+
+
+LLAMA = decoder("llama", "Llama", **GROUPED)
+
+
+@torch.no_grad()
+def test_a_pretrained_decoder_has_it_at_once_and_is_what_it_was_while_all_fits() -> None:
+    plain, model = LLAMA.build(), LLAMA.with_memory(streaming(length=12))
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in plain.named_parameters()}
+    ids = words(tokens=14)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for beams in (1, 3):
+        said = [host.generate(words(tokens=5), num_beams=beams, **options)[:, :17] for host in (model, plain)]
+        assert torch.equal(*said)
+    long = torch.cat([words(tokens=14)] * 9, 1)
+    assert model(long).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_decoder_goes_on_from_places_in_the_cache() -> None:
+    """A twin: the last segment's logits are those of the host itself, reading sinks and recent tokens as one text.
+
+    Of one layer, whose keys are of the tokens alone.
+    """
+    family = decoder("llama", "Llama", **GROUPED, num_hidden_layers=1)
+    plain, model, ids = family.build(), family.with_memory(streaming()), words(tokens=5 * SEGMENT)
+    begin = 4 * SEGMENT
+    cache = torch.cat([ids[:, :S], ids[:, begin - R :]], 1)
+    torch.testing.assert_close(model(ids).logits[:, begin:], plain(cache).logits[:, S + R :], rtol=0, atol=1e-5)
+
+
+def test_a_table_of_positions_is_refused_with_what_to_take() -> None:
+    model: nn.Module = decoder("gpt2", "GPT-2").build()
+    with pytest.raises(ValueError, match=r"its positions are a table .*take a decoder with rotary positions"):
+        add_memory(model, streaming(), segment_length=SEGMENT)
