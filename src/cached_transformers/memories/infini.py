@@ -8,16 +8,17 @@ Beside its softmax over the segment each head reads a matrix in which all earlie
 M and z are read as the segments before have left them. What is written, U, is one of
 
     linear    u_t = v_t
-    delta     u_t = v_t - s(k_t) M / (s(k_t) z)                       every token against the M and z of the segment's begin
-    exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})           every token against what the token before it has left
+    delta     u_t = v_t - s(k_t) M / (s(k_t) z)                 all tokens against M and z of the segment's begin
+    exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against what the token before it has left
 
 In "exact" the normaliser moves with the tokens as M does: z_{t-1}, not that of the segment's begin. M and z are then a
-function of the tokens alone, wherever a stream is cut, as they are with "linear". Within a chunk of tokens the corrections
-solve one triangular system: with G the part of s(K) s(K)^T below the diagonal, n = s(K) z + G 1, all of before the chunk,
+function of the tokens alone, wherever a stream is cut, as they are with "linear". The corrections of a chunk of tokens
+solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the diagonal, and
+n = s(K) z + G 1,
 
     (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M
 
-Rows of diag(1 / n) G are not negative and sum to 1 at most, so that U is bounded by the values times the tokens of a chunk.
+No entry of diag(1 / n) G is negative, and no row sums to more than 1: U has at most C times the size of the right side.
 
 Queries, keys and values are those of the layer, without positions, and queries without the 1 / sqrt(E) of the softmax.
 
@@ -26,6 +27,7 @@ Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E model 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,7 +74,12 @@ def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tens
 
 
 def store(
-    matrix_BHEF: Tensor, mass_BHE: Tensor, features_BHNE: Tensor, values_BHNF: Tensor, update: Update, chunk: int = CHUNK
+    matrix_BHEF: Tensor,
+    mass_BHE: Tensor,
+    features_BHNE: Tensor,
+    values_BHNF: Tensor,
+    update: Update,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """M and z with these pairs. Features of 0 (padding) leave both as they are."""
     size = min(chunk, features_BHNE.shape[2]) if update == "exact" else features_BHNE.shape[2]
@@ -96,20 +103,40 @@ def store(
     title="Infini-attention",
     carries="a matrix in each head, to which all keys and values of a segment are added; a gate mixes what it answers",
     purpose="associations, as many as keys are wide",
-    equations="A = g s(Q) M / (s(Q) z) + (1 - g) softmax(Q K^T) V;  M' = M + s(K)^T (V - s(K) M / (s(K) z)), "
-    "z' = z + sum s(K);  s = elu + 1",
-    state="per row and layer: 4 (D E + D) + 8 bytes",
-    cost="per token and layer: D E + D (read) and 2 D E + D (write; linear: D E; exact: and 3 D C / 2, C = 64 or N) "
-    "multiply-adds",
-    reach="unbounded; what is written fades among all that is, unless its keys are like no others",
+    equations="A = g s(Q) M / (s(Q) z) + (1 - g) softmax(Q K^T) V;  M' = M + s(K)^T V, z' = z + sum s(K), "
+    "s = elu + 1;  delta rules: V - s(K) M / (s(K) z) in the place of V",
+    state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H",
+    cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
+    "C = 64 tokens or N) multiply-adds",
+    reach="unbounded; what is written is diluted by all that is written behind it, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
+    presets={"trained": {"initial_gate": -4.0}},
 )
 class Infini(LayerMemory):
     """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes what it answers.
 
-    It has one parameter a layer, `gate_H` (beta), and uses the layer's own queries, keys and values. A row that has
-    written nothing reads nothing.
+    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
+    several heads share come once for each of them, so that such heads hold the same matrix. M and z are float32 at
+    least, under autocast too: z grows by every token, and sums want the digits. Padding writes nothing.
+
+    State: 4 (D E + D) + 8 bytes per row and layer. A token costs D E + D multiply-adds to read and D E to write; with
+    a delta rule 2 D E + D to write, and with "exact" the products of its chunk, D C, and half as many for its triangle.
+
+    The gates are `gate_H` of each layer's memory. Weight decay would pull them to g = 1/2, so that
+    `training.parameter_groups` leaves them out, as all vectors; other optimisers are to be told. Where they should move
+    faster than the weights, they get a group of their own: parameters whose names end in "gate_H".
+
+    Args:
+        width: D. heads: H.
+        update: "linear", the sum of all pairs; "delta", the paper's rule, all tokens of a segment against what the
+            segments before have left; "exact", the same token by token, in chunks: no cut of the stream changes it.
+        first: what a row without a past puts out: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
+        initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
+            little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
+
+    Raises:
+        ValueError: a width that the heads do not divide, an unknown choice, or an initial gate that is no number.
     """
 
     needs = frozenset({"state", "head"})
@@ -119,13 +146,17 @@ class Infini(LayerMemory):
         width: int,
         heads: int,
         *,
-        update: Update = "delta",
+        update: Update = "linear",
         first: Literal["bypass", "gated"] = "bypass",
         initial_gate: float = 0.0,
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
             raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        if math.isnan(initial_gate):
+            raise ValueError(
+                f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
+            )
         self.heads, self.head_width = heads, width // heads
         self.update: Update = one_of("update", update, UPDATES)
         self.gated_first = one_of("first", first, ("bypass", "gated")) == "gated"
@@ -164,9 +195,7 @@ class Infini(LayerMemory):
         matrix_BHEF, mass_BHE, _ = self.open(state, None, None)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
             k_BHNE, v_BHNE = (_shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
-            matrix_BHEF, mass_BHE = store(
-                matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update
-            )
+            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
         tokens = k_BHNE.shape[2] if padding_BN is None else (~padding_BN).sum(1)
         return Associations(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
 
