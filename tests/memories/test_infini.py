@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import DECODERS, Architecture, architectures, awaken, by_hand, differences, words
+from integrations.transformers_hosts import (
+    BART,
+    BERT,
+    DECODERS,
+    T5,
+    Architecture,
+    architectures,
+    awaken,
+    by_hand,
+    differences,
+    words,
+)
 from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 
@@ -481,3 +492,12 @@ def test_a_decoder_trains_and_generates_with_it(host: Architecture, tmp_path: Pa
     a, b = by_hand(model, ids), by_hand(loaded, ids)
     torch.testing.assert_close(a[0], b[0])
     assert differences(a[1], b[1]) < 1e-6
+
+
+def test_other_hosts_take_it_or_say_why_not() -> None:
+    model, ids = hosted(BERT).eval(), words(2, 10)
+    far = (model(ids).logits - hosted(BERT, initial_gate=3.0).eval()(ids).logits).abs()
+    assert far[:, :5].max() == 0 < far[:, 5:].max()
+    for host in (BART, T5):
+        with pytest.raises(ValueError, match=r"memory 'infini' needs state .* memories that work here: .*'grc'"):
+            hosted(host)

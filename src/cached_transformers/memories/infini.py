@@ -123,9 +123,9 @@ class Infini(LayerMemory):
     State: 4 (D E + D) + 8 bytes per row and layer. A token costs D E + D multiply-adds to read and D E to write; with
     a delta rule 2 D E + D to write, and with "exact" the products of its chunk, D C, and half as many for its triangle.
 
-    The gates are `gate_H` of each layer's memory. Weight decay would pull them to g = 1/2, so that
-    `training.parameter_groups` leaves them out, as all vectors; other optimisers are to be told. Where they should move
-    faster than the weights, they get a group of their own: parameters whose names end in "gate_H".
+    The gates are `gate_H` of each layer's memory. Weight decay would pull them to g = 1/2: `parameter_groups` of our
+    training leaves them out, as all vectors, and other optimisers are to be told. Where they should move faster than
+    the weights, they get a group of their own: parameters whose names end in "gate_H".
 
     Args:
         width: D. heads: H.
@@ -186,7 +186,9 @@ class Infini(LayerMemory):
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         gate_H11 = self.gate_H.sigmoid()[:, None, None]
-        mixed_BHNE = (gate_H11 * reading.output_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
+        read_BHNE = reading.output_BHNE
+        assert read_BHNE is not None
+        mixed_BHNE = (gate_H11 * read_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
         return mixed_BHNE if self.gated_first else torch.where(reading.carry[:, None, None, None], mixed_BHNE, y_BHNE)
 
     def write(self, state: Associations, trace: Trace) -> tuple[Associations, None]:
