@@ -153,7 +153,6 @@ STREAMS: dict[str, dict[str, Any]] = {
     "rmt": {"name": "rmt", "length": 3},
     "rmt_causal": {"name": "rmt", "length": 3, "mask": "causal"},
     "outside": {"name": "outside_infini"},
-    "infini": {"name": "infini", "update": "exact"},
 }
 
 
