@@ -377,6 +377,21 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: DEPTH * 4 * (2 * 9) * (d + 1) + 8,
         model={"norm": "post", "positions": "relative"},
     ),
+    "infini": Contract(
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
+        cost=Cost({}, lambda: LAYERS * (2 * D * D / H + D)),
+    ),
+    "infini/delta": Contract(
+        options={"update": "delta", "first": "gated"},
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
+        exempt={"empty": "the paper's first segment: the gate mixes in what an empty matrix answers, zeros"},
+        cost=Cost({"update": "delta", "first": "gated"}, lambda: LAYERS * (3 * D * D / H + 2 * D)),
+    ),
+    "infini/exact": Contract(
+        options={"update": "exact"},
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
+        cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
+    ),
     "memformer": Contract(
         options={"length": 3},
         bytes_per_row=lambda d: 4 * 3 * d + 8,

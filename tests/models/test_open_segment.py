@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "crtn": [{"segment": SEGMENT}, {"segment": SEGMENT, "query": "compute_first", "short_memory": 1}],
     "grc_stream": [{"length": 5}, {"length": 5, "ratio": 1.0}],
     "memorizing": [{"length": 9, "k": 4}, {"length": 9, "k": 4, "joint": True}],
+    "infini": [{}, {"update": "exact", "first": "gated"}],
     "rmt": [{"length": 3}, {"length": 3, "mask": "causal"}, {"length": 3, "cache": 5}],
     "memory_transformer": [{"length": 3}, {"length": 3, "control": True, "cache": 4}],
     "memformer": [{"length": 4}],
@@ -245,7 +246,7 @@ def test_beams_find_the_same_texts(memory: str) -> None:
         torch.testing.assert_close(t, want, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("memory", ["grc_stream", "memorizing"])
+@pytest.mark.parametrize("memory", ["grc_stream", "infini", "memorizing"])
 @torch.no_grad()
 def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a segment, by the first tokens; when it has been written, by every token, of every row."""

@@ -1,0 +1,211 @@
+"""Infini-attention (Munkhdalai, Faruqui, Gopal 2024, arXiv:2404.07143; the authors have published no code).
+
+Beside its softmax over the segment each head reads a matrix in which all earlier segments stand; a gate mixes the two.
+
+    A_mem = s(Q) M / (s(Q) z),    A = g A_mem + (1 - g) A_dot,    s(x) = elu(x) + 1,    g = sigmoid(beta), one a head
+    M' = M + s(K)^T U,    z' = z + sum_t s(k_t)
+
+M and z are read as the segments before have left them. What is written, U, is one of
+
+    linear    u_t = v_t
+    delta     u_t = v_t - s(k_t) M / (s(k_t) z)                 all tokens against M and z of the segment's begin
+    exact     u_t = v_t - s(k_t) M_{t-1} / (s(k_t) z_{t-1})     each against what the token before it has left
+
+In "exact" the normaliser moves with the tokens as M does: z_{t-1}, not that of the segment's begin. M and z are then a
+function of the tokens alone, wherever a stream is cut, as they are with "linear". The corrections of a chunk of tokens
+solve one triangular system: with M and z of before the chunk, G the part of s(K) s(K)^T below the diagonal, and
+n = s(K) z + G 1,
+
+    (I + diag(1 / n) G) U = V - diag(1 / n) s(K) M
+
+No entry of diag(1 / n) G is negative, and no row sums to more than 1: U has at most C times the size of the right side.
+
+Queries, keys and values are those of the layer, without positions, and queries without the 1 / sqrt(E) of the softmax.
+
+Legend: B rows, N tokens, H heads, E head width (F a second one), D = H E model width, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .parts.options import one_of
+
+Update = Literal["linear", "delta", "exact"]
+UPDATES = ("linear", "delta", "exact")
+CHUNK = 64
+"""C: of "exact"; changes the cost alone."""
+EPSILON = 1e-6
+"""The least that is divided by: an empty z, or keys that resemble none of those stored, give 0."""
+
+
+class Associations(NamedTuple):
+    """M and z of each head, and how many tokens the row has written."""
+
+    matrix_BHEF: Tensor
+    mass_BHE: Tensor
+    tokens_B: Tensor
+
+
+class Opened(NamedTuple):
+    """M and z, zeros where nothing was written, and the rows in which something was."""
+
+    matrix_BHEF: Tensor
+    mass_BHE: Tensor
+    any_B: Tensor
+
+
+def sigma(x: Tensor) -> Tensor:
+    """elu(x) + 1, with all digits where it is small: e^x below 0, where (e^x - 1) + 1 would round to 0."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def recall(features_BHNE: Tensor, matrix_BHEF: Tensor, mass_BHE: Tensor) -> Tensor:
+    """What stands under these features (B, H, N, F): for sums of values, their mean by likeness of keys."""
+    return features_BHNE @ matrix_BHEF / (features_BHNE @ mass_BHE[..., None]).clamp(min=EPSILON)
+
+
+def store(
+    matrix_BHEF: Tensor,
+    mass_BHE: Tensor,
+    features_BHNE: Tensor,
+    values_BHNF: Tensor,
+    update: Update,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """M and z with these pairs. Features of 0 (padding) leave both as they are."""
+    size = min(chunk, features_BHNE.shape[2]) if update == "exact" else features_BHNE.shape[2]
+    for s_BHCE, u_BHCF in zip(features_BHNE.split(size, 2), values_BHNF.split(size, 2), strict=True):
+        if update == "delta":
+            u_BHCF = u_BHCF - recall(s_BHCE, matrix_BHEF, mass_BHE)
+        elif update == "exact":
+            likeness_BHCC = (s_BHCE @ s_BHCE.mT).tril(-1)
+            found_BHC1 = s_BHCE @ mass_BHE[..., None] + likeness_BHCC.sum(-1, keepdim=True)
+            found_BHC1 = found_BHC1.clamp(min=EPSILON)
+            u_BHCF = torch.linalg.solve_triangular(
+                likeness_BHCC / found_BHC1, u_BHCF - s_BHCE @ matrix_BHEF / found_BHC1, upper=False, unitriangular=True
+            )
+        matrix_BHEF, mass_BHE = matrix_BHEF + s_BHCE.mT @ u_BHCF, mass_BHE + s_BHCE.sum(2)
+    return matrix_BHEF, mass_BHE
+
+
+@MEMORIES.register(
+    "infini",
+    paper="arXiv:2404.07143",
+    title="Infini-attention",
+    carries="a matrix in each head, to which all keys and values of a segment are added; a gate mixes what it answers",
+    purpose="associations, as many as keys are wide",
+    equations="A = g s(Q) M / (s(Q) z) + (1 - g) softmax(Q K^T) V;  M' = M + s(K)^T V, z' = z + sum s(K), "
+    "s = elu + 1;  delta rules: V - s(K) M / (s(K) z) in the place of V",
+    state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H",
+    cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
+    "C = 64 tokens or N) multiply-adds",
+    reach="unbounded; what is written is diluted by all that is written behind it, but for keys that differ",
+    gradient="through the matrix, over `bptt` segments",
+    probe=Probing(fixed()),
+    presets={"trained": {"initial_gate": -4.0}},
+)
+class Infini(LayerMemory):
+    """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes what it answers.
+
+    It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
+    several heads share come once for each of them, so that such heads hold the same matrix. M and z are float32 at
+    least, under autocast too: z grows by every token, and sums want the digits. Padding writes nothing.
+
+    State: 4 (D E + D) + 8 bytes per row and layer. A token costs D E + D multiply-adds to read and D E to write; with
+    a delta rule 2 D E + D to write, and with "exact" the products of its chunk, D C, and half as many for its triangle.
+
+    The gates are `gate_H` of each layer's memory. Weight decay would pull them to g = 1/2: `parameter_groups` of our
+    training leaves them out, as all vectors, and other optimisers are to be told. Where they should move faster than
+    the weights, they get a group of their own: parameters whose names end in "gate_H".
+
+    Args:
+        width: D. heads: H.
+        update: "linear", the sum of all pairs; "delta", the paper's rule, all tokens of a segment against what the
+            segments before have left; "exact", the same token by token, in chunks: no cut of the stream changes it.
+        first: what a row without a past puts out: A_dot ("bypass"), or the paper's (1 - g) A_dot ("gated").
+        initial_gate: beta; 0 mixes halves. A model that was trained without the memory wants less, so that it changes
+            little and the gate still learns: `preset="trained"` is -4 (g = 0.018).
+
+    Raises:
+        ValueError: a width that the heads do not divide, an unknown choice, or an initial gate that is no number.
+    """
+
+    needs = frozenset({"state", "head"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        update: Update = "linear",
+        first: Literal["bypass", "gated"] = "bypass",
+        initial_gate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ValueError(f"width={width} must be a positive multiple of heads={heads}")
+        if math.isnan(initial_gate):
+            raise ValueError(
+                f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
+            )
+        self.heads, self.head_width = heads, width // heads
+        self.update: Update = one_of("update", update, UPDATES)
+        self.gated_first = one_of("first", first, ("bypass", "gated")) == "gated"
+        self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
+
+    def init_state(self, batch_size: int, like: Tensor) -> Associations:
+        sizes, wide = (batch_size, self.heads, self.head_width), torch.promote_types(like.dtype, torch.float32)
+        matrix_BHEF = like.new_zeros(*sizes, self.head_width, dtype=wide)
+        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return Associations(matrix_BHEF, like.new_zeros(sizes, dtype=wide), tokens_B)
+
+    def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
+        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        any_B = state.tokens_B > 0
+        any_B11 = any_B[:, None, None]
+        return Opened(
+            torch.where(any_B11[..., None], state.matrix_BHEF, 0), torch.where(any_B11, state.mass_BHE, 0), any_B
+        )
+
+    def read(self, opened: Opened, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert query.q_BHNE is not None
+        matrix_BHEF, mass_BHE, any_B = opened
+        with torch.autocast(matrix_BHEF.device.type, enabled=False):
+            q_BHNE = _shown(query.q_BHNE, query.padding_BN).to(matrix_BHEF.dtype)
+            output_BHNE = recall(sigma(q_BHNE), matrix_BHEF, mass_BHE)
+        return Reading(None, output_BHNE, any_B, any_B=None if self.gated_first else any_B)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        gate_H11 = self.gate_H.sigmoid()[:, None, None]
+        read_BHNE = reading.output_BHNE
+        assert read_BHNE is not None
+        mixed_BHNE = (gate_H11 * read_BHNE + (1 - gate_H11) * y_BHNE).to(y_BHNE.dtype)
+        return mixed_BHNE if self.gated_first else torch.where(reading.carry[:, None, None, None], mixed_BHNE, y_BHNE)
+
+    def write(self, state: Associations, trace: Trace) -> tuple[Associations, None]:
+        k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
+        assert k_BHNE is not None and v_BHNE is not None
+        matrix_BHEF, mass_BHE, _ = self.open(state, None, None)
+        with torch.autocast(matrix_BHEF.device.type, enabled=False):
+            k_BHNE, v_BHNE = (_shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
+            matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)
+        tokens = k_BHNE.shape[2] if padding_BN is None else (~padding_BN).sum(1)
+        return Associations(matrix_BHEF, mass_BHE, state.tokens_B + tokens), None
+
+    def close_gate(self) -> None:
+        with torch.no_grad():
+            self.gate_H.fill_(-torch.inf)
+
+
+def _shown(t_BHNE: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """The same with 0 at padding, so that whatever stands there reaches no sum, and no gradient."""
+    return t_BHNE if padding_BN is None else t_BHNE.masked_fill(padding_BN[:, None, :, None], 0)
