@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_the_score_is_that_of_a_loop_over_rows(trained: Path, capsys: pytest.Cap
     tokens, length = [dataset.tokenizer.start, *dataset.tokens.tolist()], config.training.segment_length
     bounds = [row * (len(tokens) - 1) // 3 for row in range(4)]
     cache, nats = NeuralCache(30, 0.3, 0.4), 0.0
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         state = copies = None
         for begin in range(first, last, length):
             row = torch.tensor([tokens[begin : min(begin + length, last) + 1]])
@@ -97,7 +98,7 @@ def test_neighbours_of_the_training_split(trained: Path, capsys: pytest.CaptureF
     about = result["output_cache"]
     assert about["tuned"] == ["temperature", "lambda"] and about["options"]["key"] == key
     assert cached["loss"] < plain["loss"] - 0.1
-    config, model, _ = load_run(trained, "tested")
+    config, _, _ = load_run(trained, "tested")
     assert about["entries"] == len(build_dataset(config, "train"))
     written = (folder / "keys.bin").stat().st_mtime_ns
     given = [f"knn.{name}={about['options'][name]}" for name in ("temperature", "lambda")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -290,13 +291,17 @@ def test_segments_that_do_not_fit_are_refused() -> None:
     text, cache = Text(), NeuralCache(4)
     with pytest.raises(ValueError, match=r"hidden states of shape \(2, 22, 5\) must be"):
         cache(text.logits, text.h[:, 1:], text.next)
-    with pytest.raises(ValueError, match="a target is not in -100 .* a vocabulary of 11 tokens"):
+    with pytest.raises(ValueError, match=r"a target is not in -100 .* a vocabulary of 11 tokens"):
         cache(text.logits, text.h, text.next + 9)
     with pytest.raises(ValueError, match="must have the shape of the logits"):
         cache(text.logits, text.h, text.next[:, 1:])
 
 
 # --------------------------------------------------------------------------------------------- hidden states
+
+
+def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+    read.append(given[0])
 
 
 @pytest.mark.parametrize("memory", [None, "transformer_xl", "rmt", "feedback", "memory_transformer", "armt"])
@@ -308,7 +313,7 @@ def test_hidden_states_of_our_models_are_what_head_and_feed_forward_read(memory:
     for _ in range(2):
         read: list[Tensor] = []
         block = model.stack.blocks[-1].feed_forward
-        handle = block.enter.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+        handle = block.enter.register_forward_pre_hook(partial(keep, read))
         with torch.no_grad(), hidden_states(model) as last, hidden_states(model, "feed_forward") as fed:
             out = model(ids, state)
             h, f = last.take(), fed.take()
