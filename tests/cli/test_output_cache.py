@@ -15,6 +15,7 @@ from cli.made_text import train_on_bytes
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.build import build_dataset
 from cached_transformers.experiments.load import load_run
+from cached_transformers.experiments.output_cache import GRIDS
 from cached_transformers.models.output_caches import NeuralCache
 
 NEURAL = ("--output-cache", "neural")
@@ -112,6 +113,25 @@ def test_neighbours_of_the_training_split(trained: Path, capsys: pytest.CaptureF
     about_file.write_text(about_file.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
     assert main(["evaluate", str(trained), *KNN, *options]) == 2
     assert "was built with fingerprint='0" in capsys.readouterr().err
+
+
+def test_a_value_at_the_end_of_what_was_tried_is_told(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GRIDS, "theta", (0.1,))
+    assert main(["evaluate", str(trained), *NEURAL, "neural.size=20", "neural.lambda=0.2"]) == 0
+    assert "theta is at the end of what was tried: set others by hand" in capsys.readouterr().out
+
+
+def test_a_cache_that_does_not_help_is_left_out(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one pair that a cache of size 1 holds says nothing of the next byte, at any share but 0."""
+    monkeypatch.setitem(GRIDS, "lambda_", (0.0, 0.9, 1.0))
+    result = evaluated(trained, capsys, *NEURAL, "neural.size=1", "neural.theta=0")
+    assert result["output_cache"]["options"]["lambda"] == 0 and result["output_cache"]["at_end"] == []
+    plain, cached = result["scores"]
+    assert cached["loss"] == plain["loss"]
 
 
 def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ from cached_transformers.yaml_tree import apply_override
 
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GRIDS: dict[str, tuple[float, ...]] = {
-    "theta": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    "theta": (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     "temperature": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
     "lambda_": SHARES,
     "alpha": (float("-inf"), -100.0, -50.0, -30.0, -20.0, -15.0, -10.0, -8.0, -6.0, -4.0, -2.0, 0.0, 2.0, 4.0),
@@ -137,8 +137,9 @@ def evaluate_output_cache(
 
     Returns:
         "split"; "step" of the weights; "scores", rows of {"output_cache": "none" or the name, score: value}; and
-        "output_cache": {"name", "options", "tuned": options that validation chose, "validation": {"without", "with"}
-        losses, where something was tuned, "entries" of a datastore, "seconds": {"store", "tune", "score"}}.
+        "output_cache": {"name", "options", "tuned": options that validation chose, "at_end": those of them whose value
+        is the first or last that was tried, "validation": {"without", "with"} losses, where something was tuned,
+        "entries" of a datastore, "seconds": {"store", "tune", "score"}}.
 
     Raises:
         ValueError: the run is no language model; the datastore is that of another one; its own text is asked for.
@@ -174,6 +175,7 @@ def _evaluated(
         validation = dataset if split == "validation" else build_dataset(config, "validation")
         cache, about["validation"] = _tuned(model, validation, processes, config, cache, options.tuned())
         seconds["tune"] = clock() - begin
+        about["at_end"] = [_shown(option) for option in options.tuned() if _at_end(option, getattr(cache, option))]
     begin = clock()
     nats, tokens = cache_losses(model, dataset, processes, config, [cache])
     seconds["score"] = clock() - begin
@@ -203,6 +205,11 @@ def _tuned(
     nats, tokens = cache_losses(model, dataset, processes, config, settings)
     best = int(nats[1:].nan_to_num(torch.inf).argmin())
     return settings[best], {"without": float(nats[0]) / tokens, "with": float(nats[1 + best]) / tokens}
+
+
+def _at_end(option: str, value: float) -> bool:
+    """Whether there may be better values beyond those that were tried; below 0, or minus infinity, is nothing."""
+    return value in (GRIDS[option][0], GRIDS[option][-1]) and value not in (0.0, float("-inf"))
 
 
 def _knn(folder: Path, config: RunConfig, model: nn.Module, options: KNN, processes: World) -> KNNLM:

@@ -145,6 +145,7 @@ def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
         losses = about["validation"]
         found = f"loss {losses['without']:.4f} without and {losses['with']:.4f} with"
         lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} ({found})")
+        lines += [f"{option} is at the end of what was tried: set others by hand" for option in about["at_end"]]
     lines.append(", ".join(f"{what} {seconds:.1f} s" for what, seconds in about["seconds"].items()))
     for line in lines:
         console.print(f" {line}", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,15 @@ from cached_transformers.training.segments import SegmentLoop, token_losses
 
 from .scores import check_passes, evaluation_streams, segment_length
 
+Scores: TypeAlias = Literal["losses", "sums", "none"]
+"""What is asked of the head: losses of the targets, which may do without all logits; sums of all, too; or nothing."""
+
 
 class Reading(NamedTuple):
     """One segment of some rows, read.
 
     Attributes:
-        losses_BN: of the targets, in nats; 0 where there is none.
+        losses_BN: of the targets, in nats; 0 where there is none, or they were not asked for.
         state: of the model behind it.
         h_BND: hidden states. next_BN: targets, -100 at padding.
         lse_BN: log-sum-exp of the model's logits; zeros where it was not asked for.
@@ -52,13 +55,12 @@ class Reading(NamedTuple):
 
 
 def read_split(
-    model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, seen: Seen, want_lse: bool = False
+    model: nn.Module, dataset: TextDataset, world: World, config: RunConfig, seen: Seen, scores: Scores = "losses"
 ) -> Iterator[Reading]:
     """Segments of a whole split in order, every token once, in the rows of an evaluation, which the processes share.
 
     Args:
-        seen: of `hidden_states`, which is open. want_lse: the sums of all logits are needed, which losses alone may do
-            without.
+        seen: of `hidden_states`, which is open. scores: what is asked of the head.
     """
     check_passes(model, config.training.passes)
     streams, length = evaluation_streams(dataset, config), segment_length(config)
@@ -66,7 +68,7 @@ def read_split(
     state: State | None = None
 
     def scoring(model: nn.Module, inputs_BN: Tensor, targets_BN: Tensor, *more: Any) -> Reading:
-        losses_BN, lse_BN, after = _scores(model, inputs_BN, targets_BN, want_lse, *more)
+        losses_BN, lse_BN, after = _scores(model, inputs_BN, targets_BN, scores, *more)
         return Reading(losses_BN, after, seen.take(), targets_BN, lse_BN)
 
     loop = SegmentLoop(model, length, passes=config.training.passes, scoring=scoring)  # type: ignore[arg-type]
@@ -84,22 +86,26 @@ def _scores(
     model: nn.Module,
     inputs_BN: Tensor,
     targets_BN: Tensor,
-    want_lse: bool,
+    scores: Scores,
     state: State | None = None,
     reset_B: Tensor | None = None,
     padding_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, State]:
-    """Losses, log-sum-exp of the logits, and the state behind the segment."""
-    if not want_lse:
+    """Losses, log-sum-exp of the logits, and the state behind the segment; zeros for what is not asked."""
+    none_BN = torch.zeros_like(targets_BN, dtype=torch.float32)
+    if scores == "losses":
         losses_BN, after, _ = token_losses(model, inputs_BN, targets_BN, state, reset_B, padding_BN)
-        return losses_BN, torch.zeros_like(losses_BN), after
-    start = {} if reset_B is None else {"reset": reset_B}
-    logits_BNV, after, _ = model(inputs_BN, state, padding=padding_BN, **start)
+        return losses_BN, none_BN, after
+    more: dict[str, Any] = {} if reset_B is None else {"reset": reset_B}
+    if scores == "none" and hasattr(model, "stack") and getattr(model, "scores_last", False):
+        more["last_only"] = True  # hidden states are read in front of the head
+    logits_BNV, after, _ = model(inputs_BN, state, padding=padding_BN, **more)
+    if scores == "none":
+        return none_BN, none_BN, after
     logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
     lse_BN = logits_BNV.logsumexp(-1)
-    known_BN = targets_BN != IGNORED
     target_BN = logits_BNV.gather(2, targets_BN.clamp(min=0)[..., None])[..., 0]
-    return torch.where(known_BN, lse_BN - target_BN, 0), lse_BN, after
+    return torch.where(targets_BN != IGNORED, lse_BN - target_BN, 0), lse_BN, after
 
 
 def cache_losses(
@@ -112,7 +118,8 @@ def cache_losses(
     Args:
         settings: of one cache, which find the same entries.
     """
-    cache, of_joint = settings[0], any(getattr(setting, "form", "linear") == "joint" for setting in settings)
+    cache, joint = settings[0], any(getattr(setting, "form", "linear") == "joint" for setting in settings)
+    scores: Scores = "sums" if joint else "losses"
     by_sharpness: dict[float, list[int]] = {}
     for index, setting in enumerate(settings, 1):
         by_sharpness.setdefault(setting.sharpness, []).append(index)
@@ -120,7 +127,7 @@ def cache_losses(
     tokens = torch.zeros((), dtype=torch.float64, device=world.device)
     state: State | None = None
     with untouched(model), hidden_states(model, cache.key) as seen:
-        for read in read_split(model, dataset, world, config, seen, of_joint):
+        for read in read_split(model, dataset, world, config, seen, scores):
             if state is None:
                 state = cache.init_state(len(read.h_BND), read.h_BND)
             elif read.reset_B is not None and bool(read.reset_B.any()):
@@ -151,7 +158,7 @@ def build_datastore(
     with untouched(model), hidden_states(model, about["key"]) as seen:
 
         def pieces() -> Iterator[tuple[Tensor, Tensor]]:
-            for read in read_split(model, dataset, World(device), config, seen):
+            for read in read_split(model, dataset, World(device), config, seen, "none"):
                 known_BN = read.next_BN != IGNORED
                 yield read.h_BND[known_BN], read.next_BN[known_BN]
 
