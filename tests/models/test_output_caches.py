@@ -322,6 +322,12 @@ def test_hidden_states_of_our_models_are_what_head_and_feed_forward_read(memory:
         everything = torch.cat(read, 1)
         at = [i for i in range(everything.shape[1] - 5) if torch.equal(everything[:, i : i + 6], f)]
         assert f.shape == (B, 6, 8) and len(at) == 1
+        ids[:, -1] = (ids[:, -1] + 1) % V  # those of the segment, and not of tokens that a memory puts round it
+        with torch.no_grad(), hidden_states(model, "feed_forward") as fed:
+            model(ids, state)
+            changed = fed.take()
+        torch.testing.assert_close(changed[:, :-1], f[:, :-1])
+        assert not torch.allclose(changed[:, -1], f[:, -1])
         state = out.state
     assert not model.stack._forward_hooks and not block.norm._forward_hooks
 
