@@ -365,6 +365,27 @@ def test_what_has_no_such_hidden_states_is_refused() -> None:
         seen.take()
 
 
+def read_too(block: Any, given: tuple[Tensor, ...]) -> None:
+    block.feed_forward.norm(given[0])
+
+
+def test_a_last_block_that_reads_twice_or_is_no_block_of_ours_is_refused() -> None:
+    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
+    block, ids = model.stack.blocks[-1], torch.randint(0, V, (B, 6))
+    handle = block.register_forward_pre_hook(read_too)
+    with (
+        hidden_states(model, "feed_forward"),
+        pytest.raises(ValueError, match="has read 12 tokens for a segment of 6, .*take key='last_hidden'"),
+    ):
+        model(ids)
+    handle.remove()
+    block.feed_forward = torch.nn.Linear(8, 8)
+    with pytest.raises(
+        ValueError, match="the last feed-forward, Linear, has no norm of its own; take key='last_hidden'"
+    ):
+        hidden_states(model, "feed_forward").__enter__()
+
+
 def test_settings_of_one_cache_find_the_same_entries() -> None:
     text, cache = Text(), NeuralCache(6, 0.4)
     state = cache.init_state(B, text.h)

@@ -96,7 +96,7 @@ def _of_ours(model: Any, key: str, seen: Seen) -> list[Any]:
         count, tokens = sum(piece.shape[1] for piece in pieces), out.outputs.shape[1]
         if count != tokens:
             raise ValueError(
-                f"key={key!r}: the last block has read {count} tokens for a segment of {tokens}, as memories do that "
+                f"key={key!r}: the last block has read {count} tokens for a segment of {tokens}, as models do that "
                 f"read twice; {_way_out(key)}"
             )
         seen.put(torch.cat(pieces, 1))
