@@ -375,7 +375,7 @@ def test_a_last_block_that_reads_twice_or_is_no_block_of_ours_is_refused() -> No
     handle = block.register_forward_pre_hook(read_too)
     with (
         hidden_states(model, "feed_forward"),
-        pytest.raises(ValueError, match="has read 12 tokens for a segment of 6, .*take key='last_hidden'"),
+        pytest.raises(ValueError, match=r"has read 12 tokens for a segment of 6, .*take key='last_hidden'"),
     ):
         model(ids)
     handle.remove()
