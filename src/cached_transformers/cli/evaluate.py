@@ -1,7 +1,8 @@
 """`cached evaluate`: scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
 
 For text it says in one verdict whether the memory is used, and RUN/evaluation.json and the report show the loss by
-place; for documents with a label they show the accuracy by their length.
+place; for documents with a label they show the accuracy by their length. With --output-cache a text is scored without
+and with a cache over what the model predicts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cached_transformers.registry import unknown_name
 
 from .arguments import add_weights, numbers_from_one
+
+if TYPE_CHECKING:
+    from cached_transformers.training.config import RunConfig
 
 MEMORY_MODES = ("carry", "reset", "shuffle", "other", "batch")
 
@@ -23,6 +27,13 @@ def add_parser(subparsers: Any) -> None:
     """Declare the arguments."""
     parser = subparsers.add_parser("evaluate", help="score a run; with its memory kept, emptied or shuffled")
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="NAME.option=value",
+        help="options of --output-cache: neural.size, theta, lambda, form (linear, joint), alpha; knn.k, temperature, "
+        "lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, IVF4096,PQ64), probes, folder",
+    )
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     parser.add_argument(
         "--average", type=int, metavar="N", help="translation: average the weights of the newest N checkpoints"
@@ -43,13 +54,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N,...",
         help="documents: read so many segments of each at most; those that are made have just so many",
     )
+    parser.add_argument(
+        "--output-cache",
+        choices=("neural", "knn"),
+        help="text: mix in what followed alike hidden states, in the text read last (neural) or in the training split "
+        "(knn, whose datastore is made in RUN/datastore); what is not set is tuned on the validation split",
+    )
     add_weights(parser, "tested")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row of scores per way of treating the memory."""
+    """Print one row of scores per way of treating the memory, or without and with a cache over outputs."""
     from cached_transformers.experiments.evaluate import Evaluation
     from cached_transformers.experiments.load import read_run_config
     from cached_transformers.experiments.reports.terminal import open_console, print_scores, print_text_use
@@ -57,6 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_transformers.files import jsonable
     from cached_transformers.training.progress import Reporter
 
+    if arguments.output_cache is not None:
+        return _with_output_cache(arguments)
+    if arguments.overrides:
+        raise ValueError(f"{arguments.overrides[0]!r} is an option of --output-cache neural or knn, which is not given")
     chosen = arguments.memory.split(",")
     for mode in chosen:
         if mode not in MEMORY_MODES:
@@ -71,9 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch_sizes is not None:
         sizes = numbers_from_one("--batch-sizes", arguments.batch_sizes, "1,64")
     modes = [name for mode in chosen for name in ([f"batch {n}" for n in sizes] if mode == "batch" else [mode])]
-    if arguments.segment_length is not None:
-        section = dataclasses.replace(config.evaluation, segment_length=arguments.segment_length)
-        config = dataclasses.replace(config, evaluation=section)
+    config = _in_segments(config, arguments.segment_length)
     lengths = [] if arguments.segments is None else numbers_from_one("--segments", arguments.segments, "1,8,64")
     about = (arguments.checkpoint, split, modes, arguments.other, arguments.average, lengths)
     evaluation = Evaluation(folder, config, *about)
@@ -93,4 +112,36 @@ def run(arguments: argparse.Namespace) -> int:
     print_text_use(found.rows, found.about, console)
     for name, value in (found.baselines or {}).items():  # names are too long for a column of a narrow terminal
         console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _in_segments(config: RunConfig, length: int | None) -> RunConfig:
+    """The configuration with another length of segments, where one is given."""
+    if length is None:
+        return config
+    return dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, segment_length=length))
+
+
+def _with_output_cache(arguments: argparse.Namespace) -> int:
+    """Print the scores without and with a cache over outputs, its settings, and how long it took."""
+    from cached_transformers.experiments.load import read_run_config
+    from cached_transformers.experiments.output_cache import cache_options, evaluate_output_cache
+    from cached_transformers.experiments.reports.terminal import open_console, print_output_cache
+    from cached_transformers.files import jsonable
+
+    for name, plain in (("memory", "carry"), ("other", None), ("batch_sizes", None), ("segments", None)):
+        if (value := getattr(arguments, name)) != plain:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} does not go with --output-cache; leave one of them out"
+            )
+    if arguments.average is not None:
+        raise ValueError(f"--average {arguments.average} is for translation; leave it out with --output-cache")
+    options = cache_options(arguments.output_cache, arguments.overrides)
+    config = _in_segments(read_run_config(arguments.folder), arguments.segment_length)
+    about = (arguments.checkpoint, arguments.split, options, arguments.device)
+    result = {"run": str(arguments.folder), **evaluate_output_cache(arguments.folder, config, *about)}
+    if arguments.json:
+        print(json.dumps(jsonable(result), indent=1, allow_nan=False))
+    else:
+        print_output_cache(result, open_console())
     return 0

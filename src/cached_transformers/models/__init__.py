@@ -5,7 +5,8 @@ Detectors and models that others wrote stand in `cached_transformers.tasks` and 
 
 One file a model, a folder where it needs several (`encoder_decoder/`, `pvt/`); `stack_options` says what their stacks
 are made of, `stack_model` builds them and says where tokens stand. Beside them: `adaptive` (embedding and softmax with
-clusters), `initial_weights`, `pretrained` (weights for a backbone), `generation` and `beam_search`.
+clusters), `initial_weights`, `pretrained` (weights for a backbone), `generation` and `beam_search`; and
+`output_caches/`, which mix into the predictions of a trained language model what followed alike contexts.
 """
 
 from __future__ import annotations

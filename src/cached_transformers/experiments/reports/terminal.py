@@ -134,13 +134,30 @@ def print_text_use(rows: Sequence[dict[str, Any]], about: Mapping[str, Any], con
         console.print(f" {line}", markup=False, soft_wrap=True)
 
 
-def _score_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def print_output_cache(result: Mapping[str, Any], console: Console) -> None:
+    """Print the scores without and with a cache over outputs, as `evaluate_output_cache` gives them."""
+    title = f"{result['run']}: {result['split']} split, step {result['step']}"
+    console.print(_score_table(title, result["scores"], "output_cache"))
+    about = result["output_cache"]
+    settings = " ".join(f"{about['name']}.{option}={value}" for option, value in about["options"].items())
+    lines = [settings + (f"; a datastore of {about['entries']:,} entries" if "entries" in about else "")]
+    if about["tuned"]:
+        losses = about["validation"]
+        found = f"loss {losses['without']:.4f} without and {losses['with']:.4f} with"
+        lines.append(f"tuned on the validation split: {', '.join(about['tuned'])} ({found})")
+        lines += [f"{option} is at the end of what was tried: set others by hand" for option in about["at_end"]]
+    lines.append(", ".join(f"{what} {seconds:.1f} s" for what, seconds in about["seconds"].items()))
+    for line in lines:
+        console.print(f" {line}", markup=False, soft_wrap=True)
+
+
+def _score_table(title: str, rows: Sequence[dict[str, Any]], names: str = "memory") -> Table:
     numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
-    columns = [name for name in numbers if name != "memory"]
+    columns = [name for name in numbers if name != names]
     headings = ["loss (nats)" if name == "loss" else name.replace("_", " ") for name in columns]
-    table = _table(title, "memory", headings)
+    table = _table(title, names.replace("_", " "), headings)
     for row in rows:
-        table.add_row(row["memory"], *(_shown(row, column) for column in columns))
+        table.add_row(row[names], *(_shown(row, column) for column in columns))
     return table
 
 

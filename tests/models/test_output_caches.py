@@ -1,0 +1,394 @@
+"""Caches over outputs against loops over tokens, and what theory says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from integrations.hosts import library
+from torch import Tensor
+
+from cached_transformers import create_model
+from cached_transformers import state as states
+from cached_transformers.data.pairs import IGNORED
+from cached_transformers.models.output_caches import KNNLM, Along, Datastore, NeuralCache, OutputCache, hidden_states
+
+B, N, D, V = 2, 23, 5, 11
+
+
+class Text:
+    """Logits, hidden states and next tokens of a made-up text, float64."""
+
+    def __init__(self, tokens: int = N, few: int = 4) -> None:
+        self.logits = 3 * torch.randn(B, tokens, V, dtype=torch.float64)
+        self.h = torch.randn(B, tokens, D, dtype=torch.float64)
+        self.next = torch.randint(0, few, (B, tokens))
+
+    @property
+    def model(self) -> Tensor:
+        return self.logits.softmax(-1)
+
+    def probabilities(self, cache: OutputCache, lengths: tuple[int, ...] = ()) -> Tensor:
+        """Mixed probabilities of the text, read in segments of these lengths and the rest."""
+        bounds = [0, *torch.tensor(lengths).cumsum(0).tolist(), self.next.shape[1]]
+        state, parts = None, []
+        for part in (slice(*pair) for pair in pairwise(bounds)):
+            out, state = cache(self.logits[:, part], self.h[:, part], self.next[:, part], state)
+            parts.append(out.exp())
+        return torch.cat(parts, 1)
+
+
+def twin(text: Text, size: int, theta: float, share: float | None, alpha: float | None = None) -> Tensor:
+    """Token by token: a list of pairs, of which the oldest goes."""
+    out = torch.zeros(B, text.next.shape[1], V, dtype=torch.float64)
+    for row in range(B):
+        pairs: list[tuple[Tensor, int]] = []
+        for t, h in enumerate(text.h[row]):
+            copied = [0.0] * V
+            for key, token in pairs:
+                copied[token] += math.exp(theta * float(h @ key) + (alpha or 0.0))
+            for word in range(V):
+                if alpha is not None:
+                    total = float(text.logits[row, t].exp().sum()) + sum(copied)
+                    out[row, t, word] = (math.exp(text.logits[row, t, word]) + copied[word]) / total
+                else:
+                    kept = share if pairs else 0.0
+                    found = copied[word] / sum(copied) if pairs else 0.0
+                    out[row, t, word] = (1 - kept) * text.model[row, t, word] + kept * found
+            if int(text.next[row, t]) != IGNORED:
+                pairs = [*pairs, (h, int(text.next[row, t]))][-size:]
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 6, 100])
+@pytest.mark.parametrize(
+    "options", [{"lambda_": 0.3}, {"form": "joint", "alpha": 0.7}, {"form": "joint", "alpha": -2.0}], ids=str
+)
+def test_it_is_what_a_loop_over_tokens_gives(size: int, options: dict[str, Any]) -> None:
+    text = Text()
+    text.next[1, 3:6] = IGNORED
+    found = text.probabilities(NeuralCache(size, 0.4, **options))
+    torch.testing.assert_close(found, twin(text, size, 0.4, options.get("lambda_"), options.get("alpha")))
+
+
+@pytest.mark.parametrize("form", ["linear", "joint"])
+@pytest.mark.parametrize("size", [3, 9, 100])
+def test_it_does_not_matter_how_a_text_is_cut(form: Any, size: int) -> None:
+    text = Text()
+    text.next[0, 4:7] = IGNORED
+    cache = NeuralCache(size, 0.5, 0.4, form)
+    whole = text.probabilities(cache)
+    for lengths in [(1,) * (N - 1), (7,) * 3, (2, 15), (22,)]:
+        torch.testing.assert_close(text.probabilities(cache, lengths), whole)
+
+
+def test_theta_0_gives_the_frequencies_of_the_window() -> None:
+    text = Text()
+    found = text.probabilities(NeuralCache(5, theta=0.0, lambda_=1.0))
+    for t in range(1, N):
+        window = text.next[:, max(t - 5, 0) : t]
+        frequencies = torch.stack([row.bincount(minlength=V) for row in window]) / window.shape[1]
+        torch.testing.assert_close(found[:, t], frequencies.double())
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [NeuralCache(9, lambda_=0.0), NeuralCache(9, form="joint", alpha=-math.inf)],
+    ids=["lambda=0", "alpha=-inf"],
+)
+def test_a_cache_of_no_weight_leaves_the_model_as_it_is(cache: NeuralCache) -> None:
+    text = Text()
+    assert torch.equal(cache(text.logits, text.h, text.next).log_probabilities, text.logits.log_softmax(-1))
+
+
+def test_an_empty_cache_is_none_whatever_stands_in_its_slots() -> None:
+    text = Text(1)
+    cache = NeuralCache(4, theta=2.0, lambda_=0.9)
+    state = cache.init_state(B, text.h)
+    poison = state._replace(k_BHME=torch.full_like(state.k_BHME, torch.nan), v_BHME=state.v_BHME + 3)
+    found = cache(text.logits, text.h, text.next, poison).log_probabilities
+    assert torch.equal(found, text.logits.log_softmax(-1))
+
+
+def test_alpha_of_ever_less_weight_approaches_the_model() -> None:
+    text = Text()
+    far = [
+        (text.probabilities(NeuralCache(9, 0.4, form="joint", alpha=a)) - text.model).abs().max()
+        for a in (0.0, -9, -30)
+    ]
+    assert far[0] > 100 * far[1] > 0 and far[2] < 1e-8
+
+
+@pytest.mark.parametrize("cache", [NeuralCache(6, 0.7, 0.6), NeuralCache(6, 0.7, form="joint", alpha=1.0)], ids=str)
+def test_probabilities_sum_to_one_and_absent_tokens_are_left_to_the_model(cache: NeuralCache) -> None:
+    text = Text()
+    found = text.probabilities(cache)
+    torch.testing.assert_close(found.sum(-1), torch.ones(B, N, dtype=torch.float64))
+    absent, own = found[..., 4:], text.model[..., 4:]  # the text has tokens 0 to 3
+    share = 1 - (absent / own)[..., :1]
+    torch.testing.assert_close(absent, (1 - share) * own)
+    if cache.form == "linear":
+        torch.testing.assert_close(share[:, 1:], torch.full_like(share[:, 1:], 0.6))
+    assert not share[:, 0].abs().gt(1e-12).any() and share[:, 1:].gt(1e-6).all()
+
+
+@pytest.mark.parametrize("form", ["linear", "joint"])
+def test_no_place_knows_its_own_next_token_or_a_later_one(form: Any) -> None:
+    text, cache = Text(), NeuralCache(9, 0.5, 0.5, form)
+    before = text.probabilities(cache, (8,))
+    for place in (0, 6, 12, N - 1):
+        kept = text.next.clone()
+        text.next[:, place] = (text.next[:, place] + 1) % V
+        after = text.probabilities(cache, (8,))
+        text.next = kept
+        assert torch.equal(after[:, : place + 1], before[:, : place + 1])
+        assert place == N - 1 or not torch.equal(after[:, place + 1], before[:, place + 1])
+
+
+def test_a_state_is_not_changed_and_keeps_its_form() -> None:
+    text, cache = Text(), NeuralCache(6)
+    first = cache(text.logits, text.h, text.next).state
+    kept = states.map_state(torch.clone, first)
+    second = cache(text.logits, text.h, text.next, first).state
+    assert states.signature(first) == states.signature(second) == states.signature(cache.init_state(B, text.h))
+    for (name, one), (_, other) in zip(states.named_tensors(first), states.named_tensors(kept), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_where_a_state_is_used_for_the_last_time_it_is_written_in_place() -> None:
+    text, cache = Text(), NeuralCache(6, 0.4)
+    state = cache(text.logits, text.h, text.next).state
+    want = cache.write(state, text.h, text.next)
+    with torch.no_grad(), states.last_use(state):
+        found = cache.write(state, text.h, text.next)
+    assert found.k_BHME.data_ptr() == state.k_BHME.data_ptr()
+    assert torch.equal(found.k_BHME, want.k_BHME) and torch.equal(found.v_BHME, want.v_BHME)
+
+
+def test_hidden_states_that_are_no_numbers_are_not_kept() -> None:
+    text, cache = Text(), NeuralCache(30, 0.5, 0.5)
+    text.h[0, 5] = torch.nan
+    state = cache(text.logits, text.h, text.next).state
+    assert state.written_B.tolist() == [N - 1, N] and state.k_BHME.isfinite().all()
+    fresh = Text()
+    assert cache(fresh.logits, fresh.h, fresh.next, state).log_probabilities.isfinite().all()
+
+
+def test_one_graph_holds_it_all() -> None:
+    text, cache = Text(), NeuralCache(6, 0.4)
+    run = torch.compile(cache.__call__, backend="eager", fullgraph=True)
+    state = twin_state = None
+    for part in (slice(0, 8), slice(8, 16)):
+        given = text.logits[:, part], text.h[:, part], text.next[:, part]
+        (out, state), (want, twin_state) = run(*given, state), cache(*given, twin_state)
+        torch.testing.assert_close(out, want)
+    torch.testing.assert_close(state, twin_state)
+
+
+def test_reading_along_is_knowing_the_next_tokens() -> None:
+    text, cache = Text(), NeuralCache(6, 0.5, 0.4)
+    read = torch.cat([torch.zeros(B, 1, dtype=torch.long), text.next[:, :-1]], 1)
+    want = text.probabilities(cache)
+    for length in (1, 7, N):
+        mix = Along(cache)
+        parts = [
+            mix(*given).exp() for given in zip(*(t.split(length, 1) for t in (text.logits, text.h, read)), strict=True)
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+
+
+# ---------------------------------------------------------------------------------------------------- kNN-LM
+
+
+def knn(text: Text, entries: int = 40, dtype: torch.dtype = torch.float32, **options: Any) -> KNNLM:
+    return KNNLM(Datastore(torch.randn(entries, D).to(dtype), torch.randint(0, 4, (entries,))), **options)
+
+
+@pytest.mark.parametrize("k", [1, 7, 40, 99])
+def test_neighbours_are_what_a_loop_over_the_datastore_finds(k: int) -> None:
+    text = Text()
+    cache = knn(text, k=k, temperature=0.8, lambda_=0.35)
+    found = text.probabilities(cache)
+    for row in range(B):
+        for t in range(N):
+            distances = [float((text.h[row, t] - key).square().sum()) for key in cache.datastore.keys_SD]
+            near = sorted(range(40), key=distances.__getitem__)[:k]
+            weights = torch.tensor([-distances[i] / 0.8 for i in near], dtype=torch.float64).softmax(0)
+            want = 0.65 * text.model[row, t]
+            for i, weight in zip(near, weights, strict=True):
+                want[cache.datastore.values_S[i]] += 0.35 * weight
+            torch.testing.assert_close(found[row, t], want, rtol=1e-4, atol=1e-6)
+
+
+def test_lambda_0_is_the_model() -> None:
+    text = Text()
+    found = knn(text, k=3, lambda_=0.0)(text.logits, text.h, text.next).log_probabilities
+    assert torch.equal(found, text.logits.log_softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e9, math.inf])
+def test_all_neighbours_of_one_weight_are_the_frequencies_of_the_datastore(temperature: float) -> None:
+    text = Text()
+    cache = knn(text, k=40, temperature=temperature, lambda_=1.0)
+    frequencies = cache.datastore.values_S.bincount(minlength=V) / 40
+    torch.testing.assert_close(text.probabilities(cache), frequencies.double().expand(B, N, V), rtol=1e-5, atol=1e-7)
+
+
+def test_a_context_that_is_in_the_datastore_copies_what_followed() -> None:
+    text = Text()
+    cache = KNNLM(Datastore(text.h.flatten(0, 1).float(), text.next.flatten()), k=1, lambda_=1.0)
+    one_hot = torch.nn.functional.one_hot(text.next, V).double()
+    torch.testing.assert_close(text.probabilities(cache), one_hot)
+
+
+def test_a_datastore_of_the_window_is_the_neural_cache() -> None:
+    """Of keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
+    text = Text()
+    text.h = torch.nn.functional.normalize(text.h, dim=-1)
+    last, window = slice(N - 1, N), slice(N - 10, N - 1)
+    want = text.probabilities(NeuralCache(9, theta=2.0, lambda_=0.4))[:, last]
+    for row in range(B):
+        store = Datastore(text.h[row, window].float(), text.next[row, window])
+        cache = KNNLM(store, k=9, temperature=1.0, lambda_=0.4)
+        found = cache(text.logits[:, last], text.h[:, last], text.next[:, last]).log_probabilities.exp()
+        torch.testing.assert_close(found[row], want[row], rtol=1e-5, atol=1e-7)
+
+
+def test_reading_changes_nothing_and_knows_no_next_token() -> None:
+    text = Text()
+    cache = knn(text, k=5)
+    before, state = cache(text.logits, text.h, text.next)
+    text.next = (text.next + 1) % V
+    assert state == () and torch.equal(cache(text.logits, text.h, text.next).log_probabilities, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NeuralCache(0), "size=0 must be at least 1; a model without a cache takes none"),
+        (lambda: NeuralCache(theta=-1.0), "theta=-1.0 must be a number from 0 on"),
+        (lambda: NeuralCache(lambda_=1.5), r"lambda=1.5 must lie in \[0, 1\]"),
+        (lambda: NeuralCache(form="product"), "form='product' must be one of linear, joint"),
+        (lambda: NeuralCache(alpha=math.nan), "alpha=nan must be a number"),
+        (lambda: knn(Text(), k=0), "k=0 must be at least 1"),
+        (lambda: knn(Text(), temperature=0.0), "temperature=0.0 must be above 0"),
+        (lambda: Datastore(torch.zeros(0, 3), torch.zeros(0)), r"keys of shape \(0, 3\) .* one entry at least"),
+        (lambda: Datastore(torch.zeros(2, 3), torch.zeros(2), search="LSH"), "search='LSH' must be 'exact', or"),
+        (lambda: knn(Text()).datastore.nearest(torch.zeros(1, 3), 1), "width 3 meet keys of width 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_segments_that_do_not_fit_are_refused() -> None:
+    text, cache = Text(), NeuralCache(4)
+    with pytest.raises(ValueError, match=r"hidden states of shape \(2, 22, 5\) must be"):
+        cache(text.logits, text.h[:, 1:], text.next)
+    with pytest.raises(ValueError, match=r"a target is not in -100 .* a vocabulary of 11 tokens"):
+        cache(text.logits, text.h, text.next + 9)
+    with pytest.raises(ValueError, match="must have the shape of the logits"):
+        cache(text.logits, text.h, text.next[:, 1:])
+
+
+# --------------------------------------------------------------------------------------------- hidden states
+
+
+def keep(read: list[Tensor], _: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+    read.append(given[0])
+
+
+@pytest.mark.parametrize("memory", [None, "transformer_xl", "rmt", "feedback", "memory_transformer", "armt"])
+def test_hidden_states_of_our_models_are_what_head_and_feed_forward_read(memory: Any) -> None:
+    model = create_model(
+        "language_model", vocabulary=V, width=8, depth=2, heads=2, feed_forward=8, memory=memory
+    ).eval()
+    ids, state = torch.randint(0, V, (B, 6)), None
+    for _ in range(2):
+        read: list[Tensor] = []
+        block = model.stack.blocks[-1].feed_forward
+        handle = block.enter.register_forward_pre_hook(partial(keep, read))
+        with torch.no_grad(), hidden_states(model) as last, hidden_states(model, "feed_forward") as fed:
+            out = model(ids, state)
+            h, f = last.take(), fed.take()
+        handle.remove()
+        torch.testing.assert_close(model.answer(h), out.outputs, rtol=0, atol=0)
+        everything = torch.cat(read, 1)
+        at = [i for i in range(everything.shape[1] - 5) if torch.equal(everything[:, i : i + 6], f)]
+        assert f.shape == (B, 6, 8) and len(at) == 1
+        ids[:, -1] = (ids[:, -1] + 1) % V  # those of the segment, and not of tokens that a memory puts round it
+        with torch.no_grad(), hidden_states(model, "feed_forward") as fed:
+            model(ids, state)
+            changed = fed.take()
+        torch.testing.assert_close(changed[:, :-1], f[:, :-1])
+        assert not torch.allclose(changed[:, -1], f[:, -1])
+        state = out.state
+    assert not model.stack._forward_hooks and not block.norm._forward_hooks
+
+
+def test_hidden_states_of_an_adaptive_model_that_is_asked_for_losses() -> None:
+    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8, cutoffs=[5]).eval()
+    ids = torch.randint(0, V, (B, 6))
+    with torch.no_grad(), hidden_states(model) as seen:
+        losses = model(ids, targets=ids).outputs
+        torch.testing.assert_close(model.answer(seen.take(), ids), losses)
+
+
+def test_a_decoder_of_transformers_reads_along() -> None:
+    transformers = library("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=V)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, V, (B, 12))
+    cache = NeuralCache(5, 0.1, 0.3)
+    with torch.no_grad(), hidden_states(model) as seen:
+        out = model(ids, output_hidden_states=True)
+        found = Along(cache)(out.logits, seen.take(), ids)
+    shown = Along(cache)(out.logits, out.hidden_states[-1], ids)
+    assert torch.equal(found, shown) and not torch.equal(found, out.logits.log_softmax(-1))
+    with pytest.raises(ValueError, match="no block of ours, of which they are known; take key='last_hidden'"):
+        hidden_states(model, "feed_forward").__enter__()
+
+
+def test_what_has_no_such_hidden_states_is_refused() -> None:
+    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
+    with pytest.raises(ValueError, match="key='middle' must be one of last_hidden, feed_forward"):
+        hidden_states(model, "middle").__enter__()
+    with pytest.raises(ValueError, match="Linear has no head that reads hidden states; give a decoder with its head"):
+        hidden_states(torch.nn.Linear(2, 2)).__enter__()
+    with hidden_states(model) as seen, pytest.raises(ValueError, match="was not called since"):
+        seen.take()
+
+
+def read_too(block: Any, given: tuple[Tensor, ...]) -> None:
+    block.feed_forward.norm(given[0])
+
+
+def test_a_last_block_that_reads_twice_or_is_no_block_of_ours_is_refused() -> None:
+    model = create_model("language_model", vocabulary=V, width=8, depth=1, heads=2, feed_forward=8)
+    block, ids = model.stack.blocks[-1], torch.randint(0, V, (B, 6))
+    handle = block.register_forward_pre_hook(read_too)
+    with (
+        hidden_states(model, "feed_forward"),
+        pytest.raises(ValueError, match=r"has read 12 tokens for a segment of 6, .*take key='last_hidden'"),
+    ):
+        model(ids)
+    handle.remove()
+    block.feed_forward = torch.nn.Linear(8, 8)
+    with pytest.raises(
+        ValueError, match="the last feed-forward, Linear, has no norm of its own; take key='last_hidden'"
+    ):
+        hidden_states(model, "feed_forward").__enter__()
+
+
+def test_settings_of_one_cache_find_the_same_entries() -> None:
+    text, cache = Text(), NeuralCache(6, 0.4)
+    state = cache.init_state(B, text.h)
+    other = dataclasses.replace(cache, theta=0.1, lambda_=0.7)
+    for one, two in zip(cache.find(state, text.h, text.next), other.find(state, text.h, text.next), strict=True):
+        assert torch.equal(one, two)
