@@ -121,7 +121,8 @@ class InputDecay(nn.Module):
         f_BNO = wide(x_BND)
         for weight in (self.middle_RD, self.weight_OR):
             f_BNO = f_BNO if weight is None else F.linear(f_BNO, wide(weight))
-        raw_BHNG = (f_BNO + wide(self.bias_O)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        # In one piece, as the scan takes it; of transposed numbers a traced softplus_backward has another layout than a run.
+        raw_BHNG = (f_BNO + wide(self.bias_O)).unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous()
         if self.rate_H is None:
             return F.logsigmoid(raw_BHNG) / TEMPER, F.softplus(raw_BHNG)
         rate_H11 = wide(self.rate_H).exp()[:, None, None]
