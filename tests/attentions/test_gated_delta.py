@@ -1,4 +1,4 @@
-"""The gated delta rule and its relatives: each set of options is its recurrence, and begins with the half-lives asked for."""
+"""The gated delta rule and its relatives: options are their recurrence, and begin with the half-lives asked for."""
 
 from __future__ import annotations
 
@@ -292,9 +292,7 @@ def test_it_is_the_gated_delta_rule_of_transformers(chunked: bool) -> None:
     assert core.share is not None and core.decay is not None
     active = [F.silu(t).transpose(1, 2) for t in (q, k)]
     g, beta = core.decay(x)[0][..., 0].mT, torch.sigmoid(core.share(x))
-    want, last = rule(
-        *active, v.transpose(1, 2), g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+    want, last = rule(*active, v.transpose(1, 2), g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
     out, state = core.scan(q, k, v, core.init_step(B, H, E, V, like=q), x_BND=x)
     torch.testing.assert_close(out, want.transpose(1, 2), rtol=0, atol=2e-5)
     torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
@@ -380,7 +378,10 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
         ({"rule": "hebb"}, "rule='hebb' must be one of delta, sum"),
         ({"decay": "head"}, "decay='head' must be one of none, scalar, channel, fixed"),
         ({"decay_gate": "tanh"}, "decay_gate='tanh' must be one of softplus, safe, logsigmoid"),
-        ({"decay": "fixed", "decay_gate": "safe"}, "decay_gate='safe' and decay_rank=None are of decays from the input"),
+        (
+            {"decay": "fixed", "decay_gate": "safe"},
+            "decay_gate='safe' and decay_rank=None are of decays from the input",
+        ),
         ({"decay": "none", "decay_rank": 2}, "decay_rank=2 are of decays from the input, and decay='none' is none"),
         ({"decay_rank": 0}, "decay_rank=0 must be at least 1"),
         ({"decay_rank": "full"}, "decay_rank='full' must be a width"),
@@ -388,7 +389,7 @@ def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
         ({"half_life": (0.5, 8.0)}, r"half_life=\(0.5, 8.0\) must be two numbers of tokens, at least 1"),
         ({"half_life": (8.0, math.inf)}, "must be two numbers of tokens"),
         ({"features": "elu"}, "features='elu' must be one of unit, silu, none"),
-        ({"features": "silu"}, 'features=\'silu\' leaves keys of any length, with which rule="delta" grows'),
+        ({"features": "silu"}, "features='silu' leaves keys of any length, with which rule=\"delta\" grows"),
         ({"rule": "sum", "negative_eigenvalues": True}, 'of beta, which rule="sum" has not'),
         ({"decay": "channel", "step_length": True}, 'step_length=True is of decay="scalar"'),
         ({"output_gate": "relu"}, "output_gate='relu' must be one of none, swish, sigmoid"),

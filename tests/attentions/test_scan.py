@@ -1,4 +1,4 @@
-"""The causal scan against its recurrence, a token at a time; its limits; and recorded values of other implementations."""
+"""The causal scan against its recurrence, token by token; its limits; and recorded values of other implementations."""
 
 from __future__ import annotations
 

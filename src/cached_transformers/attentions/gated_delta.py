@@ -1,40 +1,46 @@
-"""The gated delta rule and its relatives: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), Kimi Delta
-Attention (2025, arXiv:2510.26692), Gated Linear Attention (Yang et al. 2023, arXiv:2312.06635), RetNet (Sun et al. 2023,
-arXiv:2307.08621) and Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). Code: github.com/fla-org/flash-linear-attention.
+"""The gated delta rule and its relatives: Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), Kimi
+Delta Attention (Kimi Team 2025, arXiv:2510.26692), Gated Linear Attention (Yang et al. 2023, arXiv:2312.06635), RetNet
+(Sun et al. 2023, arXiv:2307.08621) and Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). Code of all in one place:
+github.com/fla-org/flash-linear-attention.
 
-One recurrence, of which each paper is a set of options (presets):
+One recurrence, of which each paper is a set of options (a preset):
 
     S'_t = diag(e^{g_t}) S_{t-1}                          g_t <= 0: none, fixed, a number a head, or one a channel
     S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T         rule "delta": beta_t = sigmoid(W x_t), or twice that
     S_t  = S'_t + k_t v_t^T                               rule "sum"
-    out_t = s S_t^T q_t                                   s = 1 / sqrt(E); RMS norm a head, times act(W_g x_t), as options
+    out_t = s S_t^T q_t                                   s = 1 / sqrt(E)
+    out_t <- out_t / rms(out_t) * w * act(W_g x_t)        an RMS norm a head and a gate, as options
 
     features "unit": q, k <- SiLU(.), over its length;  "silu": SiLU alone;  "none": as they are
 
-`parts/scan.py` has the chunks, `parts/decay.py` the gates g and their initial half-lives. The decay forgets everything by
-a share a token, the delta rule what its key finds; what the state holds across later keys stays but for the decay. So
-beta |k|^2 must be at most 2, beyond which S grows without bound: the delta rule takes "unit" features alone. With
-beta up to 2 a key may turn the sign of what it finds, which counts modulo 2.
+`parts/scan.py` has the chunks, `parts/decay.py` the gates g and their initial half-lives. Decay fades all that the
+state holds; the delta rule replaces what a key finds, and leaves what lies across the key. beta |k|^2 must be at most
+2, beyond which S grows without bound, so that the delta rule takes "unit" features alone. With a beta of 2, a key turns
+the sign of what it finds.
 
-The presets have of the published layers what stands below. Projections are the layer's, keys as wide as values; the
-convolution in front is an option of it too (`short_convolution=4`: before the projections, published: behind them, with a
-SiLU that values here do not have).
+What the presets have of the published layers stands below. Projections are the layer's, with keys as wide as values; so
+is the convolution in front (`short_convolution=4`: before the projections; as published, behind them, with a SiLU that
+values here do not have).
 
-    gated_deltanet  all of the mixer; there values are twice as wide as keys
+    gated_deltanet  all of the mixer; there, values are twice as wide as keys
     kda             all of the mixer; the output gate is one full map (there: of low rank, with a bias)
-    gla             all of the mixer; there keys are half as wide as values
-    retnet          all of the mixer, with positions="rotary" of the model; there values are twice as wide as keys, and
+    gla             all of the mixer; there, keys are half as wide as values
+    retnet          all of the mixer, with positions="rotary" of the model; there, values are twice as wide as keys, and
                     the norm has no weights
-    mamba2          decay, step length and gate; keys and queries are of each head (there: shared by all), the norm is of
-                    a head and before the gate (there: of all heads, behind it), and there is no skip D x_t
+    mamba2          decay, step length and gate; keys and queries are of each head (there: shared by all), the norm is
+                    of a head and before the gate (there: of all, behind it), and there is no skip D x_t
 
 Cost, in multiply-adds a head: "delta" N (C (2 E + V) + 3 E V), and N C (E + V) / 2 for the triangular systems; "sum"
-N (C (E + V) + 2 E V). Of decays a channel, each product of queries or keys with keys, N C E, is N (C - 1) E / 2 and
-2 N E log2(C) exponentials. Beta and scalar decays: N D each; decays of channels: N D E, or N R (D + E) with a rank R that
-heads share; an output gate: N D V. A context adds M E V. State: E V numbers a head, float32 or wider.
+N (C (E + V) + 2 E V). Of decays a channel, each product of queries or keys with keys, N C E, is N (C - 1) E / 2, and
+there are N E log2(C) exponentials. Beta and scalar decays: N D each; decays of channels: N D E, or N R E with a middle
+of R, and N R D for all heads; an output gate: N D V. A context adds M E V. State: E V numbers a head, float32 or wider.
+Parameters of the maps: as many as their multiply-adds a token; and of decays 2 a head, or 1 + E.
+
+What differs from the original implementations: decays begin with half-lives of 32 to 4096 tokens in place of a few
+(presets begin as published); chunks take any decay exactly, with no bound on it.
 
 Legend: B rows, H heads, N tokens, M keys of a context, D model width, E key width, V value width, F features (E), G
-decays a head, C tokens of a chunk.
+decays a head, C tokens of a chunk, Z channels of all heads.
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
 from .parts.building_blocks import wide
-from .parts.decay import DecayGate, HalfLife, InputDecay, check_half_life, fixed_log_decay
+from .parts.decay import DecayGate, InputDecay, check_half_life, fixed_log_decay
 from .parts.kernels import check_kernel, fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, head_weights, hidden
 from .parts.scan import causal_scan
@@ -149,7 +155,7 @@ class GatedDelta(LinearisedAttention):
         decay: Literal["none", "scalar", "channel", "fixed"] = "scalar",
         decay_gate: DecayGate = "softplus",
         decay_rank: int | Literal["head"] | None = None,
-        half_life: HalfLife | None = (32.0, 4096.0),
+        half_life: tuple[float, float] | None = (32.0, 4096.0),
         step_length: bool = False,
         negative_eigenvalues: bool = False,
         features: Literal["unit", "silu", "none"] = "unit",

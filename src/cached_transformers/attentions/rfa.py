@@ -175,7 +175,12 @@ class RandomFeatureAttention(LinearisedAttention):
             # The weights of the tokens add up to 1 - g_1 g_2 ... g_t.
             weight_BHN = state.weight_BH[..., None] * passed_BHN.exp() - passed_BHN.expm1()
         sums_BHNV, sums_BHFV = causal_scan(
-            q_BHNF, k_BHNF, v_BHNV, state.sums_BHFV, log_decay_BHNG=None if fade_BHN is None else fade_BHN[..., None], chunk=self.chunk
+            q_BHNF,
+            k_BHNF,
+            v_BHNV,
+            state.sums_BHFV,
+            log_decay_BHNG=None if fade_BHN is None else fade_BHN[..., None],
+            chunk=self.chunk,
         )
         weight_BHN = weight_BHN.expand(sums_BHNV.shape[:3])
         last_BH = weight_BHN[..., -1] if weight_BHN.shape[-1] else state.weight_BH

@@ -1,18 +1,19 @@
 """How much of a state a token forgets: decays made of the layer's input, or fixed, and where they begin.
 
-    g = -exp(A) softplus(f + b)         "softplus": Mamba-2 (arXiv:2405.21060), Gated DeltaNet (2412.06464), KDA (2510.26692)
-    g = -5 sigmoid(exp(A) (f + b))      "safe": KDA with a bound, so that no token forgets more than all but e^-5
-    g = logsigmoid(f + b) / 16          "logsigmoid": Gated Linear Attention (2312.06635)
-    g = log(1 - 2^(-5 - h))             fixed, of head h = 0 .. H-1: RetNet (2307.08621)
+    g = -exp(A) softplus(f + b)      "softplus": Mamba-2 (arXiv:2405.21060), Gated DeltaNet (2412.06464), KDA
+    g = -5 sigmoid(exp(A) (f + b))   "safe": KDA (2510.26692) with a bound; no token forgets more than all but e^-5
+    g = logsigmoid(f + b) / 16       "logsigmoid": Gated Linear Attention (2312.06635)
+    g = log(1 - 2^(-5 - h))          fixed, of head h = 0 .. H-1: RetNet (2307.08621)
 
 f = W x, or W_2 W_1 x through a narrow middle; A is a number a head, b one a head or a channel.
 
-A decay has a half-life, ln 2 / -g tokens. As published, it begins short: with A of log U(0, 16) and softplus(b)
-log-uniform in .001 .. .1, half of all heads forget half of what they hold within 11 tokens, and one in fifty keeps it for
-512, so that hardly a gradient crosses a segment. `half_life` draws half-lives instead, log-uniform between two numbers of
-tokens, with A = 0 and W (or W_2) = 0: a decay then begins with that half-life, whatever is read, and learns the rest.
+A decay has a half-life, ln 2 / -g tokens. As published it begins short: with exp(A) uniform in 0 .. 16 and softplus(b)
+log-uniform in .001 .. .1, half of all heads forget half of what they hold within 11 tokens, and one in fifty keeps it
+for 512, so that hardly a gradient crosses a segment. `half_life` draws half-lives instead, log-uniform between two
+numbers of tokens, with A = 0 and W (or W_2) = 0: a decay then begins with that half-life, whatever is read.
 
-Legend: B rows, H heads, N tokens, D model width, G decays a head, R width of the middle, O all decays (H G).
+Legend: B rows, H heads, N tokens, D model width, G decays a head, R width of the middle (D without one), O all decays
+(H G).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from torch.nn import functional as F
 from .building_blocks import wide
 
 DecayGate = Literal["softplus", "safe", "logsigmoid"]
-HalfLife = tuple[float, float]
 
 BOUND = 5.0
 """Of "safe"."""
@@ -35,7 +35,7 @@ TEMPER = 16.0
 """Of "logsigmoid"."""
 
 
-def check_half_life(half_life: HalfLife | None) -> None:
+def check_half_life(half_life: tuple[float, float] | None) -> None:
     """Refuse (ValueError) what is no range of tokens."""
     if half_life is None:
         return
@@ -46,7 +46,7 @@ def check_half_life(half_life: HalfLife | None) -> None:
         )
 
 
-def fixed_log_decay(heads: int, half_life: HalfLife | None, like: Tensor) -> Tensor:
+def fixed_log_decay(heads: int, half_life: tuple[float, float] | None, like: Tensor) -> Tensor:
     """(H, 1, 1): RetNet's, or of half-lives in even ratios from the first to the second, and the first for one head."""
     h = torch.arange(heads, device=like.device, dtype=like.dtype)[:, None, None]
     if half_life is None:
@@ -74,7 +74,7 @@ class InputDecay(nn.Module):
         *,
         gate: DecayGate,
         rank: int | None,
-        half_life: HalfLife | None,
+        half_life: tuple[float, float] | None,
         least_rate: float,
     ) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class InputDecay(nn.Module):
         f_BNO = wide(x_BND)
         for weight in (self.middle_RD, self.weight_OR):
             f_BNO = f_BNO if weight is None else F.linear(f_BNO, wide(weight))
-        # In one piece, as the scan takes it; of transposed numbers a traced softplus_backward has another layout than a run.
+        # In one piece: of transposed numbers, a traced softplus_backward has another layout than one that runs.
         raw_BHNG = (f_BNO + wide(self.bias_O)).unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous()
         if self.rate_H is None:
             return F.logsigmoid(raw_BHNG) / TEMPER, F.softplus(raw_BHNG)

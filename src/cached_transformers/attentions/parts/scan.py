@@ -1,10 +1,10 @@
-"""The causal scan of all mechanisms whose state is a matrix a head: sums of keys and values, with or without decay, with
-or without the correction of the delta rule.
+"""The causal scan of all mechanisms whose state is a matrix a head: sums of keys and values, with or without decay,
+with or without the correction of the delta rule.
 
-    S'_t = D_t S_{t-1}                                   D_t = diag(e^{g_t}), g_t <= 0: a number a head, or a channel
-    S_t  = S'_t + k_t v_t^T                              a sum
-    S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T        the delta rule: what the key finds in the decayed state is wrong
-    out_t = S_t^T q_t                                    behind the token's own write
+    S'_t = D_t S_{t-1}                                 D_t = diag(e^{g_t}), g_t <= 0: a number a head, or one a channel
+    S_t  = S'_t + k_t v_t^T                            a sum
+    S_t  = S'_t + beta_t k_t (v_t - S'_t^T k_t)^T      the delta rule: the error is that of the decayed state
+    out_t = S_t^T q_t                                  behind the token's own write
 
 In chunks of C tokens (Yang et al. 2024, arXiv:2406.06484 and 2412.06464; arXiv:2510.26692 for channels), with S the
 state before the chunk and e^{(j, i]} the decay behind token j up to token i:
@@ -15,12 +15,12 @@ state before the chunk and e^{(j, i]} the decay behind token j up to token i:
 
 P, A, U and W of all chunks are found at once; only S goes from one to the next.
 
-No decay is taken as a quotient of two: e^{-G} leaves float32 within a few strong tokens, and a difference of two long
-sums has lost the digits of the short one between them. Every exponent here is a sum of the g between two tokens, so that
-each factor lies in [0, 1], and g = -inf forgets all. With one g a head, the sums are a table of C x C. With one a
-channel, pairs of tokens are cut by the boundary between them: of two blocks side by side, e^{(j, i]} is what is lost up
-to the boundary times what is lost behind it, which scales keys and queries and leaves one product; blocks of 1, 2, 4, ..
-C / 2 tokens together hold each pair once.
+No decay is made as a quotient, or as the exponential of a difference: with G the sum of g from the chunk's start,
+e^{-G} leaves float32 within a few strong tokens, and G_i - G_j has lost the digits of what is short between i and j.
+Every exponent here is a sum of the g between two tokens, each factor lies in [0, 1], and g = -inf forgets all. With one
+g a head, these sums are a table of C x C. With one a channel, pairs of tokens are told apart by the boundary between
+them: of two blocks side by side, what is lost up to the boundary scales the keys before it, and what is lost from there
+on the queries behind it, which leaves one product. Blocks of 1, 2, 4 .. C / 2 tokens hold each pair once.
 
 Legend: B rows, H heads, N tokens, F features, V value width, G decays a head (1, or F), C tokens of a chunk; `...` any
 leading dimensions (B, H and chunks).
@@ -59,8 +59,8 @@ def causal_scan(
         chunk: C, tokens of a chunk; rounded up to a power of two for decays of channels.
 
     Cost, in multiply-adds a head: N (C (F + V) + 2 F V) for a sum; N (C (2 F + V) + 3 F V) for the delta rule, and
-    N C (F + V) / 2 for its triangular systems. With decays of channels, C F / 2 a product of keys in place of C F, and
-    2 F log2(C) exponentials a token.
+    N C (F + V) / 2 for its triangular systems. With decays of channels, (C - 1) F / 2 in place of each C F, and
+    F log2(C) exponentials a token.
     """
     dtype = torch.promote_types(v_BHNV.dtype, torch.float32)
     rows, heads, tokens, features = q_BHNF.shape
@@ -81,8 +81,7 @@ def causal_scan(
         g = None
     else:
         g = into_blocks(log_decay_BHNG.to(dtype), size)
-        passed = g.cumsum(-2)
-        since = passed.exp()
+        since = g.cumsum(-2).exp()
         reading, found, kept = q * since, k * since, k * _behind(g).exp()
         whole = since[..., -1:, :].mT
     if beta is None:
