@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.registry import MEMORIES, Registry
+from cached_transformers.registry import ATTENTIONS, MEMORIES, Registry
 
 
 class Thing:
@@ -102,8 +102,9 @@ def test_a_preset_sets_options_that_the_caller_may_still_override() -> None:
         things.with_preset("bag", {"preset": "long"})
 
 
-def test_presets_of_memories_are_options_that_they_take() -> None:
-    for entry in MEMORIES:
+@pytest.mark.parametrize("registry", [MEMORIES, ATTENTIONS], ids=lambda registry: registry.kind)
+def test_presets_are_options_that_their_parts_take(registry: Registry[Any]) -> None:
+    for entry in registry:
         for name, options in entry.presets.items():
-            assert MEMORIES.with_preset(entry.name, {"preset": name}) == dict(options)
-            MEMORIES.check(entry.name, options, path="")
+            assert registry.with_preset(entry.name, {"preset": name}) == dict(options)
+            registry.check(entry.name, options, path="")

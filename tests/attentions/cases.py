@@ -61,6 +61,7 @@ CASES: dict[str, Case] = {
         exact={"block": 24, "memory": 0},
         exempt=PLACED,
     ),
+    "gated_delta": Case({"chunk": 4}),
     "improved_clustered": Case({"clusters": 4, "topk": 3}, exact={"clusters": 4, "topk": 24}),
     "informer": Case({"factor": 1, "sampling": "own"}, exact={"factor": 24}),
     "linear": Case({"chunk": 4}),

@@ -126,28 +126,3 @@ def test_whole_rows_are_picked() -> None:
     weight = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad((o * weight).sum(), t) for o in (got, want)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 8, 13])
-@pytest.mark.parametrize("decays", [False, True])
-@pytest.mark.parametrize("carried", [False, True])
-def test_the_scan_is_the_recurrence(tokens: int, decays: bool, carried: bool) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 2, 3, tokens, 4, dtype=torch.double).requires_grad_()
-    v = torch.randn(2, 3, tokens, 5, dtype=torch.double, requires_grad=True)
-    decay = -torch.rand(2, 3, tokens, dtype=torch.double).requires_grad_() if decays else None
-    before = torch.randn(2, 3, 4, 5, dtype=torch.double, requires_grad=True) if carried else None
-    out, last = blocks.causal_scan(q, k, v, before, log_decay_BHN=decay, chunk=4)
-    state, want = torch.zeros(2, 3, 4, 5, dtype=torch.double) if before is None else before, []
-    for i in range(tokens):
-        if decay is not None:
-            state = state * decay[:, :, i, None, None].exp()
-        state = state + k[:, :, i, :, None] * v[:, :, i, None]
-        want.append((q[:, :, i, None] @ state)[..., 0, :])
-    torch.testing.assert_close(out, torch.stack(want, 2), rtol=0, atol=1e-12)
-    torch.testing.assert_close(last, state, rtol=0, atol=1e-12)
-    sources = [t for t in (q, k, v, decay, before) if t is not None]
-    weight, weight_last = torch.randn_like(out), torch.randn_like(last)
-    totals = ((o * weight).sum() + (s * weight_last).sum() for o, s in ((out, last), (torch.stack(want, 2), state)))
-    for a, b in zip(*(torch.autograd.grad(total, sources) for total in totals), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

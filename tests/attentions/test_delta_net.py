@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.attentions import create_attention
-from cached_transformers.attentions.delta_net import DeltaNet, delta_scan
-from cached_transformers.attentions.parts.building_blocks import causal_scan
+from cached_transformers.attentions.delta_net import DeltaNet
+from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
 from cached_transformers.layers.attention import SelfAttention
@@ -76,7 +76,7 @@ def test_a_key_retrieves_the_last_value_written_to_it(chunk: int) -> None:
     basis = torch.linalg.qr(torch.randn(8, 8, dtype=torch.double, generator=generator))[0]
     which = torch.randint(0, 8, (1, 1, 21), generator=generator)
     k, v = basis[which], torch.randn(1, 1, 21, 3, dtype=torch.double, generator=generator)
-    out, state = delta_scan(k, k, v, torch.ones(1, 1, 21, 1).double(), torch.zeros(1, 1, 8, 3).double(), chunk)
+    out, state = causal_scan(k, k, v, beta_BHN1=torch.ones(1, 1, 21, 1).double(), chunk=chunk)
     torch.testing.assert_close(out, v, rtol=0, atol=1e-12)
     for key in range(8):
         places = (which[0, 0] == key).nonzero()
@@ -88,7 +88,7 @@ def test_with_keys_that_are_all_orthogonal_it_is_a_sum() -> None:
     torch.manual_seed(0)
     k = torch.linalg.qr(torch.randn(2, 3, 12, 12, dtype=torch.double))[0][:, :, :9]
     q, v = torch.randn(2, 3, 9, 12).double(), torch.randn(2, 3, 9, 5).double()
-    out, _ = delta_scan(q, k, v, torch.ones(2, 3, 9, 1).double(), torch.zeros(2, 3, 12, 5).double(), 4)
+    out, _ = causal_scan(q, k, v, beta_BHN1=torch.ones(2, 3, 9, 1).double(), chunk=4)
     torch.testing.assert_close(out, causal_scan(q, k, v)[0], rtol=0, atol=1e-12)
 
 

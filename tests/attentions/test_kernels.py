@@ -82,25 +82,34 @@ def test_what_stands_in_the_way_of_a_kernel_is_named(monkeypatch: pytest.MonkeyP
     assert kernels.takes_fla("auto", some[0]) and not kernels.takes_fla("auto", given[0][0])
 
 
-def documented(delta: bool) -> Any:
-    """What fla documents of its kernels, token by token: (B, N, H, E), scaled, with a state (B, H, E, V) in and out."""
+def documented(delta: bool, decays: int = 0) -> Any:
+    """What fla documents of its kernels, token by token: (B, N, H, E), scaled, with a state (B, H, E, V) in and out.
+
+    Those with one decay a head take (B, N, H), those with one a channel (B, N, H, E), as logarithms.
+    """
 
     def kernel(
         q: Tensor,
         k: Tensor,
         v: Tensor,
         beta: Tensor | None = None,
+        g: Tensor | None = None,
         scale: float | None = None,
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         normalize: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        assert delta or not normalize
-        assert all(t.is_contiguous() for t in (q, k, v))
+        assert delta or decays or not normalize
+        assert (beta is not None) == delta and (0 if g is None else g.dim() - 2) == decays
+        assert all(t is None or t.is_contiguous() for t in (q, k, v, beta, g))
+        # The delta rules refuse float32.
+        assert not delta or q.dtype == k.dtype == v.dtype == torch.bfloat16
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         state = torch.zeros(*q.shape[::2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
         outs = []
         for at in range(q.shape[1]):
+            if g is not None:
+                state = state * (g[:, at].exp()[..., None] if decays == 2 else g[:, at].exp()[..., None, None])
             new = v[:, at].float()
             if beta is not None:
                 found = torch.einsum("bhf,bhfv->bhv", k[:, at].float(), state)
@@ -117,31 +126,46 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in, taken without a GPU."""
     ops: Any = types.ModuleType("fla.ops")
     ops.chunk_linear_attn, ops.chunk_delta_rule = documented(False), documented(True)
+    ops.chunk_simple_gla, ops.chunk_gla = documented(False, 1), documented(False, 2)
+    ops.chunk_gated_delta_rule = documented(True, 1)
+    kda: Any = types.ModuleType("fla.ops.kda")
+    kda.chunk_kda = documented(True, 2)
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", kda)
     monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
     monkeypatch.setattr(kernels, "_fla_lacks", lambda q_BHNF: None)
 
 
-SCANS = {"linear": 1e-5, "delta_net": 2e-2}
-"""Tolerances; the kernel of the delta rule takes bfloat16."""
+SCANS: dict[str, tuple[dict[str, Any], float]] = {
+    "linear": ({"name": "linear"}, 1e-5),
+    "delta_net": ({"name": "delta_net"}, 2e-2),
+    **{
+        name: ({"name": "gated_delta", "preset": name}, atol)
+        for name, atol in {"gla": 1e-5, "retnet": 1e-5, "mamba2": 1e-5, "gated_deltanet": 5e-2, "kda": 5e-2}.items()
+    },
+    "a sum": ({"name": "gated_delta", "rule": "sum", "decay": "none"}, 1e-5),
+    "no decay": ({"name": "gated_delta", "decay": "none"}, 2e-2),
+}
+"""Cores and tolerances; the kernels of the delta rule take bfloat16."""
 
 
 @pytest.mark.usefixtures("fla")
 @pytest.mark.parametrize("name", SCANS)
 def test_fla_is_called_as_it_documents(name: str) -> None:
+    spec, atol = SCANS[name]
     q, k, v = inputs(21)
     x, padding = torch.randn(B, 21, H * E), torch.arange(21) >= torch.tensor([21, 15])[:, None]
     for call in ({}, {"key_padding_mask": padding}):
-        got, want = both({"name": name}, "fla", q, k, v, x_BND=x, causal=True, **call)
-        torch.testing.assert_close(got.out_BHNV, want.out_BHNV, rtol=0, atol=SCANS[name])
+        got, want = both(spec, "fla", q, k, v, x_BND=x, causal=True, **call)
+        torch.testing.assert_close(got.out_BHNV, want.out_BHNV, rtol=0, atol=atol)
     # The state goes on from one segment to the next.
-    carrying = core({"name": name, "carry": True}, "fla")
+    carrying = core({**spec, "carry": True}, "fla")
     state: Any = ()
     for part in (slice(0, 8), slice(8, 21)):
         out = carrying(q[:, :, part], k[:, :, part], v[:, :, part], x_BND=x[:, part], causal=True, state=state)
         state = out.state
-    whole = core({"name": name}, "plain")(q, k, v, x_BND=x, causal=True).out_BHNV
-    torch.testing.assert_close(out.out_BHNV, whole[:, :, 8:], rtol=0, atol=SCANS[name])
+    whole = core(spec, "plain")(q, k, v, x_BND=x, causal=True).out_BHNV
+    torch.testing.assert_close(out.out_BHNV, whole[:, :, 8:], rtol=0, atol=atol)
 
 
 @pytest.mark.device
@@ -149,12 +173,12 @@ def test_fla_is_called_as_it_documents(name: str) -> None:
 def test_values_and_gradients_of_fla_on_a_gpu(name: str, device: str) -> None:
     if device != "cuda" or importlib.util.find_spec("fla") is None:
         pytest.skip("flash-linear-attention needs a GPU" if device != "cuda" else "fla is not installed")
-    results = []
+    (spec, atol), results = SCANS[name], []
     for kernel in ("fla", "plain"):
         given = [t.requires_grad_() for t in inputs(300, device)]
         x = torch.ones(B, 300, H * E, device=device)
-        out = core({"name": name}, kernel).to(device)(*given, x_BND=x, causal=True).out_BHNV
+        out = core(spec, kernel).to(device)(*given, x_BND=x, causal=True).out_BHNV
         results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    tolerance = {"linear": 1e-3, "delta_net": 5e-2}[name]
+    tolerance = 1e-3 if atol < 1e-4 else 5e-2
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() <= tolerance * want.norm()

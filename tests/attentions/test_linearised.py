@@ -9,6 +9,7 @@ import torch
 from attentions.cases import B, E, H, build
 from attentions.linearised_twins import V, leaves
 
+from cached_transformers.attentions.gated_delta import PUBLISHED
 from cached_transformers.attentions.parts.linearised import LinearisedAttention
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.memory import Context
@@ -17,6 +18,7 @@ from cached_transformers.state import map_state, named_tensors, reorder, reset, 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]
 FORMS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
 FORMS += [("rfa", {"gate": True}), ("performer", {"kernel": "relu"}), ("delta_net", {"features": "silu"})]
+FORMS += [("gated_delta", {**options, "value_width": V}) for options in PUBLISHED.values()]
 
 
 def some_context(slots: int = 4) -> Context:

@@ -14,7 +14,7 @@ from cached_transformers.state import load, save
 from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, ROWS, SEGMENT = 11, 3, 5
-CARRIED = ["delta_net", "linear"]
+CARRIED = ["delta_net", "linear", "gated_delta"]
 
 
 def build(attention: str, memory: Any = None, **options: Any) -> nn.Module:

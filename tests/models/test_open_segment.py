@@ -57,9 +57,11 @@ SPECS: list[Spec] = [
     [{"name": "transformer_xl", "length": 4}, {"name": "compressive", "length": 4, "compressed": 2}],
 ]
 CORES: list[Spec] = [
-    *("linear", "performer", "rfa", "delta_net"),
+    *("linear", "performer", "rfa", "delta_net", "gated_delta"),
     {"name": "linear", "carry": True},
     {"name": "delta_net", "carry": True},
+    {"name": "gated_delta", "carry": True},
+    *({"name": "gated_delta", "preset": preset, "carry": True} for preset in ("kda", "retnet", "mamba2")),
     {"name": "longformer", "window": 4},
     {"name": "longformer", "window": 2, "dilation": [1, 3], "global_tokens": [1]},
     {"name": "sparse_transformer", "stride": 3},

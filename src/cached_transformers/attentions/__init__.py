@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 AttentionSpec = str | Mapping[str, Any]
-"""Name of an attention, or {"name": ..., option: value}."""
+"""Name of an attention, or {"name": ..., option: value}; "preset" names options that go together."""
 
 
 def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
@@ -40,6 +40,7 @@ def create_attention(attention: AttentionSpec, **facts: Any) -> Attention:
     name = spec.pop("name")
     # An attention that stands alone has no model, so that its sizes may come with its name.
     facts |= {key: spec.pop(key) for key in ATTENTIONS.given if key in spec and key not in facts}
+    spec = ATTENTIONS.with_preset(name, spec)
     ATTENTIONS.check(name, spec)
     entry = ATTENTIONS.entry(name)
     given = {k: v for k, v in facts.items() if k in entry.options and k not in spec}

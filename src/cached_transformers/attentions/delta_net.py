@@ -40,9 +40,9 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
-from .parts.building_blocks import into_blocks, out_of_blocks
-from .parts.kernels import check_kernel, fla_delta, takes_fla
+from .parts.kernels import check_kernel, fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, head_weights, hidden
+from .parts.scan import causal_scan
 from .parts.sizes import head_width
 
 
@@ -131,30 +131,5 @@ class DeltaNet(LinearisedAttention):
         beta_BHN1 = torch.sigmoid(head_weights(self.share, x_BND, "beta of delta_net"))[..., None]
         beta_BHN1 = hidden(beta_BHN1, seen_BN)
         if takes_fla(self.kernel, q_BHNF):
-            return fla_delta(q_BHNF, k_BHNF, v_BHNV, beta_BHN1, state)
-        return delta_scan(q_BHNF, k_BHNF, v_BHNV, beta_BHN1, state, self.chunk)
-
-
-def delta_scan(
-    q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, beta_BHN1: Tensor, state_BHFV: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Outputs of the delta rule and the last state, in chunks. Beta of 0 (padding) leaves the state as it is."""
-    tokens = q_BHNF.shape[2]
-    if tokens == 0:
-        return v_BHNV, state_BHFV
-    size = min(chunk, tokens)
-    # What fills up the last chunk has beta 0 and keys of 0.
-    q, k, v, beta = (into_blocks(t, size) for t in (q_BHNF, k_BHNF, v_BHNV, beta_BHN1))
-    wanted = torch.cat([v, k], -1) * beta
-    if size > 1:
-        lower = (k * beta @ k.mT).tril(-1)
-        wanted = torch.linalg.solve_triangular(lower, wanted, upper=False, unitriangular=True)
-    u, w = wanted.split([v.shape[-1], k.shape[-1]], -1)
-    before, corrections = [], []
-    # Unbound, not indexed: the gradient of an index is as long as the sequence.
-    for chunk_u, chunk_w, chunk_k in zip(u.unbind(2), w.unbind(2), k.unbind(2), strict=True):
-        before.append(state_BHFV)
-        corrections.append(chunk_u - chunk_w @ state_BHFV)
-        state_BHFV = state_BHFV + chunk_k.mT @ corrections[-1]
-    inside = (q @ k.mT).tril() @ torch.stack(corrections, 2)
-    return out_of_blocks(inside + q @ torch.stack(before, 2), tokens), state_BHFV
+            return fla_scan(q_BHNF, k_BHNF, v_BHNV, state, beta_BHN1=beta_BHN1)
+        return causal_scan(q_BHNF, k_BHNF, v_BHNV, state, beta_BHN1=beta_BHN1, chunk=self.chunk)

@@ -21,9 +21,9 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.state import State
 
-from .parts.building_blocks import causal_scan
 from .parts.kernels import LinearKernel, check_kernel, fla_scan, takes_fla
 from .parts.linearised import LinearisedAttention, elu_features, hidden, quotient, with_ones
+from .parts.scan import causal_scan
 
 
 @ATTENTIONS.register(

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import ATTENTIONS
 
-from .parts.building_blocks import causal_scan
 from .parts.linearised import LinearisedAttention, head_weights, hidden, with_ones
+from .parts.scan import causal_scan
 from .parts.sizes import head_width
 
 
@@ -175,7 +175,12 @@ class RandomFeatureAttention(LinearisedAttention):
             # The weights of the tokens add up to 1 - g_1 g_2 ... g_t.
             weight_BHN = state.weight_BH[..., None] * passed_BHN.exp() - passed_BHN.expm1()
         sums_BHNV, sums_BHFV = causal_scan(
-            q_BHNF, k_BHNF, v_BHNV, state.sums_BHFV, log_decay_BHN=fade_BHN, chunk=self.chunk
+            q_BHNF,
+            k_BHNF,
+            v_BHNV,
+            state.sums_BHFV,
+            log_decay_BHNG=None if fade_BHN is None else fade_BHN[..., None],
+            chunk=self.chunk,
         )
         weight_BHN = weight_BHN.expand(sums_BHNV.shape[:3])
         last_BH = weight_BHN[..., -1] if weight_BHN.shape[-1] else state.weight_BH

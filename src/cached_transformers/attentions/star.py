@@ -34,8 +34,9 @@ from torch.nn import functional as F
 from cached_transformers.registry import ATTENTIONS
 from cached_transformers.seam.attention import AttentionOutput, Call
 
-from .parts.building_blocks import attend, causal_scan, merge, pick_rows, product
+from .parts.building_blocks import attend, merge, pick_rows, product
 from .parts.pattern import PatternAttention
+from .parts.scan import causal_scan
 from .parts.sizes import head_width
 
 
@@ -188,7 +189,7 @@ def prefix_attend(q_BH1E: Tensor, k_BHNE: Tensor, v_BHNV: Tensor, padding_BN: Te
         weight_BHN = (logits_BHN - lse_BHN.masked_fill(none_B1N, 0)).masked_fill(hidden_B1N, -torch.inf).exp()
         lse_BHN = lse_BHN.masked_fill(none_B1N, lowest)
     one_BHN1 = torch.ones_like(weight_BHN)[..., None]
-    out, _ = causal_scan(one_BHN1, weight_BHN[..., None], v_BHNV, log_decay_BHN=F.pad(passed_BHN, (1, 0)))
+    out, _ = causal_scan(one_BHN1, weight_BHN[..., None], v_BHNV, log_decay_BHNG=F.pad(passed_BHN, (1, 0))[..., None])
     return out, lse_BHN
 
 

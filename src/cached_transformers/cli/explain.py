@@ -74,7 +74,8 @@ def _draw(arguments: argparse.Namespace) -> Any:
     spec = {"name": arguments.name}
     for override in arguments.overrides:
         apply_override(spec, override)
-    ATTENTIONS.check(arguments.name, {key: value for key, value in spec.items() if key != "name"}, "")
+    options = ATTENTIONS.with_preset(arguments.name, {key: value for key, value in spec.items() if key != "name"})
+    ATTENTIONS.check(arguments.name, options, "")
     tokens = TOKENS if arguments.tokens is None else arguments.tokens
     return pattern_figure(spec, tokens, draws=DRAWS if arguments.draws is None else arguments.draws)
 

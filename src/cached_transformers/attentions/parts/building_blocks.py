@@ -1,11 +1,11 @@
-"""What the mechanisms are made of: blocks and their neighbours, tables of blocks and of keys, one softmax from several
-parts, and the causal scan of linear attention.
+"""What the mechanisms are made of: blocks and their neighbours, tables of blocks and of keys, and one softmax from
+several parts.
 
 Everything runs and trains on every device: keys are gathered into dense blocks, which fused attention then takes.
 Masks are bool, True = visible. A query that sees no key gives 0, and the lowest finite number as its log-sum-exp.
 
 Legend: B rows, H heads, N queries, M keys, E key width, V value width, Q blocks of queries, W tokens of a block, S keys
-that a block sees, K entries of a table, F features; `...` any leading dimensions.
+that a block sees, K entries of a table; `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -235,56 +235,3 @@ def largest(t: Tensor, count: int) -> Tensor:
     nth = torch.arange(count, device=t.device) - above.sum(-1, keepdim=True)
     place = torch.where(above, place, first.gather(-1, nth.clamp(min=0))).sort(dim=-1).values
     return place.gather(-1, t.gather(-1, place).argsort(dim=-1, descending=True, stable=True))
-
-
-def causal_scan(
-    q_BHNF: Tensor,
-    k_BHNF: Tensor,
-    v_BHNV: Tensor,
-    state_BHFV: Tensor | None = None,
-    *,
-    log_decay_BHN: Tensor | None = None,
-    chunk: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """out_i = q_i S_i,  S_i = g_i S_{i-1} + k_i v_i^T, and the last S: the causal form of linear attention, in chunks.
-
-    A normaliser is a column of ones in v. Within a chunk everything is a matrix product; only the states between chunks
-    are sequential. Computed in float32 or wider.
-
-    Args:
-        state_BHFV: S before the first token; zeros when None.
-        log_decay_BHN: ln g, at most 0; None for g = 1.
-        chunk: C, tokens of a chunk.
-
-    Cost: N (C (F + V) + 2 F V) multiply-adds a head.
-    """
-    dtype = torch.promote_types(v_BHNV.dtype, torch.float32)
-    rows, heads, tokens, features = q_BHNF.shape
-    if state_BHFV is None:
-        state_BHFV = q_BHNF.new_zeros(rows, heads, features, v_BHNV.shape[-1], dtype=dtype)
-    state_BHFV = state_BHFV.to(dtype)
-    if tokens == 0:
-        return v_BHNV, state_BHFV
-    size = min(chunk, tokens)
-    q, k, v = (into_blocks(t.to(dtype), size) for t in (q_BHNF, k_BHNF, v_BHNV))
-    causal_CC = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    weights = (q @ k.mT) * causal_CC
-    if log_decay_BHN is None:
-        whole, kept = None, k
-    else:
-        # What fills up the last chunk has ln g = 0: it changes no state.
-        passed = into_blocks(log_decay_BHN.to(dtype)[..., None], size)[..., 0].cumsum(-1)
-        between = (passed[..., :, None] - passed[..., None, :]).masked_fill(~causal_CC, -torch.inf)
-        weights = weights * between.exp()
-        whole = passed[..., -1:, None].exp()
-        kept = k * (passed[..., -1:] - passed).exp()[..., None]
-        q = q * passed.exp()[..., None]
-    inside = weights @ v
-    written = kept.mT @ v
-    # Unbound, not indexed: the gradient of an index is as long as the sequence.
-    before, decays = [], () if whole is None else whole.unbind(2)
-    for index, new in enumerate(written.unbind(2)):
-        before.append(state_BHFV)
-        state_BHFV = (state_BHFV * decays[index] if decays else state_BHFV) + new
-    out = inside + q @ torch.stack(before, 2)
-    return out_of_blocks(out, tokens).to(v_BHNV.dtype), state_BHFV

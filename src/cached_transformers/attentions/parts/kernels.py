@@ -76,24 +76,41 @@ def _fla_lacks(q_BHNF: Tensor) -> str | None:
     return None
 
 
-def fla_scan(q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, state_BHFV: Tensor) -> tuple[Tensor, Tensor]:
-    """out_i = q_i S_i,  S_i = S_(i-1) + k_i v_i^T, and the last S, as `causal_scan` gives them."""
-    return _by_fla("chunk_linear_attn", (q_BHNF, k_BHNF, v_BHNV), state_BHFV, normalize=False)
+FLA_KERNELS = {
+    (False, 0): ("fla.ops", "chunk_linear_attn"),
+    (False, 1): ("fla.ops", "chunk_simple_gla"),
+    (False, 2): ("fla.ops", "chunk_gla"),
+    (True, 0): ("fla.ops", "chunk_delta_rule"),
+    (True, 1): ("fla.ops", "chunk_gated_delta_rule"),
+    (True, 2): ("fla.ops.kda", "chunk_kda"),
+}
+"""Module and function for (whether it is the delta rule, 0 without decay, 1 with one a head, 2 with one a channel)."""
 
 
-def fla_delta(
-    q_BHNF: Tensor, k_BHNF: Tensor, v_BHNV: Tensor, beta_BHN1: Tensor, state_BHFV: Tensor
+def fla_scan(
+    q_BHNF: Tensor,
+    k_BHNF: Tensor,
+    v_BHNV: Tensor,
+    state_BHFV: Tensor,
+    *,
+    beta_BHN1: Tensor | None = None,
+    log_decay_BHNG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule, as `delta_scan` gives it, on inputs rounded to bfloat16: the kernel takes nothing wider."""
-    given = tuple(t.bfloat16() for t in (q_BHNF, k_BHNF, v_BHNV))
-    beta_BNH = beta_BHN1[..., 0].transpose(1, 2).bfloat16().contiguous()
-    out, state = _by_fla("chunk_delta_rule", given, state_BHFV, beta=beta_BNH)
-    return out.to(v_BHNV.dtype), state
-
-
-def _by_fla(kernel: str, given: tuple[Tensor, ...], state_BHFV: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    call = getattr(importlib.import_module("fla.ops"), kernel)
-    q, k, v = (t.transpose(1, 2).contiguous() for t in given)  # tokens before heads
+    """What `causal_scan` gives. Of the delta rule on inputs rounded to bfloat16: its kernels take nothing wider."""
+    delta, decays = beta_BHN1 is not None, 0 if log_decay_BHNG is None else min(log_decay_BHNG.shape[-1], 2)
+    module, name = FLA_KERNELS[delta, decays]
+    more: dict[str, Any] = {"normalize": False} if (delta, decays) == (False, 0) else {}
+    given = tuple(t.bfloat16() for t in (q_BHNF, k_BHNF, v_BHNV)) if delta else (q_BHNF, k_BHNF, v_BHNV)
+    if beta_BHN1 is not None:
+        more["beta"] = _tokens_first(beta_BHN1[..., 0].bfloat16())
+    if log_decay_BHNG is not None:
+        more["g"] = _tokens_first(log_decay_BHNG if decays == 2 else log_decay_BHNG[..., 0])
+    q, k, v = (_tokens_first(t) for t in given)
     options = {"scale": 1.0, "initial_state": state_BHFV, "output_final_state": True}
-    out_BNHV, state = call(q=q, k=k, v=v, **options, **more)
-    return out_BNHV.transpose(1, 2), state
+    out_BNHV, state = getattr(importlib.import_module(module), name)(q=q, k=k, v=v, **options, **more)
+    return out_BNHV.transpose(1, 2).to(v_BHNV.dtype), state
+
+
+def _tokens_first(t: Tensor) -> Tensor:
+    """(B, N, H, ...), in one piece."""
+    return t.transpose(1, 2).contiguous()

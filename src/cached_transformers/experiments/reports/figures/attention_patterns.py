@@ -173,6 +173,7 @@ def describe(attention: AttentionSpec) -> str:
     """Name, options with their values, and the order of growth, e.g. "star (radius=1): order N R"."""
     given: Mapping[str, Any] = {"name": attention} if isinstance(attention, str) else attention
     entry = ATTENTIONS.entry(str(given.get("name")))
+    given = ATTENTIONS.with_preset(entry.name, given)
     options = {name: given.get(name, option.default) for name, option in entry.options.items()}
     shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if name in given or name not in GIVEN)
     return f"{entry.name}{f' ({shown})' if shown else ''}: order {entry.info.get('order', 'unknown')}"

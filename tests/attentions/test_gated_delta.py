@@ -1,0 +1,423 @@
+"""The gated delta rule and its relatives: options are their recurrence, and begin with the half-lives asked for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attentions.cases import B, E, H
+from attentions.linearised_twins import V, compare, leaves
+from attentions.test_scan import Recorded
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.delta_net import DeltaNet
+from cached_transformers.attentions.gated_delta import PUBLISHED, GatedDelta
+from cached_transformers.attentions.linear import LinearAttention
+from cached_transformers.experiments.costs.flops import count_flops
+from cached_transformers.extras import require
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.models import LanguageModel
+from cached_transformers.seam.fit import in_words
+
+LN2 = math.log(2)
+
+
+def core_of(preset: str | None = None, *, moved: bool = True, **options: Any) -> GatedDelta:
+    """In float64, for values of width V, with no parameter where it begins."""
+    torch.manual_seed(0)
+    core = GatedDelta(H * E, H, **{"value_width": V, "chunk": 4, **PUBLISHED.get(preset or "", {}), **options}).double()
+    with torch.no_grad():
+        for parameter in core.parameters() if moved else ():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return core.eval()
+
+
+def log_decay(core: GatedDelta, x: Tensor, options: dict[str, Any], head: int) -> Tensor:
+    """g of one head, (B, N, channels), as the papers have it."""
+    kind, gate = options.get("decay", "scalar"), options.get("decay_gate", "softplus")
+    rows, tokens = x.shape[:2]
+    if kind == "none":
+        return x.new_zeros(rows, tokens, 1)
+    if kind == "fixed":
+        half_life = options.get("half_life", (32.0, 4096.0))
+        if half_life is None:
+            value = math.log(1 - 2.0 ** (-5 - head))
+        else:
+            value = -LN2 / (half_life[0] * (half_life[1] / half_life[0]) ** (head / (H - 1)))
+        return x.new_full((rows, tokens, 1), value)
+    assert core.decay is not None
+    middle = x if core.decay.middle_RD is None else x @ core.decay.middle_RD.mT
+    count = E if kind == "channel" else 1
+    part = slice(head * count, (head + 1) * count)
+    raw = middle @ core.decay.weight_OR[part].mT + core.decay.bias_O[part]
+    if gate == "logsigmoid":
+        return torch.log(1 / (1 + torch.exp(-raw))) / 16
+    assert core.decay.rate_H is not None
+    rate = torch.exp(core.decay.rate_H[head])
+    if gate == "safe":
+        return -5 / (1 + torch.exp(-rate * raw))
+    return -rate * torch.log(1 + torch.exp(raw))
+
+
+def twin_of(core: GatedDelta, options: dict[str, Any]) -> Any:
+    def features(t: Tensor) -> Tensor:
+        kind = options.get("features", "unit")
+        t = t if kind == "none" else t / (1 + torch.exp(-t))
+        return t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) if kind == "unit" else t
+
+    def twin(q: Tensor, k: Tensor, v: Tensor, *, x: Tensor, causal: bool, seen: Tensor, context: Any) -> Tensor:
+        heads = []
+        for h in range(H):
+            of_q, of_k, values = features(q[:, h]), features(k[:, h]), v[:, h]
+            of_q = of_q * (options.get("scale") or E**-0.5)
+            state = torch.zeros(B, E, V).double()
+            if context is not None:
+                slots = features(context.k_BHME[:, h]) * context.valid_BM[..., None]
+                state = slots.mT @ context.v_BHME[:, h]
+            g, outs = log_decay(core, x, options, h), []
+            for t in range(q.shape[2]):
+                there = seen[:, t, None, None]
+                decayed = torch.exp(g[:, t, :, None]) * state
+                key, new = of_k[:, t], values[:, t]
+                if options.get("step_length"):
+                    assert core.decay is not None
+                    raw = x[:, t] @ core.decay.weight_OR[h] + core.decay.bias_O[h]
+                    new = new * torch.log(1 + torch.exp(raw))[:, None]
+                if options.get("rule", "delta") == "delta":
+                    assert core.share is not None
+                    beta = 1 / (1 + torch.exp(-(x[:, t] @ core.share.weight[h])))
+                    beta = 2 * beta if options.get("negative_eigenvalues") else beta
+                    new = beta[:, None] * (new - (decayed * key[..., None]).sum(1))
+                state = torch.where(there, decayed + key[..., None] * new[:, None], state)
+                outs.append((state * of_q[:, t, :, None]).sum(1))
+            out = torch.stack(outs, 1)
+            if options.get("output_norm"):
+                assert core.norm_V is not None
+                out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + 1e-5) * core.norm_V
+            if (activation := options.get("output_gate", "none")) != "none":
+                assert core.gate is not None
+                raw = x @ core.gate.weight[h * V : (h + 1) * V].mT
+                share = 1 / (1 + torch.exp(-raw))
+                out = out * (raw * share if activation == "swish" else share)
+            heads.append(out)
+        return torch.stack(heads, 1)
+
+    return twin
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *PUBLISHED.values(),
+    {},
+    {"chunk": 1},
+    {"chunk": 64},
+    {"negative_eigenvalues": True},
+    {"decay": "none"},
+    {"decay": "fixed"},
+    {"decay_gate": "safe"},
+    {"decay": "channel", "decay_gate": "safe", "decay_rank": 3, "chunk": 5},
+    {"decay_gate": "logsigmoid", "scale": 2.0},
+    {"rule": "sum", "decay": "none", "features": "silu"},
+    {"rule": "sum", "decay": "channel", "output_gate": "sigmoid"},
+    {"output_norm": True},
+]
+
+
+def in_short(options: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in options.items()) or "default"
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=in_short)
+def test_it_is_the_recurrence(options: dict[str, Any]) -> None:
+    core = core_of(**options)
+    compare(core, twin_of(core, options), forms=(True,), atol=1e-9)
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_set_options_together(preset: str) -> None:
+    core = create_attention({"name": "gated_delta", "preset": preset, "chunk": 8}, width=12, heads=2)
+    assert isinstance(core, GatedDelta) and core.chunk == 8
+    torch.manual_seed(0)
+    want = GatedDelta(12, 2, **PUBLISHED[preset])
+    torch.manual_seed(0)
+    got = create_attention({"name": "gated_delta", "preset": preset}, width=12, heads=2)
+    assert {n: t.shape for n, t in got.state_dict().items()} == {n: t.shape for n, t in want.state_dict().items()}
+    q, k, v = torch.randn(3, 1, 2, 5, 6)
+    x = torch.randn(1, 5, 12)
+    outs = [c(q, k, v, x_BND=x, causal=True).out_BHNV for c in (got, want)]
+    assert torch.equal(*outs)
+    with pytest.raises(ValueError, match="unknown preset of attention 'gated_delta'"):
+        create_attention({"name": "gated_delta", "preset": "mamba3"}, width=12, heads=2)
+
+
+def test_without_decay_it_is_the_delta_network_and_as_a_sum_linear_attention() -> None:
+    given = leaves(13)
+    q, k, v, x = (given[name] for name in ("q", "k", "v", "x"))
+    core, other = core_of(decay="none", scale=1.0), DeltaNet(H * E, H, features="silu", chunk=4).double()
+    assert core.share is not None
+    other.share.load_state_dict(core.share.state_dict())
+    outs = [c(q, k, v, x_BND=x, causal=True).out_BHNV for c in (core, other)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-4)  # 1e-6 stands under the root of the lengths
+    summing = core_of(rule="sum", decay="none", features="none", scale=1.0)
+    positive = [F.elu(t) + 1 for t in (q, k)]
+    got = summing(*positive, v, causal=True).out_BHNV
+    weights = summing(*positive, torch.ones_like(v), causal=True).out_BHNV
+    want = LinearAttention()(q, k, v, causal=True).out_BHNV
+    torch.testing.assert_close(got / weights, want, rtol=0, atol=1e-12)
+
+
+HALF_LIVES: list[dict[str, Any]] = [
+    {"decay": decay, **more}
+    for decay in ("scalar", "channel")
+    for more in (
+        {},
+        {"decay_gate": "safe"},
+        {"decay_gate": "logsigmoid"},
+        {"decay_rank": 3},
+        {"negative_eigenvalues": True},
+        {"rule": "sum", "features": "none"},
+    )
+] + [{"decay": "fixed"}]
+
+
+@pytest.mark.parametrize("options", HALF_LIVES, ids=in_short)
+def test_half_lives_at_the_start_are_those_asked_for(options: dict[str, Any]) -> None:
+    """Of what a state holds, half is left after so many tokens of another model's input, that write nothing."""
+    heads, width, size = 64, 256, 4
+    for low, high in ((8.0, 8.0), (16.0, 256.0)):
+        torch.manual_seed(0)
+        spec = {"name": "gated_delta", "half_life": (low, high), **options}
+        core = LanguageModel(7, width, 1, heads, 8, attention=spec).stack.blocks[0].attention.core.double()
+        tokens = int(low)
+        held = torch.ones(1, heads, size, size, dtype=torch.double)
+        silent = torch.zeros(1, heads, tokens, size, dtype=torch.double)
+        x = torch.randn(1, tokens, width, dtype=torch.double)
+        _, left = core.scan(silent, silent, silent, held, x_BND=x)
+        measured = -tokens * LN2 / left[..., 0].log()  # (1, heads, channels)
+        assert (low * (1 - 1e-4) < measured).all() and (measured < high * (1 + 1e-4)).all()
+        if low < high:  # log-uniform: the mean of the logarithm is in the middle, its deviation that of an interval
+            logs = measured.log()
+            middle, span = (math.log(low) + math.log(high)) / 2, math.log(high / low)
+            assert abs(logs.mean() - middle) < 0.15 * span and abs(logs.std() - span / 12**0.5) < 0.1 * span
+
+
+def test_the_published_start_forgets_within_a_segment() -> None:
+    torch.manual_seed(0)
+    lives = {}
+    for preset in ("gated_deltanet", "kda", "gla"):
+        core = GatedDelta(4 * 512, 512, **{**PUBLISHED[preset], "output_gate": "none"})
+        assert core.decay is not None
+        g = core.decay(torch.zeros(1, 1, 4 * 512))[0]
+        lives[preset] = LN2 / -g.double().flatten()
+    quantiles = lives["gated_deltanet"].quantile(torch.tensor([0.25, 0.5, 0.75]).double())
+    torch.testing.assert_close(quantiles, torch.tensor([3.3, 11, 37]).double(), rtol=0.35, atol=0)
+    assert (lives["gated_deltanet"] > 512).double().mean() < 0.06
+    torch.testing.assert_close(lives["kda"].median(), torch.tensor(9.8).double(), rtol=0.35, atol=0)
+    torch.testing.assert_close(lives["gla"].median(), torch.tensor(16.0).double(), rtol=0.1, atol=0)
+    fixed = GatedDelta(32, 8, **{**PUBLISHED["retnet"], "output_norm": False, "output_gate": "none"}).double()
+    silent, held = torch.zeros(1, 8, 1, 4).double(), torch.ones(1, 8, 4, 4).double()
+    left = fixed.scan(silent, silent, silent, held)[1][0, :, 0, 0]
+    torch.testing.assert_close(left, 1 - 2.0 ** -(5 + torch.arange(8)).double(), rtol=0, atol=1e-15)
+
+
+def test_recorded_gates_of_kimi_delta_attention(shared: Path) -> None:
+    recorded = Recorded(shared / "golden" / "recurrent" / "kda.npz")
+    raw = recorded["gate/raw"].flatten(2)  # heads before channels, as the bias has them
+    for gate, name in (("softplus", "gate/g"), ("safe", "gate/g_lower5")):
+        core = GatedDelta(32, 4, decay="channel", decay_gate=gate).double()  # type: ignore[arg-type]
+        decay = core.decay
+        assert decay is not None and decay.rate_H is not None
+        with torch.no_grad():
+            decay.weight_OR.copy_(torch.eye(32))
+            decay.bias_O.copy_(recorded["gate/dt_bias"])
+            decay.rate_H.copy_(recorded["gate/A_log"])
+        torch.testing.assert_close(decay(raw)[0].transpose(1, 2), recorded[name], rtol=0, atol=1e-10)
+
+
+def test_recorded_layer_of_gated_deltanet(shared: Path) -> None:
+    """Convolutions (with SiLU on values) and output projection are made here; what lies between them is the core."""
+    recorded = Recorded(shared / "golden" / "recurrent" / "gated_delta_net_layer.npz")
+    options = {**PUBLISHED["gated_deltanet"], "value_width": 6, "carry": True, "chunk": 4}
+    core = GatedDelta(8, 2, **options).double()
+    assert core.share is not None and core.gate is not None and core.norm_V is not None and core.decay is not None
+    assert core.decay.rate_H is not None
+    places = {
+        "b": core.share.weight,
+        "g": core.gate.weight,
+        "norm": core.norm_V,
+        "a": core.decay.weight_OR,
+        "A_log": core.decay.rate_H,
+        "dt_bias": core.decay.bias_O,
+    }
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(recorded[f"param/{name}"])
+    x, cut = recorded["x"], int(recorded["cut"])
+
+    def filtered(name: str) -> Tensor:
+        projected, taps = x @ recorded[f"param/{name}"].mT, recorded[f"param/c{name}"]
+        convolved = F.conv1d(F.pad(projected.mT, (3, 0)), taps, groups=taps.shape[0]).mT
+        return convolved.unflatten(-1, (2, -1)).transpose(1, 2)
+
+    q, k, v = (filtered(name) for name in "qkv")
+    v = F.silu(v)
+    for name, t in {"q": core.features(q, None), "k": core.features(k, None), "v": v}.items():
+        torch.testing.assert_close(t, recorded.heads_first(f"mid/{name}"), rtol=0, atol=1e-10)
+    torch.testing.assert_close(core.decay(x)[0], recorded.heads_first("mid/g"), rtol=0, atol=1e-10)
+    state, outs = (), []
+    for part in (slice(0, cut), slice(cut, 13)):
+        result = core(q[:, :, part], k[:, :, part], v[:, :, part], x_BND=x[:, part], causal=True, state=state)
+        state = result.state
+        outs.append(result.out_BHNV)
+        if part.start == 0:
+            torch.testing.assert_close(state, recorded["mid_state"], rtol=0, atol=1e-10)
+    merged = torch.cat(outs, 2).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(merged @ recorded["param/o"].mT, recorded["out"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(state, recorded["state"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_it_is_the_gated_delta_rule_of_transformers(chunked: bool) -> None:
+    """Qwen3-Next's, which adds 1e-6 under the root of the lengths, too."""
+    peer = require("transformers.models.qwen3_next.modeling_qwen3_next", extra="transformers")
+    rule = peer.torch_chunk_gated_delta_rule if chunked else peer.torch_recurrent_gated_delta_rule
+    core = core_of(half_life=None, chunk=16).float()
+    given = {key: t.detach().float() for key, t in leaves(70).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    assert core.share is not None and core.decay is not None
+    active = [F.silu(t).transpose(1, 2) for t in (q, k)]
+    g, beta = core.decay(x)[0][..., 0].mT, torch.sigmoid(core.share(x))
+    want, last = rule(*active, v.transpose(1, 2), g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    out, state = core.scan(q, k, v, core.init_step(B, H, E, V, like=q), x_BND=x)
+    torch.testing.assert_close(out, want.transpose(1, 2), rtol=0, atol=2e-5)
+    torch.testing.assert_close(state, last, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"negative_eigenvalues": True}, *PUBLISHED.values()], ids=in_short)
+def test_a_long_text_of_equal_keys_and_large_inputs_stays_bounded(options: dict[str, Any]) -> None:
+    options = {**options, "chunk": 64}
+    core = core_of(**options, moved=False).float()
+    given = {key: t.detach().float() for key, t in leaves(4000).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    large = k[:, :, :1].expand_as(k) * (1e3 if options.get("rule", "delta") == "delta" else 1.0)
+    out, state = core.scan(q, large, v, core.init_step(B, H, E, V, like=q), x_BND=3 * x)
+    assert out.isfinite().all() and state.isfinite().all()
+    if options.get("rule", "delta") == "delta":
+        assert state.abs().max() < 2 * 4000**0.5 * v.abs().max()
+    core.double()
+    wide = {key: t.double() for key, t in {"q": q, "k": large, "v": v, "x": 3 * x}.items()}
+    start = core.init_step(B, H, E, V, like=wide["q"])
+    want, last = core.scan(wide["q"], wide["k"], wide["v"], start, x_BND=wide["x"])
+    assert (out - want).abs().max() < 2e-3 * want.abs().max()
+    assert (state - last).abs().max() < 2e-3 * last.abs().max()
+
+
+@pytest.mark.parametrize("preset", [None, *PUBLISHED])
+def test_state_and_decay_are_of_float32_in_half_models_and_under_autocast(preset: str | None) -> None:
+    core = core_of(preset, chunk=64, moved=False).float()
+    given = {key: t.detach().float() for key, t in leaves(300).items()}
+    q, k, v, x = (given[key] for key in ("q", "k", "v", "x"))
+    start = core.init_step(B, H, E, V, like=q)
+    want, last = core.scan(q, k, v, start, x_BND=x)
+    with torch.autocast("cpu", torch.bfloat16):
+        auto, kept = core.scan(q, k, v, start, x_BND=x)
+    assert torch.equal(auto, want) and torch.equal(kept, last)
+    half = [t.bfloat16() for t in (q, k, v, x)]
+    core.bfloat16()
+    out, kept = core.scan(*half[:3], core.init_step(B, H, E, V, like=half[0]), x_BND=half[3])
+    assert out.dtype == torch.bfloat16 and kept.dtype == torch.float32
+    # Weights and inputs are rounded, and nothing between them.
+    wide = core.double()
+    exact, _ = wide.scan(*(t.double() for t in half[:3]), start.double(), x_BND=half[3].double())
+    assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("preset", [None, *PUBLISHED])
+def test_a_carried_state_is_one_compiled_graph(preset: str | None) -> None:
+    core, given = core_of(preset, carry=True), leaves(12)
+    compiled = torch.compile(core, fullgraph=True, backend="aot_eager", dynamic=False)
+    outs = []
+    for module in (core, compiled):
+        state, parts = core.init_state(B, H, E, V, like=given["q"]), []
+        for part in (slice(0, 6), slice(6, 12)):
+            pieces = [given[name][:, :, part] for name in "qkv"]
+            result = module(*pieces, x_BND=given["x"][:, part], causal=True, state=state)
+            state = result.state
+            parts.append(result.out_BHNV)
+        outs.append(torch.cat(parts, 2))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(out.square().sum(), [given["k"], *core.parameters()]) for out in outs]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    torch._dynamo.reset()
+
+
+def test_its_cost_is_the_formula_without_the_triangular_systems() -> None:
+    n, e, v, chunk, rank = 32, 8, 6, 8, 3
+    q, k = torch.randn(2, 1, 1, n, e)
+    values, x = torch.randn(1, 1, n, v), torch.randn(1, n, e)
+    rules: dict[str, tuple[int, int, int]] = {"delta": (2, 3, e), "sum": (1, 2, 0)}
+    decays: dict[str, dict[str, Any]] = {"none": {}, "fixed": {}, "scalar": {}, "channel": {"decay_rank": rank}}
+    for (rule, (products, states, beta)), (decay, more) in itertools.product(rules.items(), decays.items()):
+        for gate in ("none", "swish"):
+            core = GatedDelta(e, 1, rule=rule, decay=decay, chunk=chunk, value_width=v, output_gate=gate, **more)  # type: ignore[arg-type]
+            pairs = (chunk - 1) * e / 2 if decay == "channel" else chunk * e
+            maps = {"scalar": e, "channel": rank * (e + e)}.get(decay, 0) + (0 if gate == "none" else e * v)
+            want = n * (products * pairs + chunk * v + states * e * v + beta + maps)
+            assert count_flops(core, q, k, values, causal=True, x_BND=x) == 2 * want, (rule, decay, gate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "hebb"}, "rule='hebb' must be one of delta, sum"),
+        ({"decay": "head"}, "decay='head' must be one of none, scalar, channel, fixed"),
+        ({"decay_gate": "tanh"}, "decay_gate='tanh' must be one of softplus, safe, logsigmoid"),
+        (
+            {"decay": "fixed", "decay_gate": "safe"},
+            "decay_gate='safe' and decay_rank=None are of decays from the input",
+        ),
+        ({"decay": "none", "decay_rank": 2}, "decay_rank=2 are of decays from the input, and decay='none' is none"),
+        ({"decay_rank": 0}, "decay_rank=0 must be at least 1"),
+        ({"decay_rank": "full"}, "decay_rank='full' must be a width"),
+        ({"half_life": (64.0, 8.0)}, r"half_life=\(64.0, 8.0\) must be two numbers of tokens"),
+        ({"half_life": (0.5, 8.0)}, r"half_life=\(0.5, 8.0\) must be two numbers of tokens, at least 1"),
+        ({"half_life": (8.0, math.inf)}, "must be two numbers of tokens"),
+        ({"features": "elu"}, "features='elu' must be one of unit, silu, none"),
+        ({"features": "silu"}, "features='silu' leaves keys of any length, with which rule=\"delta\" grows"),
+        ({"rule": "sum", "negative_eigenvalues": True}, 'of beta, which rule="sum" has not'),
+        ({"decay": "channel", "step_length": True}, 'step_length=True is of decay="scalar"'),
+        ({"output_gate": "relu"}, "output_gate='relu' must be one of none, swish, sigmoid"),
+        ({"scale": 0.0}, r"scale=0.0 must be positive and finite"),
+        ({"scale": math.inf}, "must be positive and finite"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"value_width": 0}, "value_width=0"),
+        ({"kernel": "auto"}, "kernel='auto' must be one of plain, fla"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_attention({"name": "gated_delta", **options}, width=12, heads=2)
+
+
+def test_what_the_call_lacks_is_named() -> None:
+    given = leaves(3)
+    q, k, v, x = (given[name] for name in ("q", "k", "v", "x"))
+    with pytest.raises(ValueError, match="beta of gated_delta is made of the layer's input; give it as x_BND"):
+        core_of()(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="the decay of gated_delta is made of the layer's input; give it as x_BND"):
+        core_of("gla")(q, k, v, causal=True)
+    with pytest.raises(ValueError, match="the output gate of gated_delta is made of the layer's input"):
+        core_of("retnet")(q, k, v, causal=True)
+    with pytest.raises(ValueError, match=f"values of width {V}: .* were made for {E}; give value_width={V}"):
+        core_of("kda", value_width=None)(q, k, v, x_BND=x, causal=True)
+    with pytest.raises(ValueError, match=f"1 heads of width {E}: gated_delta was made for {H} of {E}"):
+        core_of()(q[:, :1], k[:, :1], v[:, :1], x_BND=x, causal=True)
+    with pytest.raises(ValueError, match="a layer with causal=False needs bidirectional"):
+        SelfAttention(H * E, H, core=core_of())
+    assert "causal alone" in in_words(GatedDelta.can)
