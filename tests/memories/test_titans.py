@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memories.titans_twin import slow_learn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -50,47 +51,18 @@ def learn(memory: NeuralMemory, inputs: list[Tensor], learned: Learned | None = 
     return out, behind
 
 
-def slow_net(weights: list[Tensor], x_K: Tensor, activation: str) -> Tensor:
-    for layer, matrix in enumerate(weights):
-        x_K = (x_K if layer == 0 else getattr(F, activation)(x_K)) @ matrix
-    return x_K
-
-
-def slow_limit(t: Tensor, limit: float) -> Tensor:
-    size = t.square().mean().sqrt()
-    return t * limit / size if size > limit else t
-
-
-def slow_loss(error_K: Tensor, memory: NeuralMemory) -> Tensor:
-    length, bound = error_K.square().sum().sqrt(), memory.bound * K**0.5
-    if memory.loss == "huber" and length > bound:
-        return bound * (length - bound / 2)
-    return length.square() / 2
-
-
 def slow(memory: NeuralMemory, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs (B, G, N, K), weights and momentum (B, G, P), token by token."""
-    outputs, states = torch.zeros_like(inputs[0]), []
-    flat = begun(memory).weights_BGP
+    outs, states = [], []
     for row in range(B):
         for net in range(G):
-            W = [t[row, net] for t in memory.matrices(flat)]
-            S = [torch.zeros_like(t) for t in W]
-            for t in range(inputs[0].shape[2]):
-                q, k, v, theta, alpha, damping = (x[row, net, t] for x in inputs)
-                if t % memory.chunk == 0:
-                    W, S = ([slow_limit(m, memory.limit) for m in ms] for ms in (W, S))
-                    base = W
-                loss = slow_loss(slow_net(base, k, memory.activation) - v, memory)
-                gradients = torch.autograd.grad(loss, base, create_graph=True)
-                S = [(1 - damping) * s - theta * g for s, g in zip(S, gradients, strict=True)]
-                W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
-                one = torch.zeros_like(outputs)
-                one[row, net, t] = 1
-                outputs = outputs + one * slow_net(W, q, memory.activation)
-            states.append([torch.cat([m.flatten() for m in ms]) for ms in (W, S)])
-    weights, momentum = (torch.stack(list(t)).unflatten(0, (B, G)) for t in zip(*states, strict=True))
-    return outputs, weights, momentum
+            first_P = begun(memory).weights_BGP[row, net]
+            tokens = [tuple(x[row, net, t] for x in inputs) for t in range(inputs[0].shape[2])]
+            out, *state = slow_learn(memory, first_P, torch.zeros_like(first_P), tokens)
+            outs.append(torch.stack(out))
+            states.append(state)
+    stacked = (torch.stack(list(t)).unflatten(0, (B, G)) for t in (outs, *zip(*states, strict=True)))
+    return tuple(stacked)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

@@ -208,7 +208,8 @@ class Titans(LayerMemory):
         share_H11 = self.share_H.to(y_BHNE.dtype)[:, None, None]
         if self.attention_norm is None:
             return y_BHNE + share_H11 * m_BHNE
-        product_BHNE = self.attention_norm(y_BHNE).to(y_BHNE.dtype) * m_BHNE.sigmoid()
+        normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
+        product_BHNE = normed_BHNE * m_BHNE.sigmoid()
         return y_BHNE + share_H11 * (product_BHNE - y_BHNE)
 
     def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
