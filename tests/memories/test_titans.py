@@ -177,10 +177,10 @@ def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> Non
 
 def test_who_forgets_all_knows_the_last_surprise() -> None:
     memory, inputs = build(chunk=1), given()
-    out, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
+    _, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
     torch.testing.assert_close(behind.weights_BGP, behind.momentum_BGP, rtol=0, atol=0)
     # Without momentum, either: minus the last gradient, at the weights before it.
-    out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
+    _out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
     before = learn(memory, linear([t[:, :, :-1] for t in inputs], 0.7, 1, 0))[1].weights_BGP
     k, v = (t[:, :, -1:] for t in inputs[1:3])
     error = k @ memory.matrices(before)[0] - v

@@ -47,9 +47,8 @@ def slow_learn(
     base = W
     for t, (q, k, v, theta, alpha, damping) in enumerate(tokens):
         if t % memory.chunk == 0:
-            W, S = ([_limited(m, memory.limit) for m in matrices] for matrices in (W, S))
-            base = [m if m.requires_grad else m.clone().requires_grad_() for m in W]
-            W = base
+            limited = [_limited(m, memory.limit) for m in W]
+            W = base = [m if m.requires_grad else m.clone().requires_grad_() for m in limited]
         with torch.enable_grad():
             loss = _loss(slow_net(base, k, memory.activation) - v, memory)
             gradients = torch.autograd.grad(loss, base, create_graph=True, allow_unused=True)

@@ -25,7 +25,8 @@ net; `...` any leading dimensions.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import pairwise, repeat
 from typing import Literal, NamedTuple
 
 import torch
@@ -110,8 +111,8 @@ class NeuralMemory(nn.Module):
         loss: "l2", or "huber" (Yaad, arXiv:2504.13173): the length of an error counts up to `bound`, so that one
             odd value moves the weights no farther than others.
         bound: of the error's length, as multiple of sqrt(V).
-        limit: ours: no matrix, nor its momentum, begins a chunk with a root mean square above it, whatever gates and
-            inputs are. Weights that hold K values under independent keys have that of the values.
+        limit: ours: no matrix begins a chunk with a root mean square above it, whatever gates and inputs are. Weights
+            that hold K values under independent keys have that of the values.
 
     The weights before the first token are parameters: the last matrix of each net is 0, so that it gives 0.
 
@@ -183,9 +184,9 @@ class NeuralMemory(nn.Module):
 
     def limited(self, t: Tensor) -> Tensor:
         """Matrices (..., I, O) with a root mean square of at most `limit`."""
-        square = t.square().mean((-2, -1), keepdim=True)
         top = self.limit**2
-        return torch.where(square > top, t * (square.clamp(min=top) / top).rsqrt(), t)
+        share = (t.square().mean((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
+        return t * share  # of 1 leaves all as it is
 
     def forward(
         self, learned: Learned, q_BGNK: Tensor | None, k_BGNK: Tensor, v_BGNV: Tensor, gates: Gates
@@ -201,29 +202,46 @@ class NeuralMemory(nn.Module):
             return q_BGNK, learned
         size = min(self.chunk, tokens)
         with torch.autocast(k_BGNK.device.type, enabled=False):
-            scans = scan_of(Gates(*(into_blocks(wide(t)[..., None], size)[..., 0] for t in gates)))
-            k, v = (into_blocks(wide(t), size).unbind(2) for t in (k_BGNK, v_BGNV))
-            asked = [None] * len(k) if q_BGNK is None else into_blocks(wide(q_BGNK), size).unbind(2)
+            scan = scan_of(Gates(*(into_blocks(wide(t)[..., None], size)[..., 0] for t in gates)))
+            k, v = (into_blocks(wide(t), size) for t in (k_BGNK, v_BGNV))
+            ends = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
+            # Unbound, not indexed: the gradient of an index is as long as the sequence.
+            writes = zip(*(t.unbind(2) for t in (k, v, *ends)), strict=True)
+            reads: Iterable[tuple[Tensor, ...]] = repeat(())
+            if q_BGNK is not None:
+                q = into_blocks(wide(q_BGNK), size)
+                near = (q @ k.mT) * scan.G
+                reads = zip(*(t.unbind(2) for t in (q, near, scan.b, scan.f, scan.G)), strict=True)
             weights, momentum = (self.matrices(wide(t)) for t in learned)
             outputs = []
-            # Unbound, not indexed: the gradient of an index is as long as the sequence.
-            for x, key, value, *scan in zip(asked, k, v, *(t.unbind(2) for t in scans), strict=True):
-                weights, momentum = ([self.limited(t) for t in matrices] for matrices in (weights, momentum))
+            for (key, value, *end), asked in zip(writes, reads, strict=False):
+                weights = [self.limited(t) for t in weights]
                 inputs, errors = self.surprise(weights, key, value)
-                b, f, G, m, n = scan
-                if x is not None:
-                    for layer, (W, S, given, error) in enumerate(zip(weights, momentum, inputs, errors, strict=True)):
-                        x = activate(x, self.activation) if layer else x
-                        x = b * (x @ W) + f * (x @ S) - ((x @ given.mT) * G) @ error
-                    outputs.append(x)
-                learnt = [
-                    ((given * G[..., -1, :, None]).mT @ error, (given * n[..., -1, :, None]).mT @ error)
-                    for given, error in zip(inputs, errors, strict=True)
-                ]
-                last = [t[..., -1:, :] for t in (b, f, m)]
-                weights, momentum = (
-                    [last[0] * W + last[1] * S - new[0] for W, S, new in zip(weights, momentum, learnt, strict=True)],
-                    [last[2] * S - new[1] for S, new in zip(momentum, learnt, strict=True)],
-                )
+                steps = list(zip(weights, momentum, inputs, errors, strict=True))
+                if asked:
+                    outputs.append(self._read_within(*asked, steps))
+                moved = [_behind(*end, *step) for step in steps]
+                weights, momentum = ([pair[part] for pair in moved] for part in (0, 1))
             behind = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, momentum)))
             return (out_of_blocks(torch.stack(outputs, 2), tokens) if outputs else None), behind
+
+    def _read_within(self, x: Tensor, near: Tensor, b: Tensor, f: Tensor, G: Tensor, steps: list[Step]) -> Tensor:
+        """What the nets give for the queries x (..., C, K) of a chunk, each token with what it and those before it wrote."""
+        for layer, (W, S, given, error) in enumerate(steps):
+            if layer:
+                x = activate(x, self.activation)
+                near = (x @ given.mT) * G
+            x = b * (x @ W) + f * (x @ S) - near @ error
+        return x
+
+
+Step = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of one matrix and chunk: weights and momentum before it, inputs and errors."""
+
+
+def _behind(
+    b: Tensor, f: Tensor, m: Tensor, G: Tensor, n: Tensor, W: Tensor, S: Tensor, given: Tensor, error: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weights and momentum behind a chunk, by the last rows of its scan."""
+    to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
+    return b * W + f * S - to_weights, m * S - to_momentum
