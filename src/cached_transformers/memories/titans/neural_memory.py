@@ -1,4 +1,4 @@
-"""The neural memory of Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): small nets that learn while they read.
+"""The neural memory of Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): small nets that learn as they read.
 
     S_t = eta_t S_(t-1) - theta_t grad l(M; k_t, v_t)         surprise, with momentum
     M_t = (1 - alpha_t) M_(t-1) + S_t                         forgetting
@@ -6,20 +6,21 @@
 
     l = |M(k) - v|^2 / 2;   M(x) = f(... f(x W_1) ...) W_L, each net with weights of its own, L layers
 
-The gradient is taken at the weights with which a chunk of C tokens begins, in closed form: for each matrix it is x_j e_j^T
-of the token's input x_j to it and the error e_j that comes back to it. So both recurrences are linear in what a chunk
-began with, and no token needs a matrix of its own:
+The gradient is taken at the weights with which a chunk of C tokens begins, in closed form: for each matrix it is
+x_j e_j^T of the token's input x_j to it and the error e_j that comes back to it. So both recurrences are linear in what
+a chunk began with, and no token needs a matrix of its own:
 
     M_i = b_i M_0 + f_i S_0 - sum_j G_ij x_j e_j^T,           S_i = m_i S_0 - sum_j n_ij x_j e_j^T
     A = products of 1 - alpha,  N = products of eta,          P_ij = p_(j+1) ... p_i, the inverse of 1 - subdiagonal(p)
     n_ij = N_ij theta_j,  G = A n,  m_i = N_i1 eta_1,  f = A m,  b_i = A_i1 (1 - alpha_1)
     q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
 
-Nothing divides by a gate, so that eta = 0, theta = 0 and alpha = 1 are what they say. A token that is not there (padding, what
-fills up a chunk) has theta = alpha = 1 - eta = 0 and adds no S to M either: eta = 1 alone would let momentum go on.
+Nothing divides by a gate, so that eta = 0, theta = 0 and alpha = 1 are what they say. A token that is not there
+(padding, what fills up a chunk) has theta = alpha = 1 - eta = 0, and adds no S to M either: eta = 1 alone would let
+momentum go on.
 
-Legend: B rows, G nets, N tokens, Q chunks, C tokens of a chunk, K width of keys, V of values, (I, O) of a matrix, P numbers of a
-net; `...` any leading dimensions.
+Legend: B rows, G nets, N tokens, Q chunks, C tokens of a chunk, K width of keys, V of values, (I, O) of a matrix, P
+numbers of a net; `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from cached_transformers.attentions.parts.building_blocks import into_blocks, out_of_blocks, wide
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = ("gelu", "silu")
@@ -58,6 +57,19 @@ class Learned(NamedTuple):
 
     weights_BGP: Tensor
     momentum_BGP: Tensor
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float32, or what is wider."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def chunks(t: Tensor, size: int) -> Tensor:
+    """(B, G, Q, size, ...) of (B, G, N, ...), the last chunk filled up with zeros."""
+    missing = -t.shape[2] % size
+    if missing:
+        t = torch.cat([t, t.new_zeros(*t.shape[:2], missing, *t.shape[3:])], 2)
+    return t.unflatten(2, (-1, size))
 
 
 class Scan(NamedTuple):
@@ -105,19 +117,20 @@ class NeuralMemory(nn.Module):
 
     Args:
         nets: G. width: K = V. layers: L, matrices of a net. expansion: width of the layers between, over K.
-        chunk: C, tokens whose gradients are taken at the same weights. The first chunk begins with the first token of a call, the
-            last one may be short: a stream that is cut at multiples of C gives the results of the whole.
+        chunk: C, tokens whose gradients are taken at the same weights. The first chunk begins with the first token of a
+            call, the last one may be short: a stream that is cut at multiples of C gives the results of the whole.
         activation: f, between the matrices.
-        loss: "l2", or "huber" (Yaad, arXiv:2504.13173): the length of an error counts up to `bound`, so that one
-            odd value moves the weights no farther than others.
+        loss: "l2", or "huber" (Yaad, arXiv:2504.13173): the length of an error counts up to `bound`, so that one odd
+            value moves the weights no farther than others.
         bound: of the error's length, as multiple of sqrt(V).
         limit: ours: no matrix begins a chunk with a root mean square above it, whatever gates and inputs are. Weights
             that hold K values under independent keys have that of the values.
 
     The weights before the first token are parameters: the last matrix of each net is 0, so that it gives 0.
 
-    State: 2 P numbers a net, P = K V for one layer, 2 expansion K^2 for two. Cost of a token, in multiply-adds a net:
-    5 P with one layer, 6 P - K^2 expansion with two, and C times the sum of I + O of its matrices; and C^2 + C for the scans.
+    State: 2 P numbers a net, P = K V with one layer, 2 expansion K^2 with two. Cost of a token, in multiply-adds a net:
+    5 P with one layer and 5.5 P with two, C times the sum of I + O of its matrices, and 2 C^2 + C for the scans, half
+    of the square for the two triangular systems.
     """
 
     def __init__(
@@ -152,7 +165,7 @@ class NeuralMemory(nn.Module):
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def start(self, learned: Learned, empty_B: Tensor) -> Learned:
-        """What a segment begins with: what rows have learned, and the initial weights where they have learned nothing."""
+        """What a segment begins with: what rows have learned; the initial weights where that is nothing."""
         empty_B11 = empty_B[:, None, None]
         initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
         # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
@@ -168,7 +181,7 @@ class NeuralMemory(nn.Module):
         return q_BGNK @ last
 
     def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: the loss's gradient of token j is x_j e_j^T."""
+        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
         inputs, sums = [k], []
         for matrix in weights[:-1]:
             sums.append(inputs[-1] @ matrix)
@@ -202,14 +215,14 @@ class NeuralMemory(nn.Module):
             return q_BGNK, learned
         size = min(self.chunk, tokens)
         with torch.autocast(k_BGNK.device.type, enabled=False):
-            scan = scan_of(Gates(*(into_blocks(wide(t)[..., None], size)[..., 0] for t in gates)))
-            k, v = (into_blocks(wide(t), size) for t in (k_BGNK, v_BGNV))
+            scan = scan_of(Gates(*(chunks(wide(t), size) for t in gates)))
+            k, v = (chunks(wide(t), size) for t in (k_BGNK, v_BGNV))
             ends = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
             # Unbound, not indexed: the gradient of an index is as long as the sequence.
             writes = zip(*(t.unbind(2) for t in (k, v, *ends)), strict=True)
             reads: Iterable[tuple[Tensor, ...]] = repeat(())
             if q_BGNK is not None:
-                q = into_blocks(wide(q_BGNK), size)
+                q = chunks(wide(q_BGNK), size)
                 near = (q @ k.mT) * scan.G
                 reads = zip(*(t.unbind(2) for t in (q, near, scan.b, scan.f, scan.G)), strict=True)
             weights, momentum = (self.matrices(wide(t)) for t in learned)
@@ -219,14 +232,19 @@ class NeuralMemory(nn.Module):
                 inputs, errors = self.surprise(weights, key, value)
                 steps = list(zip(weights, momentum, inputs, errors, strict=True))
                 if asked:
-                    outputs.append(self._read_within(*asked, steps))
-                moved = [_behind(*end, *step) for step in steps]
+                    outputs.append(self._read_within(asked, steps))
+                moved = [_behind(end, step) for step in steps]
                 weights, momentum = ([pair[part] for pair in moved] for part in (0, 1))
             behind = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, momentum)))
-            return (out_of_blocks(torch.stack(outputs, 2), tokens) if outputs else None), behind
+            return (torch.stack(outputs, 2).flatten(2, 3)[:, :, :tokens] if outputs else None), behind
 
-    def _read_within(self, x: Tensor, near: Tensor, b: Tensor, f: Tensor, G: Tensor, steps: list[Step]) -> Tensor:
-        """What the nets give for the queries x (..., C, K) of a chunk, each token with what it and those before it wrote."""
+    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step]) -> Tensor:
+        """What the nets give for queries (..., C, K) of a chunk, each with what its token and those before it wrote.
+
+        Args:
+            asked: queries; G_ij (q_i . k_j); b, f and G of the scan.
+        """
+        x, near, b, f, G = asked
         for layer, (W, S, given, error) in enumerate(steps):
             if layer:
                 x = activate(x, self.activation)
@@ -236,12 +254,11 @@ class NeuralMemory(nn.Module):
 
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of one matrix and chunk: weights and momentum before it, inputs and errors."""
+"""Of one matrix: weights and momentum before a chunk, inputs and errors of its tokens."""
 
 
-def _behind(
-    b: Tensor, f: Tensor, m: Tensor, G: Tensor, n: Tensor, W: Tensor, S: Tensor, given: Tensor, error: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weights and momentum behind a chunk, by the last rows of its scan."""
+def _behind(end: list[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+    """Weights and momentum behind a chunk, by the last rows b, f, m, G and n of its scan."""
+    (b, f, m, G, n), (W, S, given, error) = end, step
     to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
     return b * W + f * S - to_weights, m * S - to_momentum

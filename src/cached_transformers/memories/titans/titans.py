@@ -1,24 +1,26 @@
-"""Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory that learns while it reads, beside attention.
-No code of the authors is public.
+"""Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
+attention. The authors have published no code.
 
 `neural_memory.py` has how the memory learns. Of what stands behind the layer's norm, x_t:
 
     k_t, q_t = SiLU(W x_t) / |SiLU(W x_t)|,  v_t = SiLU(W_V x_t)
     eta_t = sigmoid(.),  alpha_t = gate(.),  theta_t = (1 - eta_t) rate gate(.) / C                 of W_g x_t + b
 
-    place="gate" (MAG):     m_t = M_t(q_t) of each token, M_t after its own write; with the attention's y_t, head by head,
-        mix="product":      o = norm(y) * sigmoid(norm(m)),   mix="sum":  o = y + norm(m)
-        and s o + (1 - s) y of that, one learned share s a head, 1 at first and 0 when the gate is closed
-    place="context" (MAC):  h_t = M(q_t) of the memory before the segment; keys and values are made of [P; h; x], and token i sees
-        all persistent tokens P, and h_j for j <= i. What the layer makes of the segment is written when it ends.
+    place="gate" (MAG): m_t = M_t(q_t) of each token, M_t after its own write. With the attention's y_t, head by head,
+        mix="product":  o = norm(y) * sigmoid(norm(m)),   and s o + (1 - s) y of that
+        mix="sum":      o = y + s norm(m)                 one learned share s a head, 1 at first; 0 closes the gate
+    place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
+        sees all persistent tokens P, and h_j for j <= i. What the layer makes of a segment is written when it ends.
 
-Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of them
-1 / (1 - eta) times as large. Let one key come again and again, with constant gates and a linear memory. Then an error and
-its momentum go over a chunk by [[1 - theta b, eta a], [-theta a, r]], r = eta^C, a = (1 - r) / (1 - eta), b = (C - eta a) / (1 - eta).
-With theta <= (1 - eta) / C both eigenvalues lie in the unit circle: theta b <= 1, and theta eta a^2 <= eta (1 - r) < 1 - r, as a <= C.
-So rate=1 cannot diverge there; gates that change and nets of two layers have no such proof, for which the weights are limited.
+Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of
+them 1 / (1 - eta) times as large. Let one key come again and again, with constant gates, a linear memory and nothing
+forgotten. Then a chunk takes an error and its momentum to [[1 - theta b, eta a], [-theta a, r]] of them, r = eta^C,
+a = (1 - r) / (1 - eta), b = (C - eta a) / (1 - eta). With theta <= (1 - eta) / C both eigenvalues lie within the unit
+circle: theta b <= 1, and theta eta a^2 <= eta (1 - r) < 1 - r, as a <= C. So rate=1 cannot diverge there. Gates that
+change and nets of two layers have no such proof; for them the weights are limited.
 
-Legend: B rows, N tokens, M slots of a context, G nets, H heads, E head width, D model width, C tokens of a chunk, P numbers of a net.
+Legend: B rows, N tokens, M slots of a context, G nets, H heads, E head width, D model width, C tokens of a chunk, P
+numbers of a net.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
@@ -38,7 +39,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, wide
 
 PLACES = ("gate", "context")
 MIXES = ("product", "sum")
@@ -49,7 +50,7 @@ LONG = {"gates": "stretched"}
 
 
 class TitansState(NamedTuple):
-    """Weights and momentum of the nets, and how many tokens the row has written; a row of none has the learned weights."""
+    """Weights and momentum of the nets, and how many tokens a row has written; one of none has the initial weights."""
 
     weights_BGP: Tensor
     momentum_BGP: Tensor
@@ -67,12 +68,13 @@ def logit(share: float, gate: Gate) -> float:
     paper="arXiv:2501.00663",
     title="Titans",
     carries="weights and momentum of small nets, which learn by gradient descent while they read",
-    purpose="associations, as many as its nets can learn",
-    equations="S_t = eta S_{t-1} - theta grad |M_{t-1}(k_t) - v_t|^2 / 2, M_t = (1 - alpha) M_{t-1} + S_t; "
+    purpose="associations, as many as keys are wide",
+    equations="S_t = eta S_{t-1} - theta grad |M(k_t) - v_t|^2 / 2, M_t = (1 - alpha) M_{t-1} + S_t; "
     "o = norm(y) sigmoid(norm(M_t(q_t))), or M(q) of the memory before the segment as keys and values",
-    state="per row: 8 bytes, and per net 8 P, P = (D / G)^2 with layers=1 and 2 expansion (D / G)^2 with layers=2",
-    cost="per token and layer, c = min(chunk, N), K = D / G: 3 D^2 + 3 D G (projections) + G (5 P + 2 c K) (layers=1) + G (c^2 + c)"
-    " multiply-adds",
+    state="per row: 8 bytes, and 8 G P, P = (D / G)^2, or 2 expansion (D / G)^2 with layers=2",
+    cost="per token and layer, K = D / G: 3 D^2 + 3 D G (projections, gates) + G (5 P + 2 C K + C^2 + C) "
+    "multiply-adds, with layers=2 G (5.5 P + 2 C K (expansion + 1) + C^2 + C); place='context': "
+    "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C)",
     reach="unbounded, as far as forgetting lets it; with layers=1 as many keys as K are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
     without={"bias": "place='gate'", "context": "place='gate'"},
@@ -82,24 +84,26 @@ def logit(share: float, gate: Gate) -> float:
 class Titans(LayerMemory):
     """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
 
-    place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too. place="context"
-    reads what was there before the segment, and a row that has written nothing reads nothing.
+    place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
+    place="context" reads what was there before the segment; a row that has written nothing reads nothing.
 
-    What differs from the paper: no convolution on keys, queries and values (the option short_convolution of a model has one);
-    rates are bounded and weights limited (see above); MAC writes what the whole layer makes of the segment, as the attention's own
-    result is not handed to a memory, and has no second gate y M_t(y), since M_t has seen the rest of the segment. MAL, a
-    memory in front of attention, has no place in a layer memory, which is asked after queries are made.
+    What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
+    front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
+    segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
+    the rest of the segment. MAL, the memory in front of attention, is not here: a layer memory is asked when queries,
+    keys and values are made already.
 
-    A token's reading depends on the open segment, so that generation reads that again (`ReadsAgain`).
+    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
 
-    State: 8 P bytes a net and 8 per row, always in float32 at least: many small steps add up in it.
+    State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
 
     Args:
         width: D. heads: H.
         place: "gate" or "context".
         mix: of place="gate": "product" as in the paper, or "sum".
         nets: G, nets side by side, each D / G wide; one a head when None.
-        layers: 1 (a matrix) or more, in the paper's best models 2. expansion: width of the layers between, over D / G.
+        layers: L, 1 for a matrix; more help with length, the paper finds. expansion: width of the layers between, over
+            D / G.
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks begin anew with each segment, whose last one may be short.
         loss, bound, limit: see `NeuralMemory`.
@@ -111,11 +115,12 @@ class Titans(LayerMemory):
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
 
     Raises:
-        ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above 0, a momentum
-            outside of (0, 1), persistent tokens for place="gate"; when it reads, a state of less than float32.
+        ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
+            0, a momentum outside of (0, 1), persistent tokens for place="gate"; when it reads, a state below float32.
     """
 
     needs = frozenset({"state", "head"})
+    open_gate: Tensor
 
     def __init__(
         self,
@@ -237,8 +242,8 @@ class Titans(LayerMemory):
     def _learned(self, state: TitansState) -> Learned:
         if torch.finfo(state.weights_BGP.dtype).bits < 32:
             raise ValueError(
-                f"a state of {state.weights_BGP.dtype} loses the small steps by which the nets of Titans learn; keep it in float32, as "
-                "init_state makes it for every model"
+                f"a state of {state.weights_BGP.dtype} loses the small steps by which the nets of Titans learn; keep "
+                "it in float32, as init_state makes it for every model"
             )
         return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
 
