@@ -365,8 +365,8 @@ CONTRACTS: dict[str, Contract] = {
         cost=Cost({"layers": 2, "expansion": 2, "nets": 2}, lambda: LAYERS * titans(N, 2, nets=2)),
     ),
     "titans/context": Contract(
-        options={"place": "context", "chunk": 4},
-        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        options={"place": "context", "chunk": 4, "nets": 4},
+        bytes_per_row=lambda d: 4 * (2 * 4 * (d // 4) ** 2) + 8,
         cost=Cost({"place": "context", "chunk": 4}, lambda: LAYERS * titans_context(4)),
     ),
     "titans/persistent": Contract(

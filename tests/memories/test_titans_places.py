@@ -18,6 +18,7 @@ from cached_transformers import state as states
 from cached_transformers.memories.titans.titans import Titans, TitansState
 from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
 NARROW = {"width": WIDTH, "heads": HEADS}
@@ -100,6 +101,19 @@ def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(options: dic
     with torch.no_grad():
         a, b = (model(ids, before).outputs for ids in (second, changed))
     assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"place": "context", "layers": 2, "persistent": 2}], ids=str)
+def test_layers_may_work_on_different_segments_at_once(options: dict[str, Any]) -> None:
+    model, tokens = build({"name": "titans", **options}), torch.cat(segments(3), 1)
+    results = []
+    for schedule in ("segments", "diagonal"):
+        model.zero_grad()
+        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
