@@ -94,6 +94,20 @@ def armt(tokens: int, key: int, features: int) -> float:
     return layer(tokens / N) + attention + (1 + tokens / N) * read + tokens / N * stored
 
 
+def titans(chunk: int, expansion: int = 0, nets: int = H) -> float:
+    """Projections and gates; what errors, reading and learning take of each matrix; and the coefficients."""
+    key = D // nets
+    size, ends = (2 * expansion * key**2, 2 * (expansion + 1)) if expansion else (key**2, 2)
+    return 3 * D * D + 3 * D * nets + nets * ((5.5 if expansion else 5) * size + chunk * (ends * key + chunk + 1))
+
+
+def titans_context(chunk: int, persistent: int = 0) -> float:
+    """Projections, gates and what is read; keys and values, and attention over them; and what is learned."""
+    key, slots = D // H, N + persistent
+    read, learned = 3 * D * D + 3 * D * H + D * key, H * (3 * key**2 + chunk**2 + chunk)
+    return read + 2 * D * D * slots / N + 2 * slots * D + learned
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk
@@ -126,6 +140,7 @@ SHARED = "one cache for all rows: the state of a row is empty, and the cache is 
 DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
 NOTHING = "nothing crosses from one segment to the next"
 LEARNED = "the first segment reads learned vectors, which are part of the definition"
+READS_ITS_OWN = "a token reads what it and those before it wrote, in the first segment, too"
 FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}
 
 
@@ -391,6 +406,29 @@ CONTRACTS: dict[str, Contract] = {
         options={"update": "exact"},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
         cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
+    ),
+    "titans": Contract(
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"chunk": 4}, lambda: LAYERS * titans(4)),
+    ),
+    "titans/two_layers": Contract(
+        options={"layers": 2, "expansion": 2, "mix": "sum", "chunk": 4, "nets": 4, "gates": "stretched"},
+        bytes_per_row=lambda d: 4 * (2 * 4 * 4 * (d // 4) ** 2) + 8,
+        model={"positions": "relative"},
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"layers": 2, "expansion": 2, "nets": 2}, lambda: LAYERS * titans(N, 2, nets=2)),
+    ),
+    "titans/context": Contract(
+        options={"place": "context", "chunk": 4, "nets": 4},
+        bytes_per_row=lambda d: 4 * (2 * 4 * (d // 4) ** 2) + 8,
+        cost=Cost({"place": "context", "chunk": 4}, lambda: LAYERS * titans_context(4)),
+    ),
+    "titans/persistent": Contract(
+        options={"place": "context", "persistent": 3, "loss": "huber"},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
     ),
     "memformer": Contract(
         options={"length": 3},

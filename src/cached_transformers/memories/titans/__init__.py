@@ -1,0 +1,7 @@
+"""Titans: the neural memory, and the two places where it stands beside attention."""
+
+from __future__ import annotations
+
+from .titans import Titans
+
+__all__ = ["Titans"]

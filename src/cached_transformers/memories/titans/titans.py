@@ -1,0 +1,329 @@
+"""Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
+attention. The authors have published no code.
+
+`neural_memory.py` has how the memory learns. Of what stands behind the layer's norm, x_t:
+
+    k_t, q_t = SiLU(W x_t) / |SiLU(W x_t)|,  v_t = SiLU(W_V x_t)
+    eta_t = sigmoid(.),  alpha_t = gate(.),  theta_t = (1 - eta_t) rate gate(.) / C                 of W_g x_t + b
+
+    place="gate" (MAG): m_t = M_t(q_t) of each token, M_t after its own write. With the attention's y_t, head by head,
+        mix="product":  o = norm(y) * sigmoid(norm(m)),   and s o + (1 - s) y of that
+        mix="sum":      o = y + s norm(m)                 one learned share s a head, 1 at first; 0 closes the gate
+    place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
+        sees all persistent tokens P, and h_j for j <= i. What the layer makes of a segment is written when it ends.
+
+Why theta is divided: within a chunk the gradients of C tokens add up at the same weights, and momentum makes each of
+them 1 / (1 - eta) times as large. Let one key come again and again, with constant gates, a linear memory and nothing
+forgotten. Then a chunk takes an error and its momentum to [[1 - theta b, eta a], [-theta a, r]] of them, r = eta^C,
+a = (1 - r) / (1 - eta), b = (C - eta a) / (1 - eta). With theta <= (1 - eta) / C both eigenvalues lie within the unit
+circle: theta b <= 1, and theta eta a^2 <= eta (1 - r) < 1 - r, as a <= C. So rate=1 cannot diverge there. Gates that
+change and nets of two layers have no such proof; for them the weights are limited.
+
+Legend: B rows, N tokens, M slots of a context, G nets, H heads, E head width, D model width, C tokens of a chunk, P
+numbers of a net.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing, fixed
+
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, wide
+
+PLACES = ("gate", "context")
+MIXES = ("product", "sum")
+EPSILON = 1e-5
+"""Of root mean squares."""
+LONG = {"gates": "stretched"}
+"""Options with which a segment may write and forget nothing at all."""
+
+
+class TitansState(NamedTuple):
+    """Weights and momentum of the nets, and how many tokens a row has written; one of none has the initial weights."""
+
+    weights_BGP: Tensor
+    momentum_BGP: Tensor
+    tokens_B: Tensor
+
+
+def logit(share: float, gate: Gate) -> float:
+    """Where the gate is so far open."""
+    share = (share + STRETCH) / (1 + 2 * STRETCH) if gate == "stretched" else share
+    return math.log(share / (1 - share))
+
+
+@MEMORIES.register(
+    "titans",
+    paper="arXiv:2501.00663",
+    title="Titans",
+    carries="weights and momentum of small nets, which learn by gradient descent while they read",
+    purpose="associations, as many as keys are wide",
+    equations="S_t = eta S_{t-1} - theta grad |M(k_t) - v_t|^2 / 2, M_t = (1 - alpha) M_{t-1} + S_t; "
+    "o = norm(y) sigmoid(norm(M_t(q_t))), or M(q) of the memory before the segment as keys and values",
+    state="per row: 8 bytes, and 8 G P, P = (D / G)^2, or 2 expansion (D / G)^2 with layers=2",
+    cost="per token and layer, K = D / G: 3 D^2 + 3 D G (projections, gates) + G (5 P + 2 C K + C^2 + C) "
+    "multiply-adds, with layers=2 G (5.5 P + 2 C K (expansion + 1) + C^2 + C); place='context': "
+    "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C)",
+    reach="unbounded, as far as forgetting lets it; with layers=1 as many keys as K are independent",
+    gradient="through the weights and every step of their learning, over `bptt` segments",
+    without={"bias": "place='gate'", "context": "place='gate'"},
+    probe=Probing(farther=fixed(**LONG)),
+    presets={"long": LONG},
+)
+class Titans(LayerMemory):
+    """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
+
+    place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
+    place="context" reads what was there before the segment; a row that has written nothing reads nothing.
+
+    What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
+    front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
+    segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
+    the rest of the segment. MAL, the memory in front of attention, is not here: a layer memory is asked when queries,
+    keys and values are made already.
+
+    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+
+    State: 8 P bytes a net and 8 per row, in float32 at least: it is the sum of many small steps.
+
+    Args:
+        width: D. heads: H.
+        place: "gate" or "context".
+        mix: of place="gate": "product" as in the paper, or "sum".
+        nets: G, nets side by side, each D / G wide; one a head when None.
+        layers: L, 1 for a matrix; more help with length, the paper finds. expansion: width of the layers between, over
+            D / G.
+        activation: between the layers of a net: "silu" or "gelu".
+        chunk: C; the chunks begin anew with each segment, whose last one may be short.
+        loss, bound, limit: see `NeuralMemory`.
+        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above).
+        momentum: eta at first. half_life: tokens after which half is forgotten, at first.
+        gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
+        persistent: of place="context": learned tokens in front of every segment, which are no memory.
+        initial_share: s, at first, of place="gate".
+        causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
+
+    Raises:
+        ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
+            0, a momentum outside of (0, 1), persistent tokens for place="gate"; when it reads, a state below float32.
+    """
+
+    needs = frozenset({"state", "head"})
+    open_gate: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        place: Literal["gate", "context"] = "gate",
+        mix: Literal["product", "sum"] = "product",
+        nets: int | None = None,
+        layers: int = 1,
+        expansion: int = 4,
+        activation: Activation = "silu",
+        chunk: int = 16,
+        loss: Loss = "l2",
+        bound: float = 1.0,
+        limit: float = 10.0,
+        rate: float = 1.0,
+        momentum: float = 0.5,
+        half_life: float = 4096.0,
+        gates: Gate = "sigmoid",
+        persistent: int = 0,
+        initial_share: float = 1.0,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        nets = heads if nets is None else nets
+        at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
+        check_choices(
+            place=(place, PLACES),
+            mix=(mix, MIXES),
+            activation=(activation, ACTIVATIONS),
+            loss=(loss, LOSSES),
+            gates=(gates, GATES),
+        )
+        _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
+        self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
+        self.rate = rate / chunk
+        self.memory = NeuralMemory(
+            nets,
+            width // nets,
+            layers=layers,
+            expansion=expansion,
+            chunk=chunk,
+            activation=activation,
+            loss=loss,
+            bound=bound,
+            limit=limit,
+        )
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.gate = nn.Linear(width, 3 * nets)
+        at_first = (logit(0.5, gates), logit(1 - 0.5 ** (1 / half_life), gates), logit(momentum, "sigmoid"))
+        with torch.no_grad():
+            self.gate.weight.mul_(0.1)
+            self.gate.bias.copy_(torch.tensor(at_first)[:, None].expand(-1, nets).flatten())
+        if place == "gate":
+            self.share_H = nn.Parameter(torch.full((heads,), float(initial_share)))
+            self.norm = nn.RMSNorm(width // heads, eps=EPSILON)
+            self.attention_norm = nn.RMSNorm(width // heads, eps=EPSILON) if mix == "product" else None
+        else:
+            self.needs = frozenset({"state", "context", "kv_projection"}) | ({"bias"} if causal else set())
+            self.persistent_MD = nn.Parameter(torch.randn(persistent, width) / width**0.5) if persistent else None
+            self.register_buffer("open_gate", torch.tensor(True))
+
+    def init_state(self, batch_size: int, like: Tensor) -> TitansState:
+        weights_BGP = like.new_zeros(
+            batch_size, self.nets, self.memory.size, dtype=torch.promote_types(like.dtype, torch.float32)
+        )
+        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return TitansState(weights_BGP, weights_BGP.clone(), tokens_B)
+
+    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        learned = self._learned(opened)
+        if self.place == "context":
+            assert project_kv is not None
+            return Reading(self._context(opened, learned, query, project_kv), any_B=opened.tokens_B > 0)
+        start, length = query.segment or (0, query.x_BND.shape[1])
+        behind = query.x_BND.shape[1] - start - length
+        front_BND, x_BND, back_BND = query.x_BND.split([start, length, behind], 1)
+        padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
+        m_BND, after = self._learn(learned, x_BND, padding_BN, read=True)
+        assert m_BND is not None
+        if start + behind:  # a model memory's own tokens write nothing
+            m_BND = torch.cat([self._asked(learned, front_BND), m_BND, self._asked(after, back_BND)], 1)
+        return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=after)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        if reading.output_BHNE is None:
+            return y_BHNE
+        m_BHNE = self.norm(reading.output_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
+        share_H11 = self.share_H.to(y_BHNE.dtype)[:, None, None]
+        if self.attention_norm is None:
+            return y_BHNE + share_H11 * m_BHNE
+        normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
+        product_BHNE = normed_BHNE * m_BHNE.sigmoid()
+        return y_BHNE + share_H11 * (product_BHNE - y_BHNE)
+
+    def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
+        padding_BN = trace.query.padding_BN
+        after = trace.reading.carry
+        if self.place == "context":
+            y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
+            _, after = self._learn(self._learned(state), y_BND, padding_BN, read=False)
+        written_B = (
+            torch.full_like(state.tokens_B, trace.x_BND.shape[1]) if padding_BN is None else (~padding_BN).sum(1)
+        )
+        kept_B11 = (written_B == 0)[:, None, None]
+        weights_BGP, momentum_BGP = (
+            torch.where(kept_B11, old, new.to(old.dtype)) for old, new in zip(state, after, strict=False)
+        )
+        return TitansState(weights_BGP, momentum_BGP, state.tokens_B + written_B), None
+
+    def close_gate(self) -> None:
+        with torch.no_grad():
+            if self.place == "gate":
+                self.share_H.zero_()
+            else:
+                self.open_gate.fill_(False)
+
+    def _learned(self, state: TitansState) -> Learned:
+        if torch.finfo(state.weights_BGP.dtype).bits < 32:
+            raise ValueError(
+                f"a state of {state.weights_BGP.dtype} loses the small steps by which the nets of Titans learn; keep "
+                "it in float32, as init_state makes it for every model"
+            )
+        return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
+
+    def _nets(self, t_BND: Tensor) -> Tensor:
+        return wide(t_BND).unflatten(-1, (self.nets, -1)).transpose(1, 2)
+
+    def _queries(self, x_BND: Tensor) -> Tensor:
+        return F.normalize(F.silu(self._nets(self.query(x_BND))), dim=-1)
+
+    def _asked(self, learned: Learned, x_BND: Tensor) -> Tensor:
+        """(B, N, D): what the nets give for the queries of these tokens."""
+        with torch.autocast(x_BND.device.type, enabled=False):
+            return self.memory.read(learned, self._queries(x_BND)).transpose(1, 2).flatten(2)
+
+    def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
+        logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
+        damping_BGN = torch.sigmoid(-logits[2])
+        theta_BGN = self.rate * damping_BGN * gated(logits[0], self.gates)
+        gates = Gates(theta_BGN, gated(logits[1], self.gates), damping_BGN, torch.ones_like(damping_BGN))
+        if padding_BN is None:
+            return gates
+        return Gates(*(gate.masked_fill(padding_BN[:, None], 0) for gate in gates))
+
+    def _learn(
+        self, learned: Learned, x_BND: Tensor, padding_BN: Tensor | None, *, read: bool
+    ) -> tuple[Tensor | None, Learned]:
+        """What the tokens read, each behind its own write, (B, N, D), where that is wanted; and what is learned."""
+        order_BN1 = None
+        if padding_BN is not None:
+            # Padding goes to the end, so that it moves no token into another chunk; what it holds reaches nothing.
+            order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
+            order_BN1, padding_BN = order_BN[..., None], padding_BN.gather(1, order_BN)
+            x_BND = x_BND.gather(1, order_BN1.expand_as(x_BND)).masked_fill(padding_BN[..., None], 0)
+        k_BGNK = F.normalize(F.silu(self._nets(self.key(x_BND))), dim=-1)
+        v_BGNV = F.silu(self._nets(self.value(x_BND)))
+        q_BGNK = self._queries(x_BND) if read else None
+        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN))
+        if m_BGNV is None:
+            return None, after
+        m_BND = m_BGNV.transpose(1, 2).flatten(2)
+        if order_BN1 is not None:
+            m_BND = torch.zeros_like(m_BND).scatter(1, order_BN1.expand_as(m_BND), m_BND)
+        return m_BND, after
+
+    def _context(self, state: TitansState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
+        """Keys and values of persistent tokens, and of what the memory before the segment gives for its tokens."""
+        rows, n = query.x_BND.shape[:2]
+        h_BND = self._asked(learned, query.x_BND).to(query.x_BND.dtype)
+        fixed = 0 if self.persistent_MD is None else len(self.persistent_MD)
+        if self.persistent_MD is not None:
+            h_BND = torch.cat([self.persistent_MD.to(h_BND.dtype).expand(rows, -1, -1), h_BND], 1)
+        k_BHME, v_BHME = project_kv(h_BND)
+        valid_BN = (state.tokens_B > 0)[:, None].expand(-1, n)
+        if query.padding_BN is not None:
+            valid_BN = valid_BN & ~query.padding_BN
+        valid_BM = F.pad(valid_BN, (fixed, 0), value=True) & self.open_gate
+        positions_BNP = query.positions_BNP
+        if positions_BNP is None:
+            positions_BNP = torch.zeros(rows, n, 1, dtype=torch.long, device=h_BND.device)
+        steps_M1 = torch.arange(-fixed, 0, device=h_BND.device)[:, None]
+        positions_BMP = torch.cat([positions_BNP[:, :1] + steps_M1, positions_BNP], 1)
+        visible_BHNM = None
+        if self.causal:
+            visible_BHNM = F.pad(
+                torch.ones(n, n, dtype=torch.bool, device=h_BND.device).tril(), (fixed, 0), value=True
+            )[None, None]
+        return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible_BHNM)
+
+
+def _check(width: int, nets: int, place: str, persistent: int, momentum: float, **above_zero: float) -> None:
+    """Refuse (ValueError) numbers that do not fit."""
+    if width % nets:
+        raise ValueError(f"nets={nets} must divide width={width}: each net has an equal part of the channels")
+    for name, value in above_zero.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be above 0 and finite")
+    if not 0 < momentum < 1:
+        raise ValueError(f"momentum={momentum} must lie between 0 and 1; 0.01 begins with next to none")
+    if persistent < 0 or (persistent and place != "context"):
+        raise ValueError(
+            f"persistent={persistent} tokens are attended beside the segment, which place='context' does; take "
+            "place='context', or persistent=0"
+        )

@@ -1,0 +1,259 @@
+"""The neural memory of Titans against a twin that takes one token after the other, and its gradients from autograd.
+
+Legend: B rows, G nets, N tokens, K width of keys, (I, O) of a matrix.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories.titans_twin import slow_learn
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.memories.titans.neural_memory import Gates, Learned, NeuralMemory, products, scan_of
+
+B, G, N, K = 2, 2, 11, 4
+DOUBLE = {"dtype": torch.float64}
+
+
+def build(**options: Any) -> NeuralMemory:
+    torch.manual_seed(0)
+    memory = NeuralMemory(G, K, **{"chunk": 4, "expansion": 2, **options}).double()
+    with torch.no_grad():
+        memory.initial_GP.add_(0.3 * torch.randn_like(memory.initial_GP))
+    return memory
+
+
+def begun(memory: NeuralMemory, rows: int = B) -> Learned:
+    """What rows that have learned nothing begin with."""
+    zeros = torch.zeros(rows, memory.initial_GP.shape[0], memory.size, **DOUBLE)
+    return memory.start(Learned(zeros, zeros), torch.ones(rows, dtype=torch.bool))
+
+
+def given(tokens: int = N, seed: int = 0) -> list[Tensor]:
+    """Queries, keys, values; theta, alpha, 1 - eta."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, G, tokens, K, generator=generator, **DOUBLE) for _ in range(3))
+    theta, alpha, damping = (torch.rand(B, G, tokens, generator=generator, **DOUBLE) for _ in range(3))
+    return [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, 0.3 * theta, 0.3 * alpha, damping]
+
+
+def learn(memory: NeuralMemory, inputs: list[Tensor], learned: Learned | None = None) -> tuple[Tensor, Learned]:
+    q, k, v, theta, alpha, damping = inputs
+    gates = Gates(theta, alpha, damping, torch.ones_like(theta))
+    out, behind = memory(begun(memory, len(q)) if learned is None else learned, q, k, v, gates)
+    assert out is not None
+    return out, behind
+
+
+def slow(memory: NeuralMemory, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs (B, G, N, K), weights and momentum (B, G, P), token by token."""
+    outs, states = [], []
+    for row in range(B):
+        for net in range(G):
+            first_P = begun(memory).weights_BGP[row, net]
+            tokens = [tuple(x[row, net, t] for x in inputs) for t in range(inputs[0].shape[2])]
+            out, *state = slow_learn(memory, first_P, torch.zeros_like(first_P), tokens)
+            outs.append(torch.stack(out))
+            states.append(state)
+    stacked = (torch.stack(list(t)).unflatten(0, (B, G)) for t in (outs, *zip(*states, strict=True)))
+    return tuple(stacked)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layers": 2},
+        {"layers": 2, "activation": "gelu"},
+        {"layers": 3},
+        {"layers": 2, "loss": "huber", "bound": 0.5},
+        {"layers": 2, "limit": 0.3},
+    ],
+    ids=str,
+)
+def test_it_is_its_slow_twin_with_gradients(options: dict[str, Any], chunk: int) -> None:
+    memory = build(chunk=chunk, **options)
+    inputs = [t.requires_grad_() for t in given()]
+    fast_out, fast_state = learn(memory, inputs)
+    got, wanted = (fast_out, *fast_state), slow(memory, inputs)
+    gradients = []
+    weights = [torch.randn_like(t) for t in wanted]
+    for results in (got, wanted):
+        for a, b in zip(results, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        total = sum((a * w).sum() for a, w in zip(results, weights, strict=True))
+        gradients.append(torch.autograd.grad(total, [*inputs, memory.initial_GP]))  # type: ignore[arg-type]
+    for a, b in zip(*gradients, strict=True):
+        assert b.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_gates_of_zero_and_one_have_values_and_gradients() -> None:
+    memory, inputs = build(layers=2), given()
+    inputs[3][:, :, 2], inputs[3][:, :, 5] = 0, 0
+    inputs[4][:, :, 3], inputs[4][:, :, 5], inputs[4][:, :, 6] = 1, 0, 1
+    inputs[5][:, :, 3:6], inputs[5][:, :, 7] = 1, 0
+    inputs = [t.requires_grad_() for t in inputs]
+    results = [(learn(memory, inputs)[0]), slow(memory, inputs)[0]]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_stream_cut_where_chunks_end_is_the_whole(layers: int) -> None:
+    memory, inputs = build(layers=layers), given()
+    whole, behind = learn(memory, inputs)
+    learned, parts = None, []
+    for part in zip(*(t.split([4, 4, 3], 2) for t in inputs), strict=True):
+        out, learned = learn(memory, list(part), learned)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=1e-12)
+    assert learned is not None
+    for a, b in zip(learned, behind, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_cut_elsewhere_begins_another_grid_of_chunks() -> None:
+    memory, inputs = build(), given()
+    first, learned = learn(memory, [t[:, :, :3] for t in inputs])
+    second, _ = learn(memory, [t[:, :, 3:] for t in inputs], learned)
+    whole, _ = learn(memory, inputs)
+    torch.testing.assert_close(first, whole[:, :, :3], rtol=0, atol=1e-12)
+    assert (second - whole[:, :, 3:]).abs().max() > 1e-3
+
+
+def plain(value: float, tokens: int = N) -> Tensor:
+    return torch.full((B, G, tokens), value, **DOUBLE)
+
+
+def linear(inputs: list[Tensor], theta: float, alpha: float, eta: float) -> list[Tensor]:
+    n = inputs[0].shape[2]
+    return [*inputs[:3], plain(theta, n), plain(alpha, n), plain(1 - eta, n)]
+
+
+def test_without_momentum_and_forgetting_a_matrix_is_the_delta_rule() -> None:
+    memory, inputs = build(chunk=1), given()
+    q, k, v = inputs[:3]
+    out, _ = learn(memory, linear(inputs, 0.7, 0, 0))
+    W = memory.matrices(begun(memory).weights_BGP)[0]
+    for t in range(N):
+        error = v[:, :, t] - (k[:, :, t, None] @ W)[:, :, 0]
+        W = W + 0.7 * k[:, :, t, :, None] * error[:, :, None]
+        torch.testing.assert_close(out[:, :, t], (q[:, :, t, None] @ W)[:, :, 0], rtol=0, atol=1e-12)
+
+
+def test_a_full_step_with_a_unit_key_overwrites_exactly() -> None:
+    memory, inputs = build(chunk=1), given(2)
+    inputs[1][:, :, 1] = inputs[1][:, :, 0]
+    inputs[0] = inputs[1]
+    out, _ = learn(memory, linear(inputs, 1.0, 0, 0))
+    torch.testing.assert_close(out, inputs[2], rtol=0, atol=1e-12)
+
+
+def test_one_chunk_that_begins_with_nothing_is_linear_attention() -> None:
+    memory, inputs = build(chunk=N), given()
+    torch.nn.init.zeros_(memory.initial_GP)
+    q, k, v = inputs[:3]
+    out, _ = learn(memory, linear(inputs, 0.7, 0, 0))
+    torch.testing.assert_close(out, 0.7 * (q @ k.mT).tril() @ v, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> None:
+    memory, inputs = build(layers=layers), given()
+    out, behind = learn(memory, linear(inputs, 0, 0, 0.9))
+    weights = begun(memory).weights_BGP
+    torch.testing.assert_close(out, memory.read(begun(memory), inputs[0]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
+
+
+def test_who_forgets_all_knows_the_last_surprise() -> None:
+    memory, inputs = build(chunk=1), given()
+    _, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
+    torch.testing.assert_close(behind.weights_BGP, behind.momentum_BGP, rtol=0, atol=0)
+    # Without momentum, either: minus the last gradient, at the weights before it.
+    _out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
+    before = learn(memory, linear([t[:, :, :-1] for t in inputs], 0.7, 1, 0))[1].weights_BGP
+    k, v = (t[:, :, -1:] for t in inputs[1:3])
+    error = k @ memory.matrices(before)[0] - v
+    torch.testing.assert_close(memory.matrices(behind.weights_BGP)[0], -0.7 * k.mT @ error, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_tokens_that_are_not_there_move_nothing_though_momentum_is_high(layers: int) -> None:
+    memory, inputs = build(layers=layers), given()
+    _, learned = learn(memory, inputs)
+    assert learned.momentum_BGP.abs().max() > 0.01
+    gates = Gates(*(plain(0.0) for _ in range(4)))
+    _, behind = memory(learned, None, inputs[1], inputs[2], gates)
+    for a, b in zip(behind, learned, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_gradient_has_to_be_recorded_for_it_to_learn() -> None:
+    memory, inputs = build(layers=2), given()
+    with torch.inference_mode():
+        out, _ = learn(memory, inputs)
+    assert torch.equal(out, learn(memory, inputs)[0]) and torch.equal(out, learn(memory.eval(), inputs)[0])
+
+
+def test_products_and_scans_are_their_loops() -> None:
+    theta, alpha, damping = given(5)[3:]
+    alpha[..., 2], damping[..., 1] = 1, 1
+    there = torch.tensor([1.0, 1, 0, 1, 1], **DOUBLE).expand(B, G, -1)
+    scan = scan_of(Gates(theta, alpha, damping, there))
+    b, f, m = torch.ones(B, G, **DOUBLE), torch.zeros(B, G, **DOUBLE), torch.ones(B, G, **DOUBLE)
+    G_j, n_j = torch.zeros(B, G, 5, **DOUBLE), torch.zeros(B, G, 5, **DOUBLE)
+    for i in range(5):
+        b, m, n_j = (1 - alpha[..., i]) * b, (1 - damping[..., i]) * m, (1 - damping[..., i, None]) * n_j
+        n_j[..., i] += theta[..., i]
+        f = (1 - alpha[..., i]) * f + there[..., i] * m
+        G_j = (1 - alpha[..., i, None]) * G_j + there[..., i, None] * n_j
+        for got, wanted in zip(scan, (b[..., None], f[..., None], G_j, m[..., None], n_j), strict=True):
+            torch.testing.assert_close(got[..., i, :], wanted, rtol=0, atol=1e-14)
+    assert torch.equal(products(torch.zeros(3, **DOUBLE)), torch.eye(3, **DOUBLE))
+
+
+def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:
+    inputs = given(1)
+    inputs[2] = inputs[2] * 1e6
+    steps = [learn(build(loss=loss), linear(inputs, 0.5, 0, 0))[1].momentum_BGP.abs().max() for loss in ("l2", "huber")]
+    assert steps[0] > 1e5 and steps[1] < 0.5 * K**0.5 + 1e-9
+    small = given(1)
+    small[2] = small[2] * 0.01
+    memories = [build(loss=loss, bound=100.0) for loss in ("l2", "huber")]
+    torch.testing.assert_close(*(learn(memory, small)[0] for memory in memories), rtol=0, atol=1e-12)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_the_scans_give_golden_values_of_an_independent_implementation(shared: Path, chunk: int) -> None:
+    """fla's Titans, its inner gradient repaired: |LN(k M) - (v - k)|^2 is learned, and q M + LN(q M) is the output."""
+    golden = {k: torch.tensor(v) for k, v in np.load(shared / "golden/recurrent/titans_linear_core.npz").items()}
+    sequences = [golden[name].transpose(1, 2) for name in ("q", "k", "v", "theta", "alpha", "eta")]
+
+    def normed(x: Tensor) -> Tensor:
+        weight, bias = golden["norm_weight"][:, None], golden["norm_bias"][:, None]
+        return F.layer_norm(x, x.shape[-1:], eps=1e-6) * weight + bias
+
+    W, S, outs = golden["state0"], torch.zeros_like(golden["state0"]), []
+    for q, k, v, theta, alpha, eta in zip(*(t.split(chunk, 2) for t in sequences), strict=True):
+        sums = (k @ W).requires_grad_()
+        (errors,) = torch.autograd.grad((normed(sums) - (v - k)).square().sum(), sums)
+        b, f, from_j, m, n = scan_of(Gates(*(t[..., 0] for t in (theta, alpha, 1 - eta, torch.ones_like(eta)))))
+        outs.append(b * (q @ W) + f * (q @ S) - ((q @ k.mT) * from_j) @ errors)
+        W, S = (
+            b[..., -1:, :] * W + f[..., -1:, :] * S - (k * from_j[..., -1, :, None]).mT @ errors,
+            m[..., -1:, :] * S - (k * n[..., -1, :, None]).mT @ errors,
+        )
+    out = torch.cat(outs, 2)
+    torch.testing.assert_close(W, golden[f"c{chunk}/state"], rtol=0, atol=1e-12)
+    torch.testing.assert_close((out + normed(out)).transpose(1, 2), golden[f"c{chunk}/out"], rtol=0, atol=1e-12)

@@ -1,0 +1,310 @@
+"""Titans in a layer: against its slow twin at both places, what a state may hold, stability, and a task that it learns.
+
+Legend: B rows, N tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from memories.learning import LATCH, accuracy, trained
+from memories.titans_twin import SlowTitans
+from torch import Tensor, nn
+
+from cached_transformers import state as states
+from cached_transformers.memories.titans.titans import Titans, TitansState
+from cached_transformers.seam.memory import Query, Reading, Trace
+from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
+NARROW = {"width": WIDTH, "heads": HEADS}
+
+
+def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "depth": 2, "feed_forward": 16, **NARROW}
+    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
+    with torch.no_grad():
+        for parameter in model.parameters() if wild else ():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def slowly(model: nn.Module) -> nn.Module:
+    """The same model with the twin in each layer."""
+    twin = copy.deepcopy(model)
+    for block in twin.stack.blocks:  # type: ignore[union-attr]
+        block.attention.memory = SlowTitans(block.attention.memory)
+    return twin
+
+
+def segments(count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
+
+
+def paddings(count: int) -> list[Tensor]:
+    """Behind, in front and in the middle of rows; a row that pauses; none."""
+    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
+    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
+    padding[1, 0, 1:3], padding[1, 1] = True, True
+    return list(padding)
+
+
+PLACED = [
+    {},
+    {"chunk": 2, "nets": 4, "gates": "stretched"},
+    {"mix": "sum", "layers": 2, "expansion": 2, "chunk": 2, "activation": "gelu", "nets": 1},
+    {"place": "context", "chunk": 2},
+    {"place": "context", "persistent": 2, "layers": 2, "expansion": 2, "loss": "huber", "bound": 0.3},
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", PLACED, ids=str)
+def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
+    model = build({"name": "titans", **options})
+    twin = slowly(model)
+    given, padding = segments(3), paddings(3) if padded else [None] * 3
+    gradients, results = [], []
+    for one in (model, twin):
+        state, total, outs = None, 0.0, []
+        for ids, hidden in zip(given, padding, strict=True):
+            out = one(ids, state, padding=hidden)
+            state = out.state
+            shown = out.outputs if hidden is None else out.outputs.masked_fill(hidden[..., None], 0)
+            outs.append(shown)
+            total = total + (shown * torch.linspace(-1, 1, shown.numel(), dtype=shown.dtype).view_as(shown)).sum()
+        total.backward()  # type: ignore[union-attr]
+        gradients.append({k.replace(".fast.", "."): p.grad for k, p in one.named_parameters() if p.grad is not None})
+        results.append([*outs, *(t for _, t in states.named_tensors(state))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert gradients[0].keys() == gradients[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}], ids=str)
+def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(options: dict[str, Any], positions: str) -> None:
+    model = build({"name": "titans", "chunk": 2, **options}, positions=positions, depth=1).eval()
+    first, second = segments(2)
+    before = model(first).state
+    changed = second.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % VOCABULARY
+    with torch.no_grad():
+        a, b = (model(ids, before).outputs for ids in (second, changed))
+    assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"place": "context", "layers": 2, "persistent": 2}], ids=str)
+def test_layers_may_work_on_different_segments_at_once(options: dict[str, Any]) -> None:
+    model, tokens = build({"name": "titans", **options}), torch.cat(segments(3), 1)
+    results = []
+    for schedule in ("segments", "diagonal"):
+        model.zero_grad()
+        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
+    """Those in front read what was there before the segment, those behind what is there when it ends."""
+    torch.manual_seed(0)
+    memory = Titans(WIDTH, HEADS, chunk=2).double()
+    x_BND = torch.randn(ROWS, 9, WIDTH, dtype=torch.float64)
+    empty = memory.init_state(ROWS, x_BND)
+
+    def write(reading: Reading, x_BND: Tensor) -> TitansState:
+        return memory.write(empty, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
+
+    alone = memory.read(empty, Query(x_BND[:, 2:6]))
+    around = memory.read(empty, Query(x_BND, segment=(2, 4)))
+    a, b = write(alone, x_BND[:, 2:6]), write(around, x_BND[:, 2:6])
+    assert alone.output_BHNE is not None and around.output_BHNE is not None
+    torch.testing.assert_close(around.output_BHNE[:, :, 2:6], alone.output_BHNE, rtol=0, atol=1e-12)
+    for one, other in zip(a, b, strict=True):
+        assert torch.equal(one, other)
+    padding = torch.ones(ROWS, 3, dtype=torch.bool)  # what writes nothing reads what is there
+    assert not around.output_BHNE[:, :, :2].any()  # the nets begin with 0
+    later = memory._asked(memory._learned(a), x_BND[:, 6:]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
+    after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
+    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.momentum_BGP, a.momentum_BGP)
+
+
+@pytest.mark.parametrize("options", PLACED, ids=str)
+def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
+    model, plain = build({"name": "titans", **options}), build(None)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
+        memory.close_gate()
+    state, bare = None, None
+    for ids in segments(3):
+        out, other = model(ids, state), plain(ids, bare)
+        state, bare = out.state, other.state
+        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
+
+
+def test_with_a_full_share_it_is_the_gate_of_the_paper() -> None:
+    memory = Titans(WIDTH, HEADS)
+    y, m = torch.randn(2, HEADS, 3, WIDTH // HEADS), torch.randn(2, HEADS, 3, WIDTH // HEADS)
+    normed = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (y, m))
+    wanted = next(normed) * torch.sigmoid(next(normed))
+    torch.testing.assert_close(memory.combine(y, Query(y), Reading(output_BHNE=m)), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
+    model, states_after = build({"name": "titans", "layers": 2}), []
+    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+        with mode():
+            state = None
+            for ids in segments(3):
+                state = model.train(training)(ids, state).state
+        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
+    for a, b, c in zip(*states_after, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
+    out = build({"name": "titans"}).bfloat16()(segments(1)[0])
+    assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].momentum_BGP.dtype == torch.float32
+    memory, x_BND = Titans(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
+    state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
+    with pytest.raises(ValueError, match=r"state of torch.bfloat16 loses the small steps .* keep it in float32"):
+        memory.read(state, Query(x_BND))
+
+
+@pytest.mark.parametrize("gates", ["sigmoid", "stretched"])
+def test_half_is_forgotten_after_its_half_life(gates: str) -> None:
+    torch.manual_seed(0)
+    memory = Titans(WIDTH, HEADS, half_life=64, gates=gates).double()  # type: ignore[arg-type]
+    nn.init.zeros_(memory.gate.weight)
+    kept = 1 - memory._gates(torch.randn(1, 64, WIDTH, dtype=torch.float64), None).alpha_BGN
+    torch.testing.assert_close(kept.prod(-1), torch.full_like(kept[..., 0], 0.5), rtol=1e-6, atol=0)
+
+
+def test_gates_that_are_closed_keep_what_is_stored_to_the_last_bit() -> None:
+    model = build({"name": "titans", "gates": "stretched"}).eval()
+    state = model(segments(1)[0]).state
+    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
+        memory.gate.weight.data.zero_()
+        memory.gate.bias.data.fill_(-9)  # momentum dies away within a few tokens
+    kept = None
+    for ids in segments(60):
+        state = model(ids, state).state
+        kept = state if kept is None or len(kept) == 0 else kept
+    weights = [layer.weights_BGP for layer in state.layers]
+    again = [layer.weights_BGP for layer in model(segments(1)[0], state).state.layers]
+    assert all(torch.equal(a, b) and a.abs().max() > 1e-3 for a, b in zip(weights, again, strict=True))
+
+
+# Stability
+
+
+def test_the_largest_rate_is_within_what_a_key_that_comes_again_and_again_allows() -> None:
+    """Eigenvalues of an error and its momentum over a chunk: in the unit circle at the bound, outside not far above."""
+    for chunk in (1, 2, 16, 64):
+        for eta in (0.0, 0.1, 0.5, 0.9, 0.99):
+            r, a = eta**chunk, sum(eta**i for i in range(chunk))
+            b = sum(sum(eta**i for i in range(j)) for j in range(1, chunk + 1))
+
+            def largest(theta: float, r: float = r, a: float = a, b: float = b, eta: float = eta) -> float:
+                turn = torch.tensor([[1 - theta * b, eta * a], [-theta * a, r]], dtype=torch.float64)
+                return torch.linalg.eigvals(turn).abs().max().item()
+
+            assert largest((1 - eta) / chunk) < 1
+            assert chunk < 16 or largest(4 * (1 - eta) / chunk) > 1
+
+
+def drive(tokens: int, dtype: torch.dtype, **options: Any) -> None:
+    """Read tokens that repeat, of a length in the thousands, with all gates at their bounds."""
+    torch.manual_seed(0)
+    memory = Titans(WIDTH, HEADS, **options).to(dtype).eval()
+    with torch.no_grad():
+        memory.gate.weight.zero_()
+        memory.gate.bias.copy_(torch.tensor([50.0, -50.0, 4.6]).repeat_interleave(memory.nets))  # eta = .99
+        few_BND = 1000 * torch.randn(1, 3, WIDTH, dtype=dtype)
+        x_BND = few_BND.repeat(1, 86, 1)[:, :256]
+        state = memory.init_state(1, x_BND)
+        for _ in range(tokens // 256):
+            reading = memory.read(state, Query(x_BND))
+            assert reading.output_BHNE is not None and reading.output_BHNE.isfinite().all()
+            state = memory.write(state, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
+    assert state.weights_BGP.isfinite().all() and state.momentum_BGP.isfinite().all()
+
+
+HARD = [{}, {"chunk": 64}, {"chunk": 1}, {"layers": 2}, {"layers": 2, "chunk": 64, "rate": 64.0}, {"rate": 1000.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_repeated_inputs_of_any_size_leave_it_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    drive(4096, dtype, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_64k_of_them_leave_it_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    drive(65536, dtype, **options)
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limit(chunk: int) -> None:
+    """It does not only stay finite: its error goes to 0, so that no limit is what holds it."""
+    torch.manual_seed(0)
+    memory = Titans(WIDTH, HEADS, chunk=chunk, limit=1e30).double()
+    with torch.no_grad():
+        memory.gate.weight.zero_()
+        memory.gate.bias.copy_(torch.tensor([50.0, -50.0, 2.2]).repeat_interleave(memory.nets))
+        x_BND = torch.randn(1, 2, WIDTH, dtype=torch.float64).repeat(1, 128, 1)
+        memory.query.weight.copy_(memory.key.weight)
+        state = memory.init_state(1, x_BND)
+        for _ in range(40):
+            reading = memory.read(state, Query(x_BND))
+            state = memory.write(state, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
+        assert reading.output_BHNE is not None
+        read_BND = reading.output_BHNE.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(read_BND[:, -2:], nn.functional.silu(memory.value(x_BND[:, -2:])), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"place": "layer"}, "place='layer' must be one of 'gate', 'context'"),
+        ({"mix": "max"}, "mix='max'"),
+        ({"nets": 3}, "nets=3 must divide width=8"),
+        ({"nets": 0}, "nets=0 must be at least 1"),
+        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"rate": 0.0}, "rate=0.0 must be above 0 and finite"),
+        ({"limit": float("inf")}, "limit=inf must be above 0 and finite"),
+        ({"half_life": -1.0}, "half_life=-1.0 must be above 0"),
+        ({"momentum": 1.0}, "momentum=1.0 must lie between 0 and 1"),
+        ({"persistent": 2}, "persistent=2 tokens .* take place='context'"),
+        ({"loss": "l1"}, "loss='l1'"),
+        ({"activation": "relu"}, "activation='relu'"),
+        ({"gates": "hard"}, "gates='hard'"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build({"name": "titans", **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"place": "context"}, pytest.param({"layers": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
+    model = trained(LATCH, {"name": "titans", **options}, 600, depth=1)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

@@ -1,0 +1,162 @@
+"""The slow twin of Titans: one token of one row and net after the other, its inner gradient from autograd.
+
+Legend: B rows, G nets, N tokens, K width of a net, P numbers of a net, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cached_transformers.memories.titans.neural_memory import NeuralMemory
+from cached_transformers.memories.titans.titans import Titans, TitansState
+from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+
+
+def slow_net(weights: list[Tensor], x_K: Tensor, activation: str) -> Tensor:
+    for layer, matrix in enumerate(weights):
+        x_K = (x_K if layer == 0 else getattr(F, activation)(x_K)) @ matrix
+    return x_K
+
+
+def _limited(t: Tensor, limit: float) -> Tensor:
+    size = t.square().mean().sqrt()
+    return t * limit / size if size > limit else t
+
+
+def _loss(error_K: Tensor, memory: NeuralMemory) -> Tensor:
+    length, bound = error_K.square().sum().sqrt(), memory.bound * len(error_K) ** 0.5
+    if memory.loss == "huber" and length > bound:
+        return bound * (length - bound / 2)
+    return length.square() / 2
+
+
+def cut(memory: NeuralMemory, flat_P: Tensor) -> list[Tensor]:
+    """The matrices of one net."""
+    return [t[0, 0] for t in memory.matrices(flat_P[None, None])]
+
+
+def slow_learn(
+    memory: NeuralMemory, weights_P: Tensor, momentum_P: Tensor, tokens: list[tuple[Tensor, ...]]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What one net gives for each token (q, k, v, theta, alpha, 1 - eta), and its weights and momentum behind them."""
+    W, S, outputs = cut(memory, weights_P), cut(memory, momentum_P), []
+    base = W
+    for t, (q, k, v, theta, alpha, damping) in enumerate(tokens):
+        if t % memory.chunk == 0:
+            limited = [_limited(m, memory.limit) for m in W]
+            W = base = [m if m.requires_grad else m.clone().requires_grad_() for m in limited]
+        with torch.enable_grad():
+            loss = _loss(slow_net(base, k, memory.activation) - v, memory)
+            gradients = torch.autograd.grad(loss, base, create_graph=True, allow_unused=True)
+        S = [(1 - damping) * s - theta * g for s, g in zip(S, gradients, strict=True)]
+        W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
+        outputs.append(slow_net(W, q, memory.activation))
+    return outputs, *(torch.cat([m.flatten() for m in matrices]) for matrices in (W, S))
+
+
+class SlowTitans(LayerMemory):
+    """A layer's Titans, read and written by loops over rows, nets and tokens, with the parameters of the fast one."""
+
+    def __init__(self, fast: Titans) -> None:
+        super().__init__()
+        self.fast, self.needs = fast, fast.needs
+
+    def init_state(self, batch_size: int, like: Tensor) -> TitansState:
+        return self.fast.init_state(batch_size, like)
+
+    def _begin(self, state: TitansState, row: int, net: int) -> tuple[Tensor, Tensor]:
+        if state.tokens_B[row] == 0:
+            initial_P = self.fast.memory.initial_GP[net]
+            return initial_P, torch.zeros_like(initial_P)
+        return state.weights_BGP[row, net], state.momentum_BGP[row, net]
+
+    def _asks(self, linear: torch.nn.Module, x_D: Tensor, net: int) -> Tensor:
+        t_K = F.silu(linear(x_D)).chunk(self.fast.nets)[net]
+        return t_K / t_K.square().sum().sqrt()
+
+    def _token(self, x_D: Tensor, net: int) -> tuple[Tensor, ...]:
+        fast = self.fast
+        theta, alpha, eta = (part[net] for part in fast.gate(x_D).chunk(3))
+        shares = []
+        for logit in (theta, alpha):
+            share = torch.sigmoid(logit)
+            if fast.gates == "stretched":
+                share = (1.2 * share - 0.1).clamp(0, 1)
+            shares.append(share)
+        damping = 1 - torch.sigmoid(eta)
+        v_K = F.silu(fast.value(x_D)).chunk(fast.nets)[net]
+        q_K, k_K = self._asks(fast.query, x_D, net), self._asks(fast.key, x_D, net)
+        return q_K, k_K, v_K, shares[0] * damping * fast.rate, shares[1], damping
+
+    def _learn(self, state: TitansState, x_BND: Tensor, padding_BN: Tensor | None) -> tuple[list[Any], TitansState]:
+        """Of each row the outputs (D) by place, and the state behind the segment."""
+        rows, nets = x_BND.shape[0], self.fast.nets
+        outputs, weights, momentum, counts = [], [], [], []
+        for row in range(rows):
+            there = [t for t in range(x_BND.shape[1]) if padding_BN is None or not padding_BN[row, t]]
+            by_net, learned = [], []
+            for net in range(nets):
+                given = [self._token(x_BND[row, t], net) for t in there]
+                out, *after = slow_learn(self.fast.memory, *self._begin(state, row, net), given)
+                by_net.append(out)
+                learned.append(after)
+            outputs.append({t: torch.cat([out[i] for out in by_net]) for i, t in enumerate(there)})
+            weights.append(torch.stack([w for w, _ in learned]) if there else state.weights_BGP[row])
+            momentum.append(torch.stack([s for _, s in learned]) if there else state.momentum_BGP[row])
+            counts.append(len(there))
+        tokens_B = state.tokens_B + torch.tensor(counts)
+        return outputs, TitansState(torch.stack(weights), torch.stack(momentum), tokens_B)
+
+    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        fast, x_BND = self.fast, query.x_BND
+        rows, n, width = x_BND.shape
+        if fast.place == "gate":
+            outputs, after = self._learn(opened, x_BND, query.padding_BN)
+            zero = torch.zeros(width, dtype=x_BND.dtype)
+            m_BND = torch.stack([torch.stack([outs.get(t, zero) for t in range(n)]) for outs in outputs])
+            return Reading(output_BHNE=m_BND.unflatten(-1, (fast.heads, -1)).transpose(1, 2), carry=after)
+        assert project_kv is not None and query.positions_BNP is not None
+        h = []
+        for row in range(rows):
+            for t in range(n):
+                for net in range(fast.nets):
+                    weights = cut(fast.memory, self._begin(opened, row, net)[0])
+                    h.append(slow_net(weights, self._asks(fast.query, x_BND[row, t], net), fast.memory.activation))
+        h_BND = torch.cat(h).view(rows, n, width)
+        persistent = [] if fast.persistent_MD is None else list(fast.persistent_MD)
+        p = len(persistent)
+        given_BMD = torch.stack([torch.stack([*persistent, *h_ND]) for h_ND in h_BND])
+        valid_BM, visible_BHNM = torch.ones(rows, p + n, dtype=torch.bool), torch.ones(1, 1, n, p + n, dtype=torch.bool)
+        for t in range(n):
+            for row in range(rows):
+                padded = query.padding_BN is not None and query.padding_BN[row, t]
+                valid_BM[row, p + t] = bool(opened.tokens_B[row] > 0) and not padded
+            visible_BHNM[..., t, p + t + 1 :] = False
+        first_B1P = query.positions_BNP[:, :1]
+        places_BMP = torch.cat([*(first_B1P - p + i for i in range(p)), query.positions_BNP], 1)
+        return Reading(Context(*project_kv(given_BMD), places_BMP, valid_BM, visible_BHNM=visible_BHNM))
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        if reading.output_BHNE is None:
+            return y_BHNE
+
+        def normed(x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
+            assert norm.weight is not None
+            return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+
+        fast, share_H11 = self.fast, self.fast.share_H[:, None, None]
+        m_BHNE = normed(reading.output_BHNE, fast.norm)
+        if fast.mix == "sum":
+            return y_BHNE + share_H11 * m_BHNE
+        assert fast.attention_norm is not None
+        return (1 - share_H11) * y_BHNE + share_H11 * normed(y_BHNE, fast.attention_norm) * torch.sigmoid(m_BHNE)
+
+    def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
+        if self.fast.place == "gate":
+            return trace.reading.carry, None
+        y_BND = trace.y_BND / (trace.y_BND.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return self._learn(state, y_BND, trace.query.padding_BN)[1], None
