@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +18,12 @@ from integrations.transformers_hosts import (
     T5,
     Architecture,
     architectures,
-    awaken,
-    by_hand,
-    differences,
     words,
 )
 from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 
-from cached_transformers import add_memory, create_model, generate, load_pretrained
+from cached_transformers import add_memory, create_model, generate
 from cached_transformers import state as states
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infini import Associations, Infini, recall, sigma, store
@@ -456,37 +452,6 @@ def test_in_a_decoder_the_first_segment_is_the_host_s_and_the_next_nearly(host: 
         if isinstance(module, Infini):
             module.close_gate()
     assert torch.equal(model(ids).logits[:, 5:], second)
-
-
-@architectures(DECODERS)
-def test_a_decoder_trains_and_generates_with_it(host: Architecture, tmp_path: Path) -> None:
-    model, ids = hosted(host), words(2, 15)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
-    for _ in range(5):
-        loss = model(ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    gates = [p for name, p in model.named_parameters() if name.endswith("gate_H")]
-    assert losses[-1] < losses[0] - 0.1 and len(gates) == 2
-    assert all((gate != HOSTED["initial_gate"]).all() for gate in gates)
-
-    awaken(model.eval())
-    state, prompt = model(words(2, 5, 3)).memory_state, words(2, 3, 7)
-    call = {"max_new_tokens": 9, "num_beams": 3, "do_sample": False, "return_dict_in_generate": True}
-    found = [
-        model.generate(prompt, memory_state=state, use_cache=cached, attention_mask=torch.ones_like(prompt), **call)
-        for cached in (True, False)
-    ]
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    assert differences(found[0].memory_state, found[1].memory_state) < 1e-4
-
-    model.save_pretrained(tmp_path / "mine")
-    loaded = load_pretrained(str(tmp_path / "mine"))
-    a, b = by_hand(model, ids), by_hand(loaded, ids)
-    torch.testing.assert_close(a[0], b[0])
-    assert differences(a[1], b[1]) < 1e-6
 
 
 def test_other_hosts_take_it_or_say_why_not() -> None:

@@ -153,7 +153,7 @@ def why_in_one_piece(stack: Stack) -> str | None:
     memory = stack.model_memory
     if memory.in_one_piece is not None:
         return f"memory {type(memory).__name__}: {memory.in_one_piece}"
-    if not _opens(memory, ModelMemory, ("enter", "exit", "run")):
+    if not reads_alone(memory):
         return f"memory {type(memory).__name__} has no open() for tokens that come one at a time"
     for block in stack.blocks:
         if not isinstance(block, Block):
@@ -176,7 +176,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def _layer_in_one_piece(layer: SelfAttention) -> str | None:
     for member in members_of(layer.memory):
-        if not _opens(member, LayerMemory, ("read",)):
+        if not reads_alone(member):
             return f"memory {type(member).__name__} has no open() for tokens that come one at a time"
     if layer.core.steps_from is None:
         return f"{layer.core.title} has no form for tokens that come one at a time"
@@ -185,8 +185,12 @@ def _layer_in_one_piece(layer: SelfAttention) -> str | None:
     return None
 
 
-def _opens(memory: Any, base: type, methods: tuple[str, ...]) -> bool:
+def reads_alone(memory: LayerMemory | ModelMemory) -> bool:
     """Whether a memory promises that tokens can be read alone: its `open` is as new as what reads, or nothing reads."""
+    base: type = LayerMemory
+    methods: tuple[str, ...] = ("read",)
+    if isinstance(memory, ModelMemory):
+        base, methods = ModelMemory, ("enter", "exit", "run")
     kinds = type(memory).__mro__
     places = {name: next(i for i, kind in enumerate(kinds) if name in vars(kind)) for name in (*methods, "open")}
     theirs = [place for name, place in places.items() if name != "open" and kinds[place] is not base]

@@ -24,7 +24,9 @@ from cached_transformers.integrations.at_hand import like_weights, with_weights
 from cached_transformers.integrations.present import memory_of, refuse_frozen
 from cached_transformers.integrations.taps import no_loss
 from cached_transformers.layers.initial_state import initial_state_of
+from cached_transformers.layers.open_stack import reads_alone
 from cached_transformers.layers.stack import StackState
+from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
 from cached_transformers.state import State, seal, used_again
@@ -306,9 +308,15 @@ class SegmentReader:
         read = self._through_layers if self.memory is None else self._led
         with used_again() if call.keeps else nullcontext():  # an open segment begins with its state as it grows
             out, model, layers, host_cache = read(call, state, *self._where(call, state.clock_B))
-        if host_cache is not None and host_cache.again:
+        if host_cache is not None and (host_cache.again or not self._reads_alone()):
             host_cache = None
         return Answer(out, seal(StackState(state.clock_B + self._counted(call), model, layers)), host_cache)
+
+    def _reads_alone(self) -> bool:
+        """Whether what a token reads of the memories depends on no other token of its segment."""
+        if self.memory is not None and not reads_alone(self.memory):
+            return False
+        return all(reads_alone(member) for tap in self.taps for member in members_of(tap.memory))
 
     def _where(self, call: Call, clock_B: Tensor) -> tuple[Tensor | None, Tensor]:
         """See `stream_positions`."""
