@@ -415,6 +415,7 @@ def far_content(shares: dict[str, list[dict[int, float]]], **more: object) -> di
     arms = {name: ("none", name) if name in ("no memory", "whole text") else (name, "far") for name in shares}
     results = [
         {"task": "latch", "memory": arms[name][0], "arm": arms[name][1], "seed": seed, "solved": 10, "chance": 0.25}
+        | {"settings": {"course": {"nearest": 1}}}
         | {"far": {str(d): [share, share, 64] for d, share in of_seed.items()}, "seconds_far": 1.0, "state_bytes": 520}
         for name, seeds in shares.items()
         for seed, of_seed in enumerate(seeds)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES
 from attentions.cases import Case as AttentionCase
-from contract.contracts import CONTRACTS, DEPTH, Contract
+from contract.contracts import CONTRACTS, Contract
+from contract.costs import DEPTH
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,32 +6,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-DEPTH = 2
-"""Layers of the models that are held to the contract."""
-B, N, D, H, F, LAYERS = 3, 8, 32, 4, 48, 2
-"""Of models whose costs are counted: rows, tokens of a segment, width, heads, width of the feed-forward, layers; all
-different from a memory's sizes."""
-M, K, R = 20, 5, 4
-"""Slots of a memory; neighbours; regions."""
-RELATIVE = {"positions": "relative"}
-
-
-class Cost(NamedTuple):
-    """Multiply-adds a token in the whole model, with the memory's options and the model's."""
-
-    options: dict[str, Any]
-    formula: Callable[[], float]
-    model: dict[str, Any] | None = None
-
-
-class ImageCost(NamedTuple):
-    """Multiply-adds a row and layer in training and in evaluation, with the memory's options."""
-
-    options: dict[str, Any]
-    train: float
-    evaluate: float
+from contract.costs import (
+    DEPTH,
+    LAYERS,
+    ONCE,
+    READ,
+    RELATIVE,
+    TOKENS,
+    B,
+    C,
+    Cost,
+    D,
+    H,
+    ImageCost,
+    K,
+    M,
+    N,
+    R,
+    armt,
+    crtn,
+    crtn_by_token,
+    crtn_bytes,
+    infinity_former,
+    layer,
+    own_positions,
+    side,
+    titans,
+    titans_context,
+    window,
+)
+from contract.reasons import DROPPED, FEEDBACK, LEARNED, NOTHING, READS_ITS_OWN, SHARED, UNREAD
 
 
 @dataclass(frozen=True)
@@ -67,89 +73,6 @@ class Contract:
         return [memory, *self.beside] if self.beside else memory
 
 
-def window(slots: int) -> float:
-    """Keys and values of hidden states, scores, values, scores of positions, and the table of these for all rows."""
-    return 2 * D * D * slots / N + 3 * slots * D + D * D * slots / (B * N)
-
-
-def side(slots: int) -> float:
-    """A second attention over `slots` vectors, with projections of its own."""
-    return 2 * D * D * (1 + slots / N) + 2 * slots * D
-
-
-def own_positions(slots: int) -> float:
-    """What relative positions cost a model without memory, where those of the memory take their place."""
-    return D * (N + 1) + D * D / B
-
-
-def layer(tokens: float) -> float:
-    """Projections and feed-forward of one layer, for `tokens` more a token."""
-    return tokens * (4 * D * D + 2 * D * F)
-
-
-def armt(tokens: int, key: int, features: int) -> float:
-    """What the tokens of a segment and those of the memory read; and the latter, and what they store."""
-    read, stored = D * key + features * (D + 1), D * key + D * D + D + features * (2 * D + 1)
-    attention = 2 * D * tokens * (2 + tokens / N)
-    return layer(tokens / N) + attention + (1 + tokens / N) * read + tokens / N * stored
-
-
-def titans(chunk: int, expansion: int = 0, nets: int = H) -> float:
-    """Projections and gates; what errors, reading and learning take of each matrix; and the coefficients."""
-    key = D // nets
-    size, ends = (2 * expansion * key**2, 2 * (expansion + 1)) if expansion else (key**2, 2)
-    return 3 * D * D + 3 * D * nets + nets * ((5.5 if expansion else 5) * size + chunk * (ends * key + chunk + 1))
-
-
-def titans_context(chunk: int, persistent: int = 0) -> float:
-    """Projections, gates and what is read; keys and values, and attention over them; and what is learned."""
-    key, slots = D // H, N + persistent
-    read, learned = 3 * D * D + 3 * D * H + D * key, H * (3 * key**2 + chunk**2 + chunk)
-    return read + 2 * D * D * slots / N + 2 * slots * D + learned
-
-
-def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
-    signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
-    refits = 2 * (samples + chunk) * basis * D / chunk
-    return LAYERS * (window(M + chunk - 1) + signal + refits)
-
-
-def crtn(topk: int, key_width: int = 24) -> float:
-    slots = topk * N
-    positions = D * D + H * D * (slots + N) - own_positions(slots)
-    summaries = 2 * N * D * key_width / N + R * key_width / N
-    return LAYERS * (2 * D * D * slots / N + 2 * slots * D + positions) + summaries
-
-
-def crtn_by_token(key_width: int = 24) -> float:
-    slots = R * N
-    attention = window(slots) - slots * D + (R + 1) * (slots + N) * D - N * D
-    return LAYERS * attention + (N + 1) * D * key_width + R * key_width
-
-
-TOKENS, C = 17, 16
-"""Tokens of an image, its class token among them, which is as many as the cache has slots; and its channels."""
-READ = TOKENS * C * C + 2 * TOKENS * TOKENS * C
-"""Queries, scores and values."""
-ONCE = TOKENS * C * C / B
-"""One product of the cache with a matrix, which serves all rows."""
-
-
-UNREAD = "only the class token is read, and the last layer's convolution reaches the patches alone"
-SHARED = "one cache for all rows: the state of a row is empty, and the cache is a buffer, tested as such"
-DROPPED = "what the last layer makes of the memory's tokens is dropped, so its output projection and feed-forward rest"
-NOTHING = "nothing crosses from one segment to the next"
-LEARNED = "the first segment reads learned vectors, which are part of the definition"
-READS_ITS_OWN = "a token reads what it and those before it wrote, in the first segment, too"
-FEEDBACK = {"empty": "a token attends the memory alone, not itself: without a memory there is no attention at all"}
-
-
-def crtn_bytes(d: int, regions: int, segment: int = 9) -> int:
-    """Keys, hidden states of all layers, positions, sizes; and the source of the next query."""
-    return regions * (4 * DEPTH * segment * d + 4 * d + 8 * segment + 8) + 4 * segment * d
-
-
-# "name/label" holds the memory to the contract a second time, with other options.
 CONTRACTS: dict[str, Contract] = {
     "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
     "convolution": Contract(
@@ -238,7 +161,7 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 64},
         model={"positions": "relative"},
         detached=True,
-        cost=Cost({"length": M}, lambda: LAYERS * (window(M) + (M + N) * D), RELATIVE),
+        cost=Cost({"length": M, "places": "cache"}, lambda: LAYERS * (window(M) + (M + N) * D), RELATIVE),
     ),
     "tova/cache": Contract(
         options={"length": 8, "places": "cache", "keep": "kv", "relative": False},

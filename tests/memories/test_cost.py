@@ -11,7 +11,8 @@ from typing import Any
 import contract.example_memories  # noqa: F401  (registers the examples of CONTRACTS)
 import pytest
 import torch
-from contract.contracts import CONTRACTS, LAYERS, RELATIVE, B, D, F, H, M, N
+from contract.contracts import CONTRACTS
+from contract.costs import LAYERS, RELATIVE, B, D, F, H, M, N
 from torch import nn
 
 from cached_transformers.experiments.costs.flops import count_flops

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Trace
-from cached_transformers.seam.probing import Probing, one_segment, whole_episode
+from cached_transformers.seam.probing import Probing, whole_episode
 
 from .parts.best import best
 from .parts.options import one_of
@@ -45,7 +45,7 @@ PLACES = ("stream", "cache")
     gradient="none into the memory; its keys and values train the projections",
     exact_when="length >= tokens seen",
     without={"stored_kv": "keep='hidden'"},
-    probe=Probing(whole_episode, lambda *given: {**one_segment(*given)}, why="a choice by weights knows no bound"),
+    probe=Probing(whole_episode, why="what is attended may stay for ever"),
 )
 class TOVA(TransformerXL):
     """Keys and values of the `length` inputs of the layer to which its last query gave most weight. No parameters.
