@@ -115,10 +115,6 @@ class DeltaNet(LinearisedAttention):
         count = 2 * self.order * width if self.kind == "dpfp" else width
         return like.new_zeros(rows, heads, count, value_width)
 
-    def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> Tensor:
-        weights_BHFV: Tensor = state + hidden(k_BHMF, seen_BM).mT @ v_BHMV
-        return weights_BHFV
-
     def run(
         self,
         q_BHNF: Tensor,

@@ -225,10 +225,6 @@ class GatedDelta(LinearisedAttention):
             )
         return like.new_zeros(rows, heads, width, value_width)
 
-    def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> Tensor:
-        weights_BHFV: Tensor = state + hidden(k_BHMF, seen_BM).mT @ v_BHMV
-        return weights_BHFV
-
     def run(
         self,
         q_BHNF: Tensor,

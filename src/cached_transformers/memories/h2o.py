@@ -27,6 +27,7 @@ from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.best import best, from_last
 from .parts.options import NO_MEMORY
+from .parts.rows import last_slots
 
 
 class HeavyHitters(NamedTuple):
@@ -41,8 +42,7 @@ class HeavyHitters(NamedTuple):
     @property
     def valid_BM(self) -> Tensor:
         """bool, the slots that hold something."""
-        slots = self.scores_BHM.shape[2]
-        return torch.arange(slots, device=self.count_B.device) >= slots - self.count_B[:, None]
+        return last_slots(self.count_B, self.scores_BHM.shape[2])
 
 
 @MEMORIES.register(

@@ -79,8 +79,8 @@ class LinearisedAttention(Attention):
         raise NotImplementedError("abstract: a mechanism writes empty()")
 
     def write(self, state: State, k_BHMF: Tensor, v_BHMV: Tensor, seen_BM: Tensor | None) -> State:
-        """Add a set of keys, of which those not seen add nothing."""
-        raise NotImplementedError("abstract: a mechanism writes write()")
+        """Add a set of keys, of which those not seen add nothing: here to a state that is one matrix (B, H, F, V)."""
+        return state + hidden(k_BHMF, seen_BM).mT @ v_BHMV  # type: ignore[operator, no-any-return]
 
     def read(self, q_BHNF: Tensor, state: State) -> Tensor:
         """(B, H, N, V): what queries find in a state."""

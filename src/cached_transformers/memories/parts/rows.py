@@ -18,6 +18,11 @@ KEEP = ("hidden", "kv")
 """What a state that was made in evaluation mode may hold; see `Pairs`."""
 
 
+def last_slots(count_B: Tensor, slots: int) -> Tensor:
+    """(B, M) bool, the last `count_B` of the slots of each row: those that hold something."""
+    return torch.arange(slots, device=count_B.device) >= slots - count_B[:, None]
+
+
 class Rows(NamedTuple):
     """The last M hidden states of each row, newest last, their positions, and how many of them are real.
 
@@ -31,8 +36,7 @@ class Rows(NamedTuple):
     @property
     def valid_BM(self) -> Tensor:
         """bool, the slots that hold something."""
-        slots = self.hidden_BMD.shape[1]
-        return torch.arange(slots, device=self.count_B.device) >= slots - self.count_B[:, None]
+        return last_slots(self.count_B, self.hidden_BMD.shape[1])
 
     @property
     def clean_BMD(self) -> Tensor:
@@ -54,7 +58,7 @@ class Pairs(NamedTuple):
     @property
     def valid_BM(self) -> Tensor:
         """bool, the slots that hold something."""
-        return Rows(*self).valid_BM
+        return last_slots(self.count_B, self.pairs_BMW.shape[1])
 
 
 def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Rows:
