@@ -17,6 +17,7 @@ from cached_transformers.experiments.probes.protocol import Sizes, build_model, 
 from cached_transformers.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
 from cached_transformers.experiments.probes.tasks.base import distinct
 from cached_transformers.experiments.probes.tasks.mqar import power_law_slots
+from cached_transformers.experiments.probes.trials import asked_of
 from cached_transformers.registry import PROBES
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -377,6 +378,8 @@ def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library:
     asked.clear()
     holds(model, task, 2, 2)
     assert {split for split, _ in asked} == {"test"}
+    asked.clear()
+    assert asked_of(task) == {"asked": "test"} and asked_of(PROBES.create("latch")) == {}
     asked.clear()
     assert probe(task, None, 2, sizes=sizes) and {split for split, _ in asked} == {"valid", "test"}
 

@@ -29,7 +29,7 @@ from .distances import Course, Trained, holds, ladder, train_by_distance
 from .news import Answer, Tell
 from .protocol import Sizes, build_model
 from .settings import setting
-from .trials import Trial, Trials, stored_settings
+from .trials import Trial, Trials, asked_of, stored_settings
 
 NONE, WHOLE = "no memory", "whole text"
 """The arms without a memory: each segment alone, and attention over everything."""
@@ -106,6 +106,7 @@ class FarTrials(Trials):
         kept, sizes_ = course.settings(), dataclasses.asdict(sizes)
         return stored_settings(
             {"task": self._options(trial.task), "memory": spec, "passes": passes, "course": kept, "sizes": sizes_}
+            | asked_of(task)
         )
 
     def content(self, command: str) -> dict[str, Any]:
