@@ -32,7 +32,8 @@ def add_parser(subparsers: Any) -> None:
         nargs="*",
         metavar="NAME.option=value",
         help="options of --output-cache: neural.size, theta, lambda, form (linear, joint), alpha; knn.k, temperature, "
-        "lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, IVF4096,PQ64), probes, folder",
+        "lambda, key (feed_forward, last_hidden), dtype, search (exact, Flat, HNSW32, IVF4096,PQ64), probes, folder; "
+        "or of --with-memory",
     )
     parser.add_argument("--split", default="test", choices=("train", "validation", "test"))
     parser.add_argument(
@@ -60,6 +61,12 @@ def add_parser(subparsers: Any) -> None:
         help="text: mix in what followed alike hidden states, in the text read last (neural) or in the training split "
         "(knn, whose datastore is made in RUN/datastore); what is not set is tuned on the validation split",
     )
+    parser.add_argument(
+        "--with-memory",
+        metavar="MEMORY",
+        help="text: give a model that was trained without a memory one that has no weights: streaming_llm, tova, h2o, "
+        "transformer_xl",
+    )
     add_weights(parser, "tested")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -76,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.output_cache is not None:
         return _with_output_cache(arguments)
-    if arguments.overrides:
-        raise ValueError(f"{arguments.overrides[0]!r} is an option of --output-cache neural or knn, which is not given")
+    memory = _memory(arguments.with_memory, arguments.overrides)
     chosen = arguments.memory.split(",")
     for mode in chosen:
         if mode not in MEMORY_MODES:
@@ -95,24 +101,41 @@ def run(arguments: argparse.Namespace) -> int:
     config = _in_segments(config, arguments.segment_length)
     lengths = [] if arguments.segments is None else numbers_from_one("--segments", arguments.segments, "1,8,64")
     about = (arguments.checkpoint, split, modes, arguments.other, arguments.average, lengths)
-    evaluation = Evaluation(folder, config, *about)
+    evaluation = Evaluation(folder, config, *about, memory)
     found = evaluation.score(arguments.device)
 
-    result: dict[str, Any] = {"split": split, "step": found.step, "scores": found.rows, **found.about}
+    result: dict[str, Any] = {} if memory is None else {"memory": memory}
+    result |= {"split": split, "step": found.step, "scores": found.rows, **found.about}
     if found.baselines is not None:
         result["baselines"] = found.baselines
     console = open_console()
-    if any("places" in row or "segments" in row for row in found.rows):
+    if memory is None and any("places" in row or "segments" in row for row in found.rows):  # else it is another model
         write_evaluation(folder, result)
         write_report(folder, Reporter("", 0, None if arguments.json else console))
     if arguments.json:
         print(json.dumps(jsonable({"run": str(folder), **result}), indent=1, allow_nan=False))
         return 0
-    print_scores(f"{folder}: {split} split, step {found.step}", found.rows, console)
+    given = "" if memory is None else f", with {memory['name']}"
+    print_scores(f"{folder}: {split} split, step {found.step}{given}", found.rows, console)
     print_text_use(found.rows, found.about, console)
     for name, value in (found.baselines or {}).items():  # names are too long for a column of a narrow terminal
         console.print(f" baseline: {name}, accuracy {value:.2%}", markup=False, soft_wrap=True)
     return 0
+
+
+def _memory(name: str | None, overrides: list[str]) -> dict[str, Any] | None:
+    """The memory that the model is given, and its options. It knows places as the model does: `relative` is off."""
+    from cached_transformers.experiments.probes.choice import options_of_memories
+    from cached_transformers.registry import MEMORIES
+
+    if name is None:
+        if overrides:
+            raise ValueError(
+                f"{overrides[0]!r} is an option of --output-cache or --with-memory, neither of which is given"
+            )
+        return None
+    places = {"relative": False} if "relative" in MEMORIES.entry(name).options else {}
+    return {"name": name, **places, **options_of_memories([name], overrides).get(name, {})}
 
 
 def _in_segments(config: RunConfig, length: int | None) -> RunConfig:
@@ -129,7 +152,13 @@ def _with_output_cache(arguments: argparse.Namespace) -> int:
     from cached_transformers.experiments.reports.terminal import open_console, print_output_cache
     from cached_transformers.files import jsonable
 
-    for name, plain in (("memory", "carry"), ("other", None), ("batch_sizes", None), ("segments", None)):
+    for name, plain in (
+        ("memory", "carry"),
+        ("other", None),
+        ("batch_sizes", None),
+        ("segments", None),
+        ("with_memory", None),
+    ):
         if (value := getattr(arguments, name)) != plain:
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} does not go with --output-cache; leave one of them out"

@@ -10,7 +10,7 @@ training and evaluation, and batches of different sizes, differ.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Evaluation:
         modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
         other: folder of the run whose caches "other" takes.
         segments: of documents: numbers of segments that they have at most; none leaves them as long as they are.
+        memory: of text: name and options of a memory without weights that the model, which has none, is given.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Evaluation:
     other: Path | None = None
     average: int | None = None
     segments: Sequence[int] = ()
+    memory: Mapping[str, Any] | None = None
 
     def score(self, device: str) -> Scores:
         """Scores of each mode, on the processes that this one is of.
@@ -143,6 +145,8 @@ class Evaluation:
             raise ValueError(f"--segment-length {length} is for text, not {dataset.name!r}")
         if self.segments and task != "documents":
             raise ValueError(f"--segments {','.join(map(str, self.segments))} is for documents, not {dataset.name!r}")
+        if self.memory and task != "language":
+            raise ValueError(f"--with-memory {self.memory['name']} is for text, not {dataset.name!r}")
         refused = [mode for mode in self.modes if mode.split()[0] in OF_SHARED_CACHES]
         if refused and task in ("language", "documents", "detection", "translation"):
             raise ValueError(
@@ -160,7 +164,7 @@ class Evaluation:
         """Scores of a language model, of which each row carries a memory of its own."""
         losses: dict[str, SplitLosses] = {}
         for mode in self.modes:
-            _, model, step = load_run(self.folder, self.checkpoint)
+            _, model, step = load_run(self.folder, self.checkpoint, memory=self.memory)
             model.to(processes.device)
             shared = has_caches(model)
             if shared:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from .build import build_model, without_checkpoint
 
 
 def load_run(
-    folder: str | Path, checkpoint: str = "best", average: int | None = None
+    folder: str | Path,
+    checkpoint: str = "best",
+    average: int | None = None,
+    memory: Mapping[str, Any] | None = None,
 ) -> tuple[RunConfig, nn.Module, int]:
     """Configuration, model with its trained weights, and step of a run folder.
 
@@ -36,9 +40,11 @@ def load_run(
         folder: a run folder.
         checkpoint: "best", "last", "tested" (what the summary's test scores are of), or the path of a step folder.
         average: with "tested", so many newest checkpoints are averaged instead; caches as `training.average_caches`.
+        memory: name and options of a memory without weights, for a model that was trained without one.
 
     Raises:
-        ValueError: not a run folder, or the checkpoint is missing or damaged.
+        ValueError: not a run folder, or the checkpoint is missing or damaged; a memory with weights, or a model that
+            has one already.
     """
     folder, config = Path(folder), read_run_config(folder)
     if average is not None and checkpoint != "tested":
@@ -59,12 +65,29 @@ def load_run(
             f"{folder / CONFIG} describes another model than {path} holds; undo the change, or carry out the run's "
             f"`cached train` again, which writes it anew: {'; '.join(changed[:5])}"
         )
-    model = build_model(without_checkpoint(config))
+    model = build_model(without_checkpoint(config)) if memory is None else _with_memory(folder, config, memory)
     try:
         model.load_state_dict(stored.weights)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model of {folder / 'config.yaml'}: {error}") from None
     return config, model, stored.step
+
+
+def _with_memory(folder: Path, config: RunConfig, memory: Mapping[str, Any]) -> nn.Module:
+    """The model of a run that has no memory, with one that has nothing to be trained."""
+    if (own := config.model.get("memory")) is not None:
+        name = own if isinstance(own, str) else own.get("name") if isinstance(own, Mapping) else own
+        raise ValueError(f"{folder} was trained with the memory {name!r}; give the run of a model without one")
+    config = without_checkpoint(config)
+    plain = build_model(config).state_dict()
+    model = build_model(dataclasses.replace(config, model={**config.model, "memory": dict(memory)}))
+    if added := sorted(model.state_dict().keys() - plain.keys()):
+        raise ValueError(
+            f"memory {memory['name']!r} brings weights that this run has not trained, such as {added[0]!r}; take one "
+            "without, such as streaming_llm, tova or h2o, or train a model with the memory: cached train ... "
+            f"model.memory={memory['name']}"
+        )
+    return model
 
 
 def load_writer(

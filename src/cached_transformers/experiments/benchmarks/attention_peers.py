@@ -7,11 +7,14 @@ same queries, keys and values where they take them; beside those that project th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 Called = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -78,8 +81,37 @@ def _axial(length: int, heads: int, width: int, device: str) -> Called:
     return lambda t: layer(t["x"][:, : side * side].unflatten(1, (side, side)))
 
 
+def _fla_reference(folder: str) -> Any:
+    """flash-linear-attention's reference functions of one mechanism, in PyTorch alone.
+
+    Their file is loaded by itself: what the package imports needs Triton, and so a GPU.
+    """
+    package = importlib.util.find_spec("fla")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'fla'", name="fla-core")
+    path = Path(package.origin).parent / "ops" / folder / "naive.py"
+    spec = importlib.util.spec_from_file_location(f"fla_{folder}_reference", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _gated_delta(length: int, heads: int, width: int, device: str) -> Called:
+    rule = _fla_reference("gated_delta_rule").naive_chunk_gated_delta_rule
+    gates = nn.Linear(heads * width, 2 * heads, bias=False).to(device)  # of our core too
+
+    def run(t: Mapping[str, Tensor]) -> Tensor:
+        share, decay = gates(t["x"]).chunk(2, -1)
+        q, k = (F.normalize(F.silu(t[name]), dim=-1).transpose(1, 2) for name in "qk")
+        return rule(q, k, t["v"].transpose(1, 2), -F.softplus(decay), share.sigmoid())[0]  # type: ignore[no-any-return]
+
+    return run
+
+
 PEERS: dict[str, Peer] = {
     "axial": Peer("axial-attention", "axial_attention", _axial, projects=True),
+    "gated_delta": Peer("fla-core", "fla", _gated_delta, causal=True),
     "image_transformer": Peer("local-attention", "local_attention", _image, causal=True),
     "linformer": Peer("linformer", "linformer", _linformer, {"sharing": "heads"}, projects=True),
     "performer": Peer("performer-pytorch", "performer_pytorch", _performer),

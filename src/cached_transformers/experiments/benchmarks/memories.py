@@ -38,6 +38,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "feedback": lambda s: {"length": s.memory},
     "grc_stream": lambda s: {"length": s.segment},
     "h2o": lambda s: {"length": s.memory // 2, "heavy": s.memory // 2, "relative": False},
+    "infini": lambda s: {"update": "delta"},
     "infinity_former": lambda s: {"length": s.memory, "chunk": s.segment, "relative": False},
     "memformer": lambda s: {"length": s.tokens},
     "memorizing": lambda s: {"length": s.store, "k": s.neighbours},
@@ -45,6 +46,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "rmt": lambda s: {"length": s.tokens},
     "segatron": lambda s: {"length": s.memory},
     "streaming_llm": lambda s: {"length": s.memory - 4, "relative": False},
+    "titans": lambda s: {"chunk": s.chunk},
     "tova": lambda s: {"length": s.memory, "relative": False},
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
@@ -123,6 +125,9 @@ def peer_step(
 
     def mean_loss() -> Tensor:
         nonlocal memory
+        if peer.whole:
+            with precision(tokens.device.type, dtype):
+                return peer.read(tokens[:, :-1], tokens[:, 1:], None)[0]
         losses = []
         for index in range(sizes.segments):
             begin = index * sizes.segment

@@ -3,9 +3,11 @@
 Each is optional; one that is not installed is left out of the table, by name. They are installed with
 
     pip install --no-deps memorizing-transformers-pytorch recurrent-memory-transformer-pytorch \\
-        compressive-transformer-pytorch memformer feedback-transformer-pytorch x-transformers
+        compressive-transformer-pytorch memformer feedback-transformer-pytorch x-transformers \\
+        titans-pytorch infini-transformer-pytorch block-recurrent-transformer-pytorch
 
-and what those import (einops, einops-exts, einx, mogrifier, hyper-connections, torch-einops-utils, loguru, faiss-cpu).
+and what those import (einops, einops-exts, einx, mogrifier, hyper-connections, torch-einops-utils, loguru, faiss-cpu,
+tensordict, assoc-scan, axial-positional-embedding, rotary-embedding-torch).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Sizes:
     store: int = 1024
     neighbours: int = 8
     rate: int = 4
+    chunk: int = 16
 
     @property
     def head_width(self) -> int:
@@ -59,11 +62,13 @@ class Sizes:
 class Peer(NamedTuple):
     """A model of others: its module, and how it is called.
 
-    `call(inputs_BN, memory)` gives logits, the memory, not detached, and what else it adds to the loss.
+    `call(inputs_BN, memory)` gives logits, the memory, not detached, and what else it adds to the loss. One that cuts a
+    text into segments itself, and carries nothing beyond it in training, is `whole`: it is given all segments at once.
     """
 
     module: nn.Module
     call: Callable[[Tensor, Any], Sequence[Any]]
+    whole: bool = False
 
     def read(self, inputs_BN: Tensor, targets_BN: Tensor, memory: Any) -> tuple[Tensor, Any]:
         """The mean loss of one segment, and the memory."""
@@ -185,6 +190,57 @@ def feedback(sizes: Sizes) -> Peer:
     return Peer(module, lambda inputs_BN, memory: module(inputs_BN, memory, return_memory=True))
 
 
+def titans(sizes: Sizes) -> Peer:
+    """titans-pytorch, with one matrix a head in every layer that gates the attention of its segment."""
+    library = importlib.import_module("titans_pytorch")
+    module = library.MemoryAsContextTransformer(
+        **sizes.usual,
+        dim_head=sizes.head_width,
+        segment_len=sizes.segment,
+        neural_memory_segment_len=sizes.chunk,
+        neural_memory_batch_size=sizes.segment,  # with its chunks, as ours have it, it soon is not a number
+        neural_mem_gate_attn_output=True,
+        num_residual_streams=1,
+        neural_memory_model=library.MemoryMLP(sizes.head_width, depth=1),
+        neural_memory_kwargs={"dim_head": sizes.head_width, "heads": sizes.heads},
+    )
+    for parameter in module.parameters():  # some share their numbers, which no optimiser takes
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return Peer(module, lambda inputs_BN, memory: (module(inputs_BN), None), whole=True)
+
+
+def infini(sizes: Sizes) -> Peer:
+    """infini-transformer-pytorch, with the delta rule of its paper."""
+    library = importlib.import_module("infini_transformer_pytorch")
+    module = library.InfiniTransformer(**sizes.usual, dim_head=sizes.head_width, use_mem_delta_rule=True)
+
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
+        logits_BNV, _, memory = module(inputs_BN, past_memories=memory, return_new_memories=True)
+        return logits_BNV, memory
+
+    return Peer(module, call)
+
+
+def block_recurrent(sizes: Sizes) -> Peer:
+    """block-recurrent-transformer-pytorch, one recurrent layer, with the window of a segment before."""
+    library = importlib.import_module("block_recurrent_transformer_pytorch")
+    module = library.BlockRecurrentTransformer(
+        **sizes.usual,
+        dim_head=sizes.head_width,
+        max_seq_len=sizes.segment,
+        block_width=sizes.segment,
+        num_state_vectors=sizes.tokens,
+        use_flash_attn=False,
+    )
+
+    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
+        memories, states = memory or ([], [])
+        logits_BNV, *memory = module(inputs_BN, xl_memories=memories, states=states, return_memories_and_states=True)
+        return logits_BNV, memory
+
+    return Peer(module, call)
+
+
 class Published(NamedTuple):
     """A peer: the distribution that holds it, and what builds it."""
 
@@ -193,6 +249,9 @@ class Published(NamedTuple):
 
 
 PEERS: dict[str, Published] = {
+    "block_recurrent": Published("block-recurrent-transformer-pytorch", block_recurrent),
+    "infini": Published("infini-transformer-pytorch", infini),
+    "titans": Published("titans-pytorch", titans),
     "transformer_xl": Published("x-transformers", transformer_xl),
     "compressive": Published("compressive-transformer-pytorch", compressive),
     "rmt": Published("recurrent-memory-transformer-pytorch", recurrent_memory),
