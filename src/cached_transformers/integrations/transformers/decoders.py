@@ -25,6 +25,8 @@ from .streams import add_stream_memory
 
 BY_TOKEN = frozenset({"state", "head"})
 """What a causal layer offers a memory of its own: it gives queries, keys and values of the segment."""
+SPANNING = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
+"""What a causal model offers a memory that spans its layers."""
 BESIDE = frozenset({"context", "kv_projection"})
 """What it offers where it can attend more than its segment."""
 TABLE = (
@@ -90,7 +92,7 @@ def causal_host(
             split,
             between,
             longest=int(config.max_position_embeddings) if ends else None,
-            offers=frozenset({"state", "tokens_round", *((*attends, "layer_traces") if attends else ())}) | takes,
+            offers=SPANNING | attends | takes,
             window=_window(layer, config),
             stored=None if isinstance(beside, str) else beside,
         ),
