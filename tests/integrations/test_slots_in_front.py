@@ -56,7 +56,7 @@ def blocks_of(model: Any) -> Any:
 
 
 class Loops:
-    """A host whose blocks are given, row by row, what a loop over tokens reads; its memory tokens are stored by a loop."""
+    """A host whose blocks are given, row by row, what a loop over tokens reads; a loop stores its memory tokens."""
 
     def __init__(self, plain: Any, memory: Any) -> None:
         self.plain, self.memory, self.blocks = plain, memory, blocks_of(plain)
@@ -92,6 +92,7 @@ class Loops:
 def test_values_and_gradients_are_those_of_loops(host: Architecture) -> None:
     model, plain, ids = armt(host).double(), host.build().double(), words(2, 3 * SEGMENT + 2)
     twin, found = Loops(plain, model.base_model.memory), model(ids)
+    assert isinstance(model.base_model.memory.norm, nn.LayerNorm), "no norm of the host's has seen what is stored"
     expected = torch.stack([twin(row) for row in ids])
     torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
     state = found.memory_state.model

@@ -37,7 +37,7 @@ class Drawn:
     """Notes that a memory's weights are as they were drawn, until it trains or is loaded.
 
     Args:
-        model: that the memory is part of. silent: where its maps stand whose matrices are zero as drawn (`silent_maps`).
+        model: that the memory is part of. silent: where its maps stand that are zero as drawn (`silent_maps`).
     """
 
     def __init__(self, model: nn.Module, silent: tuple[str, ...] = ()) -> None:
@@ -74,8 +74,8 @@ def refuse_frozen(memory: nn.Module) -> None:
     """Refuse to train a model round a memory that would stay as it was drawn.
 
     Raises:
-        ValueError: the model trains, and of a memory that never trained and was not loaded, nothing does, or none of the
-            maps that are zero.
+        ValueError: the model trains, and of a memory that never trained and was not loaded, nothing does, or none of
+            the maps that are zero.
     """
     drawn: Drawn | None = vars(memory).get("drawn")
     if drawn is None or not memory.training or not torch.is_grad_enabled():
@@ -86,10 +86,10 @@ def refuse_frozen(memory: nn.Module) -> None:
         if drawn.silent and not any(name.startswith(drawn.silent) for name in trained) and drawn.fresh:
             zero = drawn.silent[0].rstrip(".")
             raise ValueError(
-                f"memory {type(memory).__name__} was just added, and of it {trained[0]} is trained, but not "
-                f"{zero}, whose matrix is zero and frozen (requires_grad=False), so that nothing "
-                "would be read; with PEFT, give the adapter's config modules_to_save=['memory'], or target_modules that "
-                "name both; else set requires_grad of all its parameters, or load trained weights first"
+                f"memory {type(memory).__name__} was just added, and of it {trained[0]} is trained, but not {zero}, "
+                "whose matrix is zero and frozen (requires_grad=False), so that nothing would be read; with PEFT, give "
+                "the adapter's config modules_to_save=['memory'], or target_modules that name both; else set "
+                "requires_grad of all its parameters, or load trained weights first"
             )
         drawn.fresh = False
     elif drawn.fresh and any(parameter.requires_grad for parameter in drawn.model.parameters()):

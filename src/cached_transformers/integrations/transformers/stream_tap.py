@@ -173,7 +173,7 @@ class StreamTap(Tap):
         self.attended: Attended | None = None
 
     def enter_block(self, *args: Any, **kwargs: Any) -> Any:
-        """Hear what the block is called with, the tokens first; with slots to be read in front of it, it gets others."""
+        """Hear what the block is called with, the tokens first; what is read in front of it takes their place."""
         given = self.x_BND = args[0] if args else next(iter(kwargs.values()))
         passage: Passage | None = kwargs.get("memory_passage", self.handed)
         if passage is None or passage.slots is None:
