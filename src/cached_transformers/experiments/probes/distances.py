@@ -87,7 +87,7 @@ class Course:
 
     def settings(self) -> dict[str, Any]:
         """What is kept beside a training; without the options that older ones do not have, where they are defaults."""
-        later = {"bptt": None, "bptt_window": "blocks", "recall": 0.0, "through": []}
+        later: dict[str, Any] = {"bptt": None, "bptt_window": "blocks", "recall": 0.0, "through": []}
         stated = asdict(self) | {"through": [*self.through]}
         return {name: value for name, value in stated.items() if name not in later or value != later[name]}
 
