@@ -328,9 +328,9 @@ def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="TOVA needs the weights of LlamaAttention, which gave none"):
         model(words(tokens=8))
-    with pytest.raises(ValueError, match="'h2o' needs stored_kv .*its 4 heads of queries share 2 of keys"):
+    with pytest.raises(ValueError, match=r"'h2o' needs stored_kv .*its 4 heads of queries share 2 of keys"):
         add_memory(eager(family), "h2o", segment_length=4)
-    with pytest.raises(ValueError, match="'h2o' needs weights .*'eager'"):
+    with pytest.raises(ValueError, match=r"'h2o' needs weights .*'eager'"):
         add_memory(decoder("llama", "Llama").build(), "h2o", segment_length=4)
 
 

@@ -76,12 +76,10 @@ def causal_host(
     attends = BESIDE if kind in TAKE_MASKS and not isinstance(beside, str) else frozenset()
     if attends and kind == "eager":
         attends |= {"weights"}
-    if merged != width or groups not in (None, heads):
-        lacks["stored_kv"] = (
-            f"its {heads} heads of queries share {groups} of keys"
-            if groups not in (None, heads)
-            else f"its heads together are {merged} wide, its inputs {width}"
-        )
+    if groups not in (None, heads):
+        lacks["stored_kv"] = f"its {heads} heads of queries share {groups} of keys"
+    elif merged != width:
+        lacks["stored_kv"] = f"its heads together are {merged} wide, its inputs {width}"
     elif attends:
         attends |= {"stored_kv"}
     takes = frozenset({"bias"}) if kind in TAKE_MASKS and masks else frozenset()
