@@ -29,6 +29,7 @@ NOT_RUN = {
     "cached leaderboard": "trains for minutes; tests/probes/test_board.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
     "cached probe all": "trains for hours; tests/probes/test_probe.py",
+    "cached probe armt armt.length=4": "trains for days at the paper's sizes; tests/probes/test_far.py",
     "cached probe rmt --tasks babilong": "reads bAbI and books; tests/probes/test_tasks.py",
     "cached reproduce table9": "measures for minutes; tests/cli/test_table9.py",
     "cached reproduce table1 --scale paper": "reads ImageNet; tests/cli/test_image_tables.py",

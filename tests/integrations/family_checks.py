@@ -22,6 +22,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "memorizing": {"name": "memorizing", "length": 16, "k": 4},
     "rmt": {"name": "rmt", "length": 3},
     "memory_transformer": {"name": "memory_transformer", "length": 3},
+    "armt": {"name": "armt", "length": 3, "key_width": 4},
     "transformer_xl": {"name": "transformer_xl", "length": 7},
     "compressive": {"name": "compressive", "length": 4, "compressed": 3, "rate": 2, "function": "mean"},
     "ernie_doc": {"name": "ernie_doc", "length": 7},

@@ -1,4 +1,5 @@
-"""Infini-attention, Titans and StreamingLLM in decoders of transformers: trained, generated with, saved and loaded."""
+"""ARMT, Infini-attention, Titans and StreamingLLM in decoders of transformers: trained, generated with, saved and
+loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, Architecture, 
 from cached_transformers import add_memory, load_pretrained
 
 CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
+    "armt/gpt2": (GPT2, {"name": "armt", "length": 3, "key_width": 6}),
+    "armt/llama": (LLAMA, {"name": "armt", "length": 3, "key_width": 6, "preset": "long"}),
+    "armt/mask": (LLAMA, {"name": "armt", "length": 3, "key_width": 6, "mask": "full"}),
+    "read_twice/llama": (LLAMA, {"name": "read_twice", "slots": 6, "new_layers": 1}),
     "infini/gpt2": (GPT2, {"name": "infini", "update": "exact", "initial_gate": -4.0}),
     "infini/llama": (LLAMA, {"name": "infini"}),
     "titans/gpt2": (GPT2, {"name": "titans", "chunk": 4, "mix": "sum"}),

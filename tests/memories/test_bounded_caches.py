@@ -267,9 +267,33 @@ def test_tova_in_a_decoder_keeps_what_the_host_itself_attends() -> None:
 
 
 @torch.no_grad()
-def test_padding_is_not_kept_in_a_decoder() -> None:
-    family = decoder("llama", "Llama", **GROUPED)
-    model, ids = eager(family, SPECS["tova"], segment_length=4), words(tokens=11)
+def test_h2o_in_a_decoder_keeps_what_the_host_itself_attends_most() -> None:
+    """Likewise, of one head, for the next token behind what was kept, which stands at its places in the cache."""
+    family = decoder("llama", "Llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    plain, model = eager(family), eager(family, SPECS["h2o"], segment_length=1)
+    ids, state = words(tokens=14)[:1], None
+    scores = dict[int, float]()
+    for place in range(14):
+        seen = [*scores, place]
+        wanted = plain(ids[:, seen], output_attentions=True)
+        found = model(ids[:, place : place + 1], memory_state=state)
+        state = found.memory_state
+        torch.testing.assert_close(found.logits[:, -1], wanted.logits[:, -1], rtol=0, atol=1e-5)
+        for i, received in zip(seen, wanted.attentions[0][0, 0, -1].tolist(), strict=True):
+            scores[i] = scores.get(i, 0.0) + received
+        heavy = sorted(seen[:-2], key=lambda i: -scores[i])[:3]
+        scores = {i: scores[i] for i in seen if i in (*heavy, *seen[-2:])}
+        layer = state.layers[0]
+        stored = layer.scores_BHM[0, 0, layer.valid_BM[0]]
+        torch.testing.assert_close(stored, torch.tensor([*scores.values()]), rtol=0, atol=1e-5)
+    assert list(scores) != list(range(9, 14)), "what it chooses is not the last ones"
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o"])
+@torch.no_grad()
+def test_padding_is_not_kept_in_a_decoder(name: str) -> None:
+    family = decoder("llama", "Llama", **(GROUPED if name == "tova" else {}))
+    model, ids = eager(family, SPECS[name], segment_length=4), words(tokens=11)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     found = model(ids.masked_fill(mask == 0, PAD), attention_mask=mask).logits[:1, 3:]
@@ -304,5 +328,36 @@ def test_weights_that_a_decoder_does_not_give_are_asked_for() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="TOVA needs the weights of LlamaAttention, which gave none"):
         model(words(tokens=8))
-    with pytest.raises(ValueError, match="'h2o' needs stored_kv"):
+    with pytest.raises(ValueError, match=r"'h2o' needs stored_kv .*its 4 heads of queries share 2 of keys"):
         add_memory(eager(family), "h2o", segment_length=4)
+    with pytest.raises(ValueError, match=r"'h2o' needs weights .*'eager'"):
+        add_memory(decoder("llama", "Llama").build(), "h2o", segment_length=4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        decoder("llama", "Llama"),
+        decoder("gpt_neox", "fused, turned in part"),
+        decoder("phi3", "fused"),
+        decoder("bloom", "alibi"),
+        decoder("olmo2", "norms of all heads"),
+    ],
+    ids=lambda family: family.name,
+)
+@torch.no_grad()
+def test_keys_of_every_head_that_are_kept_are_those_of_the_host(family: Any) -> None:
+    """With room for all; as `test_with_room_for_all_a_decoder_is_the_host`, and what goes on without a cache."""
+    plain, ids = eager(family), words(tokens=14)
+    kept: list[dict[str, Any]] = [
+        {"name": "h2o", "length": 8, "heavy": 24},
+        {"name": "tova", "length": 32, "keep": "kv"},
+        {"name": "transformer_xl", "length": 32, "keep": "kv"},
+    ]
+    for spec in kept:
+        model = eager(family, spec, segment_length=4)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+        said = plain.generate(ids, num_beams=2, **options)
+        for use in (True, False):
+            assert torch.equal(model.generate(ids, num_beams=2, use_cache=use, **options), said)

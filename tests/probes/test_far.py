@@ -32,6 +32,21 @@ def test_a_curriculum_goes_on_by_half_as_far_again() -> None:
         Course(3, 2)
 
 
+def test_a_curriculum_goes_through_the_stages_that_it_is_told() -> None:
+    paper = Course(1, 50, through=(1, 2, 3, 5, 10, 20, 50))
+    assert paper.stages == [1, 2, 3, 5, 10, 20, 50] and "through" not in Course(1, 50).settings()
+    assert Course(**json.loads(json.dumps(paper.settings()))) == paper
+    assert json.loads(json.dumps(paper.settings())) == paper.settings(), "what was kept is known again"
+    for stages in ((1, 3, 2, 5), (2, 5), (1, 4), (1, 1, 5)):
+        with pytest.raises(ValueError, match=r"must rise from 1 to 5"):
+            Course(1, 5, through=stages)
+    with pytest.raises(ValueError, match=r"distances 1,5 are stages"):
+        Course(1, 5, curriculum=False, through=(1, 5))
+    task, model = PROBES.create("latch"), build_model(PROBES.create("latch"), RMT, QUICK)
+    easy = train_by_distance(model, task, Course(1, 5, solved=0.01, through=(1, 2, 5)), QUICK)
+    assert list(easy.solved_at) == [1, 2, 5]
+
+
 def test_the_ladder_ends_where_the_text_does() -> None:
     assert ladder(16, 16_000) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
     assert ladder(16, 1_200) == [1, 2, 5, 10, 20, 50, 75]
@@ -245,6 +260,9 @@ def test_options_of_memories_are_set_by_their_names(
         ("--tasks copy --train-distance 0..2", "distance=0 must be at least 1 segments for Copy"),
         ("--train-distance far", "--train-distance 'far' must be A..B or ..B"),
         ("--train-distance 3..", "--train-distance '3..' must be A..B or ..B"),
+        ("--train-distance 1,3,2", "distances 1,3,2 of a training must rise from 1 to 2"),
+        ("--train-distance 1,2,", "segments from cue to question, e.g. 1..7, or stages, e.g. 1,2,3,5"),
+        ("--train-distance 1,2 --no-curriculum", "distances 1,2 are stages"),
         ("--train-distance 1..3 --distance 2", "--distance is for trainings at one distance"),
         ("--far 100", "--far is for trainings by distance"),
         ("--rows 4", "--rows is for trainings by distance"),

@@ -47,7 +47,8 @@ def add_parser(subparsers: Any) -> None:
         "--train-distance",
         metavar="A..B",
         help="train with cue and question at random distances of A to B segments, and ask at any up to --far tokens; "
-        "0 is one segment for both, which many tasks have, and ..B begins at the nearest that each task has",
+        "0 is one segment for both, which many tasks have, and ..B begins at the nearest that each task has; "
+        "1,2,3,5,10 names the farthest of each stage of the curriculum",
     )
     parser.add_argument(
         "--no-curriculum",
@@ -197,7 +198,7 @@ def _trials(
         return Trials(memories, tasks, arguments.distance or 3, *kept, taps or 1)
     if arguments.distance is not None:
         raise ValueError("--distance is for trainings at one distance, and --train-distance for many; give one of them")
-    nearest, farthest = _distances(arguments.train_distance)
+    nearest, farthest, through = _distances(arguments.train_distance)
     if arguments.bptt_window is not None and arguments.bptt is None:
         raise ValueError(f"--bptt-window {arguments.bptt_window} is about the segments of --bptt K, which is not given")
     given = {name: getattr(arguments, name) for name in ("solved", "bptt", "bptt_window", "recall")}
@@ -205,6 +206,7 @@ def _trials(
         1 if nearest is None else nearest,
         farthest,
         curriculum=not arguments.no_curriculum,
+        through=through,
         **{name: value for name, value in given.items() if value is not None},
     )
     how = {"rows": arguments.rows or 64, "compiled": arguments.compile, "ceiling": not arguments.no_ceiling}
@@ -212,11 +214,19 @@ def _trials(
     return FarTrials(memories, tasks, farthest, *kept, taps or 3, course, arguments.far or 1_000_000, **how)
 
 
-def _distances(text: str) -> tuple[int | None, int]:
-    """The nearest and the farthest of "A..B", "..B" (None: the nearest that a task has) or a single number."""
+def _distances(text: str) -> tuple[int | None, int, tuple[int, ...]]:
+    """The nearest and the farthest of "A..B", "..B" (None: the nearest that a task has), of a single number, or of a
+    list of stages, which is the third."""
+    stages = text.split(",")
+    if len(stages) > 1 and all(stage.isdecimal() for stage in stages):
+        through = tuple(map(int, stages))
+        return through[0], through[-1], through
     nearest, dots, farthest = text.partition("..")
     if not dots:
         nearest, farthest = text, text
     if not farthest.isdecimal() or (nearest and not nearest.isdecimal()):
-        raise ValueError(f"--train-distance {text!r} must be A..B or ..B, segments from cue to question, e.g. 1..7")
-    return int(nearest) if nearest else None, int(farthest)
+        raise ValueError(
+            f"--train-distance {text!r} must be A..B or ..B, segments from cue to question, e.g. 1..7, "
+            "or stages, e.g. 1,2,3,5"
+        )
+    return int(nearest) if nearest else None, int(farthest), ()

@@ -94,14 +94,15 @@ class Place(Spot):
 
 
 class Listener(Spot):
-    """A function that hears each output of a module, and perhaps one that hears what it is called with."""
+    """A function that hears each output of a module, and perhaps one that hears what it is called with, and may give
+    other arguments, (args, kwargs), for it."""
 
     def __init__(
         self,
         root: nn.Module,
         path: str,
         function: Callable[..., None],
-        before: Callable[..., None] | None = None,
+        before: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(root, path)
         self.function, self.before = function, before
@@ -110,10 +111,10 @@ class Listener(Spot):
         """Forward hook of the module."""
         self.function(output)
 
-    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook of the module."""
         assert self.before is not None
-        self.before(*args, **kwargs)
+        return self.before(*args, **kwargs)
 
     def enter(self) -> None:
         self.leave()  # quantisation takes the hooks along

@@ -260,5 +260,5 @@ def _check_blocks(memory: ModelMemory, blocks: list[Any]) -> None:
             raise ValueError(f"{name} has tokens that others see renewed; make layer {index} a BottleneckBlock")
         if "context_alone" in memory.needs and not isinstance(block.attention, ContextAttention):
             raise ValueError(f"{name} lets tokens attend the memory alone; make layer {index} a ContextAttention")
-    if "slots" in memory.needs and all(block.slot_attention is None for block in blocks):
+    if memory.needs & {"slots", "slots_in_front"} and all(block.slot_attention is None for block in blocks):
         raise ValueError(f"{name} offers slots, which nothing would read; give every Block a slot_attention")

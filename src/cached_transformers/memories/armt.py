@@ -148,7 +148,7 @@ class ARMT(ModelMemory):
         ValueError: a length, key width, nu or depth below 1; an unknown mask, norm or write_gate.
     """
 
-    needs = frozenset({"state", "tokens_round", "slots", "layer_traces"})
+    needs = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
 
     def __init__(
         self,

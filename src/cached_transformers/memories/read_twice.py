@@ -241,6 +241,8 @@ class ReadTwice(ModelMemory):
             )
         if attention == "joint":
             self.needs = frozenset({"state", "context", "kv_projection"})
+        if new_layers:
+            self.needs = frozenset({"state", "slots_in_front", "layer_traces"})
         if block_length is not None:
             self.needs = self.needs | {"pieces"}
             self.in_one_piece = f"block_length={block_length} cuts a segment into blocks"

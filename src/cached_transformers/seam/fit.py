@@ -33,6 +33,7 @@ PLACE_WORDS: dict[str, str] = {
     "stored_kv": "keys and values, of as many heads as the queries, to be stored in the place of hidden states",
     "tokens_round": "tokens of the memory round those of the segment",
     "slots": "a cross-attention over slots in every block",
+    "slots_in_front": "slots that are read in front of blocks, which get what was read in the place of their tokens",
     "own_weights": "weights of their own for the memory's tokens in every block",
     "memory_first": "blocks that renew the memory's tokens before those of the segment see them",
     "token_ids": "the token ids of the segment",
@@ -55,7 +56,10 @@ PHRASES: dict[str, str] = {
 }
 """The words of a core, in a list for people."""
 
-STANDS: dict[str, str] = {"tokens_round": "input", "context": "kv", "head": "head", "slots": "sublayer"}
+STANDS: dict[str, str] = {
+    **{"tokens_round": "input", "context": "kv", "head": "head"},
+    **{"slots": "sublayer", "slots_in_front": "sublayer"},
+}
 """The usual names of the four places, by the word of `needs` that asks for them."""
 
 WORDS = CORE_WORDS | PLACE_WORDS

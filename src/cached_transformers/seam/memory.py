@@ -7,7 +7,8 @@ it says in `needs`, in the words of `fit.py`. Four places cover the literature:
 * "tokens_round": the model memory puts tokens round the segment (`enter`, `exit`);
 * "context": `Context`, extra keys and values for the attention core, from `read` or `Entry.contexts`;
 * "head": `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
-* "slots": the model memory offers slots, over which blocks run a cross-attention (`slot_attention`).
+* "slots": the model memory offers slots, over which blocks run a cross-attention (`slot_attention`) behind their own;
+  "slots_in_front": likewise, in front of themselves.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, V value width, D = H * E model width, P position
 channels.
@@ -305,7 +306,8 @@ class ModelMemory(nn.Module):
         """Cross-attention over the slots for the layer `index`, made anew at every call; None for a layer without.
 
         It is called with the tokens (B, N, D) and `Entry.slots`, and gives what is added to the tokens behind the
-        layer's attention; with an attribute `in_front = True`, what the block gets in the place of its tokens.
+        layer's attention ("slots"); with an attribute `in_front = True`, what the block gets in the place of its tokens
+        ("slots_in_front").
         """
         return None
 

@@ -46,6 +46,7 @@ class Course:
         nearest, farthest: segments between cue and question; each step draws one of them. At distance 0, which some
             tasks have, both stand in one segment: attention learns to answer there, before the memory has to.
         curriculum: begin at the nearest, and go on to half as far again whenever the farthest so far is solved.
+        through: the largest distance of each stage in the place of that, from the nearest to the farthest.
         solved: accuracy there that is enough to go on.
         settle: share of the steps that the rate takes to fall.
         bptt: segments that a gradient crosses; None for whole episodes.
@@ -61,13 +62,22 @@ class Course:
     bptt: int | None = None
     bptt_window: str = "blocks"
     recall: float = 0.0
+    through: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "through", tuple(self.through))  # a list, where it was read from a file
         if not 0 <= self.nearest <= self.farthest or not self.farthest:
             raise ValueError(
                 f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, the farthest at "
                 "least 1 segment"
             )
+        if self.through and not self.curriculum:
+            raise ValueError(
+                f"distances {self._listed} are stages of a curriculum; take A..B for a training without one"
+            )
+        ends = (self.nearest, self.farthest)
+        if self.through and (sorted({*self.through}) != [*self.through] or (self.through[0], self.through[-1]) != ends):
+            raise ValueError(f"distances {self._listed} of a training must rise from {ends[0]} to {ends[1]}")
         if not 0 < self.solved <= 1:
             raise ValueError(f"solved={self.solved} is a share of right answers, above 0 and at most 1; e.g. 0.95")
         if self.bptt_window not in WINDOWS:
@@ -77,14 +87,21 @@ class Course:
 
     def settings(self) -> dict[str, Any]:
         """What is kept beside a training; without the options that older ones do not have, where they are defaults."""
-        later = {"bptt": None, "bptt_window": "blocks", "recall": 0.0}
-        return {name: value for name, value in asdict(self).items() if name not in later or value != later[name]}
+        later: dict[str, Any] = {"bptt": None, "bptt_window": "blocks", "recall": 0.0, "through": []}
+        stated = asdict(self) | {"through": [*self.through]}
+        return {name: value for name, value in stated.items() if name not in later or value != later[name]}
+
+    @property
+    def _listed(self) -> str:
+        return ",".join(map(str, self.through))
 
     @property
     def stages(self) -> list[int]:
         """The largest distance of each stage."""
         if not self.curriculum:
             return [self.farthest]
+        if self.through:
+            return [*self.through]
         stages = [self.nearest]
         while stages[-1] < self.farthest:
             stages.append(min(max(stages[-1] + 1, stages[-1] * 3 // 2), self.farthest))

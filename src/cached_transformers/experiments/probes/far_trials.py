@@ -112,7 +112,7 @@ class FarTrials(Trials):
     def content(self, command: str) -> dict[str, Any]:
         """All that is known, as files and pages have it."""
         return self._written(command) | {
-            "course": dataclasses.asdict(self.course),
+            "course": dataclasses.asdict(self.course) | {"through": [*self.course.through]},
             "far": self.far,
             "taps": self.taps,
             "rows": self.rows,

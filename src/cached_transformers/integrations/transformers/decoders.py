@@ -25,6 +25,8 @@ from .streams import add_stream_memory
 
 BY_TOKEN = frozenset({"state", "head"})
 """What a causal layer offers a memory of its own: it gives queries, keys and values of the segment."""
+SPANNING = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
+"""What a causal model offers a memory that spans its layers."""
 BESIDE = frozenset({"context", "kv_projection"})
 """What it offers where it can attend more than its segment."""
 TABLE = (
@@ -46,6 +48,7 @@ def causal_host(
     between: Callable[[Tensor], Tensor] | None = None,
     beside: Stored | str = TABLE,
     block: nn.Module | None = None,
+    groups: int | None = None,
 ) -> Host:
     """What decoders have in common.
 
@@ -56,6 +59,7 @@ def causal_host(
         masks: whether the model can be told who sees whom.
         beside: how the layer attends hidden states of earlier segments, or why it does not.
         block: the module round the layer; the one that holds it when None.
+        groups: heads of keys and values; as many as of queries when None.
     """
     layer: Any = site.layer
     config = config_of(site)
@@ -72,6 +76,12 @@ def causal_host(
     attends = BESIDE if kind in TAKE_MASKS and not isinstance(beside, str) else frozenset()
     if attends and kind == "eager":
         attends |= {"weights"}
+    if groups not in (None, heads):
+        lacks["stored_kv"] = f"its {heads} heads of queries share {groups} of keys"
+    elif merged != width:
+        lacks["stored_kv"] = f"its heads together are {merged} wide, its inputs {width}"
+    elif attends:
+        attends |= {"stored_kv"}
     takes = frozenset({"bias"}) if kind in TAKE_MASKS and masks else frozenset()
     return Host(
         merged,
@@ -90,7 +100,7 @@ def causal_host(
             split,
             between,
             longest=int(config.max_position_embeddings) if ends else None,
-            offers=frozenset({"state", "tokens_round", *((*attends, "layer_traces") if attends else ())}) | takes,
+            offers=SPANNING | attends | takes,
             window=_window(layer, config),
             stored=None if isinstance(beside, str) else beside,
         ),
@@ -152,6 +162,7 @@ def _separate(site: Site, *, norms_heads_first: bool = False, beside: Stored | s
         tuple((projection,) if norm is None else (projection, norm) for projection, norm in chains),
         partial(_split, head_width, norms_heads_first, limit),
         head_width=head_width,
+        groups=int(getattr(config, "num_key_value_heads", None) or heads),
         between=None if together else partial(_with_heads, head_width, norms_heads_first),
         beside=stored(site) if beside is None else beside,
         **more,

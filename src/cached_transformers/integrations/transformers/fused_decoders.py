@@ -55,7 +55,13 @@ def phi3_attention(site: Site) -> Host:
     layer, config = site.layer, site.layer.config
     split = partial(_blocks, int(config.num_attention_heads), int(config.num_key_value_heads))
     return causal_host(
-        site, layer.o_proj, ((layer.qkv_proj,),), split, head_width=int(layer.head_dim), beside=stored(site)
+        site,
+        layer.o_proj,
+        ((layer.qkv_proj,),),
+        split,
+        head_width=int(layer.head_dim),
+        beside=stored(site),
+        groups=int(config.num_key_value_heads),
     )
 
 
@@ -87,15 +93,20 @@ def falcon_attention(site: Site) -> Host:
     """Falcon: one head of keys for all queries (7B), one for each group of them (40B), or one for each; rotary
     positions, or alibi, which is made of the padding mask, so that no other mask can be given to it."""
     layer, heads = site.layer, int(site.layer.num_heads)
+    groups = heads
     if layer.new_decoder_architecture:
-        split = partial(_by_group, heads, int(layer.num_kv_heads))
+        groups = int(layer.num_kv_heads)
+        split = partial(_by_group, heads, groups)
     elif layer.multi_query:
-        split = partial(_blocks, heads, 1)
+        groups = 1
+        split = partial(_blocks, heads, groups)
     else:
         split = partial(_by_head, heads)
     alibi = bool(config_of(site).alibi)
     beside = stored(site, slope=lowered_by_mask) if alibi else stored(site)
-    return causal_host(site, layer.dense, ((layer.query_key_value,),), split, masks=not alibi, beside=beside)
+    return causal_host(
+        site, layer.dense, ((layer.query_key_value,),), split, masks=not alibi, beside=beside, groups=groups
+    )
 
 
 def _heads(t_BNL: Tensor, heads: int) -> Tensor:

@@ -38,7 +38,7 @@ from .hosted import TransformersModel
 from .output_state import Carried, with_state
 from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
-from .stream_tap import Passage, Running, StreamTap, undeclared
+from .stream_tap import Passage, Running, StreamTap, slot_attentions_of, undeclared
 from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -375,6 +375,9 @@ class SegmentReader:
         options: dict[str, Any],
     ) -> Any:
         """The decoder's own forward."""
+        if layers.slots is not None:
+            assert self.memory is not None
+            layers.slot_attentions = slot_attentions_of(self.memory)
         if layers.offers is not None and not any(isinstance(tap, ContextTap) for tap in self.taps):
             assert self.memory is not None
             raise ValueError(undeclared(self.memory))

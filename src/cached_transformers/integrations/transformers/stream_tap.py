@@ -9,7 +9,7 @@ Legend: B rows, N tokens, L tokens of the open segment up to here, H heads, D wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.spots import Listener, root_of
 from cached_transformers.integrations.taps import Tap, no_loss
-from cached_transformers.seam.memory import Linear, Offer, Query, Reading, Trace
+from cached_transformers.seam.memory import Linear, ModelMemory, Offer, Query, Reading, Trace
 from cached_transformers.state import State
 
 from .handed import Handed
@@ -40,6 +40,8 @@ class Passage:
         offers: what each layer attends beside the segment and its own memory; None for nothing.
         host_cache: where keys and values are kept; None where they are not.
         traces: of each layer; None where nobody looks at them.
+        slots: of the memory that spans the layers, which is read in front of their blocks; None for nothing.
+        slot_attentions: what reads them, by the layer's number.
         grad: whether the pass is part of a graph.
     """
 
@@ -55,12 +57,22 @@ class Passage:
         offers: Sequence[Offer | None] | None = None,
         host_cache: SegmentCache | None = None,
         traced: bool = False,
+        slots: tuple[Any, ...] | None = None,
     ) -> None:
         self.states, self.positions_BLP, self.shift_B1, self.padding_BN = states, positions_BLP, shift_B1, padding_BN
         self.writes, self.segment, self.offers, self.host_cache = writes, segment, offers, host_cache
+        self.slots: tuple[Any, ...] | None = slots
+        self.slot_attentions: Mapping[str, nn.Module] = {}
         self.after = list(states)
         self.traces: list[Trace | None] | None = [None] * len(states) if traced else None
         self.grad = torch.is_grad_enabled()
+
+    def in_front(self, number: int, x_BND: Tensor) -> Tensor:
+        """What a layer's block gets in the place of its tokens."""
+        if self.slots is None or str(number) not in self.slot_attentions:
+            return x_BND
+        read = self.slot_attentions[str(number)]
+        return with_weights(read, read, x_BND, *self.slots)
 
     def segment_of_last(self, n: int) -> tuple[int, int] | None:
         """Where the segment's tokens stand among the last `n` up to here; None where there are no others."""
@@ -72,9 +84,41 @@ class Passage:
         return begin - first, max(min(start + length, end) - begin, 0)
 
 
-def undeclared(memory: nn.Module) -> str:
+def undeclared(memory: nn.Module, what: str = "a context", word: str = "context") -> str:
     """Message for slots that nobody would attend."""
-    return f"memory {type(memory).__name__} offers a context and does not say so; add 'context' to its needs"
+    return f"memory {type(memory).__name__} offers {what} and does not say so; add {word!r} to its needs"
+
+
+SLOT_ATTENTIONS = "slot_attentions"
+"""Of what reads in front of blocks, among the children of the memory that it reads: it trains, is copied and saved
+with that."""
+
+
+def give_slot_attentions(memory: ModelMemory, depth: int) -> None:
+    """Give a memory what its slots are read with in front of the blocks of a host.
+
+    Raises:
+        ValueError: there is nothing, or it is made for the place behind a layer's attention.
+    """
+    made = {str(index): memory.slot_attention(index) for index in range(depth)}
+    readers = {index: module for index, module in made.items() if module is not None}
+    behind = [type(module).__name__ for module in readers.values() if not getattr(module, "in_front", False)]
+    if behind or not readers:
+        why = f"of {behind[0]}, which does not say in_front=True" if behind else "and its slot_attention gives none"
+        raise ValueError(f"memory {type(memory).__name__} needs slots to be read in front of blocks, {why}")
+    setattr(memory, SLOT_ATTENTIONS, nn.ModuleDict(readers))
+
+
+def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
+    """What `give_slot_attentions` gave the memory, or a copy of it.
+
+    Raises:
+        ValueError: nothing, since the memory did not say that it has slots.
+    """
+    found = memory._modules.get(SLOT_ATTENTIONS)
+    if found is None:
+        raise ValueError(undeclared(memory, "slots", "slots_in_front"))
+    return found  # type: ignore[return-value]
 
 
 class Running(Handed):
@@ -128,9 +172,16 @@ class StreamTap(Tap):
         self.reading: Reading | None = None
         self.attended: Attended | None = None
 
-    def enter_block(self, *args: Any, **kwargs: Any) -> None:
-        """Hear what the block is called with, the tokens first."""
-        self.x_BND = args[0] if args else next(iter(kwargs.values()))
+    def enter_block(self, *args: Any, **kwargs: Any) -> Any:
+        """Hear what the block is called with, the tokens first; what is read in front of it takes their place."""
+        given = self.x_BND = args[0] if args else next(iter(kwargs.values()))
+        passage: Passage | None = kwargs.get("memory_passage", self.handed)
+        if passage is None or passage.slots is None:
+            return None
+        self.x_BND = passage.in_front(self.number, given)
+        if args:
+            return (self.x_BND, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): self.x_BND}
 
     def before_stream(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the passage out of the call: the layer's own attention function need not know of it."""

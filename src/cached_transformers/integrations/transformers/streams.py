@@ -26,10 +26,11 @@ from torch import nn
 from cached_transformers.integrations.hosts import Host, Site, Stream, refuse_memory
 from cached_transformers.integrations.taps import layer_memory, settled, spans_layers
 from cached_transformers.memories import create_memory
+from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
 
 from .context_tap import ContextTap
-from .stream_tap import StreamTap
+from .stream_tap import StreamTap, give_slot_attentions
 from .through_host import place_of_segment
 
 USUAL_LENGTH = 256
@@ -83,9 +84,10 @@ def add_stream_memory(
     _refuse_window(name, model, found, spanning, segment_length, extra)
     taps: list[StreamTap] = []
     windows = any(memory.window() is not None for memory in layers)
-    tap = ContextTap if windows or needs & {"context", "kv_projection", "layer_traces"} else StreamTap
+    tap = ContextTap if windows or needs & {"context", "kv_projection"} else StreamTap
+    everywhere = needs & {"context", "kv_projection", "layer_traces", "slots_in_front"}
     for (site, host), memory in zip(found, layers, strict=True):
-        if memory.needs or (spanning is not None and tap is ContextTap):
+        if memory.needs or (spanning is not None and everywhere):
             taps.append(tap(site, host, len(taps)))
             taps[-1].attach(memory, taps[-1].before_stream)
     if spanning is not None:
@@ -186,11 +188,14 @@ def spanning_of(model: Any, found: list[tuple[Site, Host]], name: str, settings:
     """The memory that spans the layers of a model, on its device, in its dtype and mode."""
     like, host = next(model.parameters()), found[0][1]
     assert host.stream is not None
-    # What comes out of the host went through its final norm.
-    facts = {"causal": host.stream.causal, "norm": "post", "depth": host.facts.get("depth", len(found))}
+    # What comes out of the host went through its final norm, what a layer leaves did not.
+    norm = "pre" if "layer_traces" in getattr(MEMORIES.entry(name).factory, "needs", ()) else "post"
+    facts = {"causal": host.stream.causal, "norm": norm, "depth": host.facts.get("depth", len(found))}
     facts["relative"] = host.facts.get("relative")
     memory = create_memory({"name": name, **settings}, host.channels or host.width, host.heads, **facts)
     assert isinstance(memory, ModelMemory)
+    if "slots_in_front" in memory.needs:
+        give_slot_attentions(memory, len(found))
     return memory.to(like.device, like.dtype).train(model.training)
 
 

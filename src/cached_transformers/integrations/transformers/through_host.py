@@ -95,6 +95,7 @@ def passage_for(
         writes=writes,
         segment=entry.segment,
         offers=entry.contexts,
+        slots=entry.slots,
         host_cache=host_cache,
         traced=first == 0,  # what goes on in a segment that was begun leaves none
     )
