@@ -19,6 +19,7 @@ from contract.costs import (
     C,
     Cost,
     D,
+    F,
     H,
     ImageCost,
     K,
@@ -26,6 +27,7 @@ from contract.costs import (
     N,
     R,
     armt,
+    block_recurrent,
     crtn,
     crtn_by_token,
     crtn_bytes,
@@ -329,6 +331,46 @@ CONTRACTS: dict[str, Contract] = {
         options={"update": "exact"},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
         cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
+    ),
+    "block_recurrent": Contract(
+        options={"length": 3},
+        bytes_per_row=lambda d: (4 * 3 * d + 8) // DEPTH,  # one layer of the two has them
+        exempt={"empty": LEARNED},
+        cost=Cost({"length": M}, lambda: block_recurrent(M)),
+    ),
+    "block_recurrent/lstm": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "gates": "stretched", "initial_scale": 2.0},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        model={"norm": "post", "positions": "relative"},
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": "all", "gate": "lstm"}, lambda: LAYERS * (block_recurrent(M) + 4 * D * D * M / N)
+        ),
+    ),
+    "block_recurrent/dual": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "form": "dual", "feed_forward": 12},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": 1, "gate": "lstm", "form": "dual", "feed_forward": F},
+            lambda: block_recurrent(M) + (4 * D * D + 4 * D * F) * M / N,
+        ),
+    ),
+    "block_recurrent/single": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "form": "single", "feed_forward": 12},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": 1, "gate": "lstm", "form": "single", "feed_forward": F},
+            lambda: block_recurrent(M) + (5 * D * F - 2 * D * D) * M / N,
+        ),
+    ),
+    "block_recurrent/beside_transformer_xl": Contract(
+        options={"length": 3, "layers": "all"},
+        beside=({"name": "transformer_xl", "length": 8},),
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + 8 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        exempt={"empty": LEARNED},
     ),
     "titans": Contract(
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
