@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.transformers_hosts import DECODERS, Architecture, architectures, words
+from integrations.transformers_hosts import BERT, DECODERS, T5, Architecture, architectures, words
 from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 
@@ -92,9 +92,7 @@ class Row:
         """What a token adds to the attention's result."""
         keys, values = (self.maps(self.memory.key_value, first) for first in (True, False))
         q = (self.memory.query.weight @ x_D).split(E)
-        heads = [
-            attended(q[h], [k[h] for k in keys], [v[h] for v in values], self.scale(0, h)) for h in range(HEADS)
-        ]
+        heads = [attended(q[h], [k[h] for k in keys], [v[h] for v in values], self.scale(0, h)) for h in range(HEADS)]
         return self.memory.output.weight @ torch.cat(heads)
 
     def write(self, keys: list[list[Tensor]], values: list[list[Tensor]]) -> None:
@@ -251,7 +249,7 @@ def test_where_gates_begin() -> None:
     for bias in (0.0, 3.0):
         fixed, lstm = (BlockRecurrent(WIDTH, HEADS, S, gate=g, gate_bias=bias) for g in ("fixed", "lstm"))  # type: ignore[arg-type]
         assert (fixed.gate.bias_D - bias).abs().max() < 0.6
-        assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1 - bias] * WIDTH  # type: ignore[union-attr]
+        assert lstm.gate.linear.bias.tolist() == [1 + bias] * WIDTH + [-1] * WIDTH  # type: ignore[union-attr]
 
 
 @kinds
@@ -472,3 +470,27 @@ def test_in_a_decoder_it_begins_silent_and_closes(host: Architecture) -> None:
             if isinstance(module, BlockRecurrent):
                 module.close_gate()
         torch.testing.assert_close(loud(ids).logits, expected)
+
+
+def test_heads_need_not_be_as_wide_as_the_layer_s_input() -> None:
+    """Four heads of 8 channels, of an input of 24."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    )
+    torch.manual_seed(0)
+    model = add_memory(transformers.LlamaForCausalLM(config), "block_recurrent", length=S, segment_length=5)
+    (memory,) = (module for module in model.modules() if isinstance(module, BlockRecurrent))
+    assert memory.initial_SD.shape == (S, 32) and memory.query.weight.shape == memory.output.weight.T.shape == (32, 24)
+    ids = words(2, 15)
+    (other := ids.clone())[:, 0] = (ids[:, 0] + 1) % 50
+    assert (model(ids).logits[:, 10:] - model(other).logits[:, 10:]).abs().max() > 1e-5
+
+
+def test_other_hosts_take_it_or_say_why_not() -> None:
+    model, ids = add_memory(BERT.build(), "block_recurrent", length=S, segment_length=5).eval(), words(2, 10)
+    (other := ids.clone())[:, 2] += 1
+    assert (model(ids).logits - model(other).logits)[:, 5:].abs().max() > 1e-5
+    with pytest.raises(ValueError, match=r"memory 'block_recurrent' needs state .* memories that work here: .*'grc'"):
+        add_memory(T5.build(), "block_recurrent", segment_length=5)

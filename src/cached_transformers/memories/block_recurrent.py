@@ -80,7 +80,7 @@ class StateGate(nn.Module):
         self.linear = nn.Linear(looks_at, 2 * width)
         with torch.no_grad():
             self.linear.weight.mul_(SPREAD)
-            self.linear.bias.copy_(torch.tensor([1 + bias, -1 - bias]).repeat_interleave(width))
+            self.linear.bias.copy_(torch.tensor([1 + bias, -1]).repeat_interleave(width))
 
     def forward(self, states_BSD: Tensor, candidate_BSD: Tensor, u_BSU: Tensor) -> Tensor:
         # In the dtype of the states: next to 1 a gate has no digits in lower ones.
@@ -112,9 +112,9 @@ class StateGate(nn.Module):
 class BlockRecurrent(LayerMemory):
     """State vectors of one upper layer, read by the tokens of a segment and renewed by gates when it ends.
 
-    The paper's window is another memory: `memory=["transformer_xl", "block_recurrent"]` attends hidden states of the last
-    tokens beside the segment, in every layer. The states read the tokens of their segment alone; those of the window
-    they have read before.
+    The paper's window is another memory: with `memory=["transformer_xl", "block_recurrent"]` every layer attends the
+    last tokens beside the segment. The states read the tokens of their segment alone; those of the window they have
+    read before.
 
     Queries, keys and values of the segment are the layer's, before positions. C is float32 at least, also in models of
     lower precision: a slow gate adds little each time. Padding is neither read nor written; a row of nothing but
@@ -136,7 +136,8 @@ class BlockRecurrent(LayerMemory):
             learned factor a head begins, as in the paper, of 1.
         initial_output: factor of W_s at first; 0 for models that were trained without it (`preset="trained"`).
         feed_forward: F, of forms that have one; 4 D when None.
-        index, depth: which layer of how many this is, counted from 0; the model gives them.
+        channels: of the layer's input and output, where they are not D. index, depth: which layer of how many this is,
+            counted from 0. The model gives them.
 
     Raises:
         ValueError: a size below 1, a layer that does not exist, a width that the heads do not divide, an unknown
@@ -159,15 +160,14 @@ class BlockRecurrent(LayerMemory):
         initial_scale: float | None = None,
         initial_output: float = 1.0,
         feed_forward: int | None = None,
+        channels: int | None = None,
         index: int | None = None,
         depth: int | None = None,
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, length=length)
         at_least_one("; None is 4 times the width", feed_forward=feed_forward)
-        check_choices(
-            gate=(gate, ("fixed", "lstm")), form=(form, ("skip", "dual", "single")), gates=(gates, GATES)
-        )
+        check_choices(gate=(gate, ("fixed", "lstm")), form=(form, ("skip", "dual", "single")), gates=(gates, GATES))
         _check(width, heads, gate_bias, initial_scale, initial_output)
         self.heads, self.form = heads, form
         chosen = _chosen(layers, depth)
@@ -178,7 +178,8 @@ class BlockRecurrent(LayerMemory):
         self.initial_SD = nn.Parameter(SPREAD * torch.randn(length, width))
         self.names_SD = nn.Parameter(torch.randn(length, width))
         self.norm = nn.RMSNorm(width, eps=EPSILON)
-        self.query, self.output = (nn.Linear(width, width, bias=False) for _ in range(2))
+        channels = channels or width
+        self.query, self.output = nn.Linear(channels, width, bias=False), nn.Linear(width, channels, bias=False)
         self.key_value, self.queries = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         with torch.no_grad():
             self.output.weight.mul_(initial_output)
@@ -292,10 +293,10 @@ def _chosen(layers: int | Sequence[int] | str | None, depth: int | None) -> Sequ
         return (math.ceil(5 * depth / 6),)
     chosen = [layers] if isinstance(layers, int | str) else list(layers or ())
     last = "" if depth is None else f" to {depth}, the model's last"
-    if not chosen or not all(isinstance(n, int) and 1 <= n and (depth is None or n <= depth) for n in chosen):
+    if not chosen or not all(isinstance(n, int) and n >= 1 and (depth is None or n <= depth) for n in chosen):
         raise ValueError(
-            f"layers={layers!r} must be a layer, counted from 1{last}, several of them, or 'all'; None takes five sixths "
-            "of the depth"
+            f"layers={layers!r} must be a layer, counted from 1{last}, several of them, or 'all'; None takes five "
+            "sixths of the depth"
         )
     return chosen  # type: ignore[return-value]
 
