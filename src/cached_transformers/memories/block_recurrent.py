@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class StateGate(nn.Module):
 
     Args:
         kind: "fixed" or "lstm". width: D. looks_at: U. gates: see `parts.gates`.
-        bias: how much more closed to what is new it begins, in logits.
+        bias: how much more of a state stays at first, in logits.
     """
 
     def __init__(self, kind: str, width: int, looks_at: int, gates: Gate, bias: float) -> None:
@@ -92,6 +92,11 @@ class StateGate(nn.Module):
         return stay_BSD * states_BSD + come_BSD * candidate_BSD
 
 
+LONG: dict[str, Any] = {"form": "dual"}
+"""Options with which states outlive many segments: what a feed-forward makes of a state that is a little off is the
+state again, where attention alone passes the error on."""
+
+
 @MEMORIES.register(
     "block_recurrent",
     paper="arXiv:2203.07852",
@@ -106,8 +111,8 @@ class StateGate(nn.Module):
     "form='single' (3 F - 2 D) D S / N more",
     reach="unbounded; what fits into S vectors",
     gradient="through the states, over `bptt` segments",
-    probe=Probing(fixed(length=4)),
-    presets={"trained": {"initial_output": 0.0}},
+    probe=Probing(fixed(length=4), farther=fixed(length=4, **LONG)),
+    presets={"long": LONG, "trained": {"initial_output": 0.0}},
 )
 class BlockRecurrent(LayerMemory):
     """State vectors of one upper layer, read by the tokens of a segment and renewed by gates when it ends.
@@ -131,7 +136,7 @@ class BlockRecurrent(LayerMemory):
         gate: "fixed", learned, one a channel, which the paper finds best; or "lstm", which sees the segment.
         form: "skip" (no feed-forward), "dual" (with one, and a gate behind either) or "single" (with one).
         gates: a "sigmoid", by which something of every segment comes in, or "stretched", which can close.
-        gate_bias: how much slower the gates begin, in logits.
+        gate_bias: how much more of a state stays at first, in logits.
         initial_scale: None for logits over sqrt(E); a number makes queries and keys of unit length, and is where a
             learned factor a head begins, as in the paper, of 1.
         initial_output: factor of W_s at first; 0 for models that were trained without it (`preset="trained"`).
