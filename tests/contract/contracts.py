@@ -4,10 +4,7 @@ and of its cost, and the rules that it is exempt from, each with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
+from contract.contract_row import Contract
 from contract.costs import (
     DEPTH,
     LAYERS,
@@ -19,6 +16,7 @@ from contract.costs import (
     C,
     Cost,
     D,
+    F,
     H,
     ImageCost,
     K,
@@ -26,6 +24,7 @@ from contract.costs import (
     N,
     R,
     armt,
+    block_recurrent,
     crtn,
     crtn_by_token,
     crtn_bytes,
@@ -38,40 +37,6 @@ from contract.costs import (
     window,
 )
 from contract.reasons import DROPPED, FEEDBACK, LEARNED, NOTHING, READS_ITS_OWN, SHARED, UNREAD
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What has to be said about one memory.
-
-    Attributes:
-        options: small sizes; what is not named here keeps its default.
-        beside: other memories in the same model.
-        bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
-        exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
-        models: the models that take these options; None for all that suit the memory.
-        model: options of the model, with and without the memory, where the model offers them.
-        detached: no gradient flows through the state, whatever `bptt` says.
-        exempt: name of a rule, or rule:model, -> why it does not apply.
-        cost: what a token of a language model costs. image_cost: what an image costs. Each memory has one of them.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[dict[str, Any], ...] = ()
-    bytes_per_row: Callable[[int], int] | None = None
-    exact: Mapping[str, Any] | None = None
-    models: tuple[str, ...] | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
-    detached: bool = False
-    exempt: Mapping[str, str] = field(default_factory=dict)
-    cost: Cost | None = None
-    image_cost: ImageCost | None = None
-
-    def spec(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
-        """What a model takes as `memory`, with other options than the row's where some are given."""
-        memory = {"name": name, **self.options, **(options or {})}
-        return [memory, *self.beside] if self.beside else memory
-
 
 CONTRACTS: dict[str, Contract] = {
     "none": Contract(bytes_per_row=lambda d: 0, exempt={"remembers": "there is no memory"}),
@@ -329,6 +294,46 @@ CONTRACTS: dict[str, Contract] = {
         options={"update": "exact"},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8,
         cost=Cost({"update": "exact"}, lambda: LAYERS * (3 * D * D / H + 2 * D + N * D)),
+    ),
+    "block_recurrent": Contract(
+        options={"length": 3},
+        bytes_per_row=lambda d: (4 * 3 * d + 8) // DEPTH,  # one layer of the two has them
+        exempt={"empty": LEARNED},
+        cost=Cost({"length": M}, lambda: block_recurrent(M)),
+    ),
+    "block_recurrent/lstm": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "gates": "stretched", "initial_scale": 2.0},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        model={"norm": "post", "positions": "relative"},
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": "all", "gate": "lstm"}, lambda: LAYERS * (block_recurrent(M) + 4 * D * D * M / N)
+        ),
+    ),
+    "block_recurrent/dual": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "form": "dual", "feed_forward": 12},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": 1, "gate": "lstm", "form": "dual", "feed_forward": F},
+            lambda: block_recurrent(M) + (4 * D * D + 4 * D * F) * M / N,
+        ),
+    ),
+    "block_recurrent/single": Contract(
+        options={"length": 3, "layers": "all", "gate": "lstm", "form": "single", "feed_forward": 12},
+        bytes_per_row=lambda d: 4 * 3 * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost(
+            {"length": M, "layers": 1, "gate": "lstm", "form": "single", "feed_forward": F},
+            lambda: block_recurrent(M) + (5 * D * F - 2 * D * D) * M / N,
+        ),
+    ),
+    "block_recurrent/beside_transformer_xl": Contract(
+        options={"length": 3, "layers": "all"},
+        beside=({"name": "transformer_xl", "length": 8},),
+        bytes_per_row=lambda d: 4 * 3 * d + 8 + 8 * (4 * d + 8) + 8,
+        model={"positions": "relative"},
+        exempt={"empty": LEARNED},
     ),
     "titans": Contract(
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,

@@ -60,6 +60,11 @@ def armt(tokens: int, key: int, features: int) -> float:
     return layer(tokens / N) + attention + (1 + tokens / N) * read + tokens / N * stored
 
 
+def block_recurrent(states: int) -> float:
+    """Query, output and two attentions of a token; and the maps of the states, and what they see of themselves."""
+    return 2 * D * D + 4 * states * D + states / N * (6 * D * D + 2 * states * D)
+
+
 def titans(chunk: int, expansion: int = 0, nets: int = H) -> float:
     """Projections and gates; what errors, reading and learning take of each matrix; and the coefficients."""
     key = D // nets

@@ -1,5 +1,4 @@
-"""ARMT, Infini-attention, Titans and StreamingLLM in decoders of transformers: trained, generated with, saved and
-loaded."""
+"""Recent memories in decoders of transformers: trained, generated with, saved and loaded."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "titans/gpt2": (GPT2, {"name": "titans", "chunk": 4, "mix": "sum"}),
     "titans/llama": (LLAMA, {"name": "titans", "chunk": 4}),
     "titans/context": (LLAMA, {"name": "titans", "chunk": 4, "place": "context", "persistent": 2}),
+    "block_recurrent/gpt2": (GPT2, {"name": "block_recurrent", "length": 4, "preset": "trained"}),
+    "block_recurrent/llama": (LLAMA, {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
 }
 

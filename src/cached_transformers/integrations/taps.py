@@ -136,6 +136,8 @@ def layer_memory(site: Site, host: Host, name: str, settings: dict[str, Any]) ->
         ValueError: the memory's own constraints, or more channels than the layer's input has.
     """
     facts = {fact: value for fact, value in host.facts.items() if fact != "length" or value}
+    if host.channels is not None:
+        facts["channels"] = host.channels
     stores = "kv_projection" in getattr(MEMORIES.entry(name).factory, "needs", ())  # inputs of the layer
     width = host.channels if stores and host.channels is not None else host.width
     memory = create_memory({"name": name, **settings}, width, host.heads, **facts)

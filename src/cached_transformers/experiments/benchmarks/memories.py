@@ -32,6 +32,7 @@ from .profiled import operators
 
 OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "armt": lambda s: {"length": s.tokens},
+    "block_recurrent": lambda s: {"length": s.segment},
     "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
     "crtn": lambda s: {"segment": s.segment, "regions": 4, "topk": 1},
     "ernie_doc": lambda s: {"length": s.memory, "relative": False},
@@ -51,7 +52,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
-ACROSS = frozenset({"armt", "grc_stream", "infini", "memformer", "read_twice", "rmt", "titans"})
+ACROSS = frozenset({"armt", "block_recurrent", "grc_stream", "infini", "memformer", "read_twice", "rmt", "titans"})
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 
 

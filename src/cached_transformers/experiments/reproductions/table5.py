@@ -116,6 +116,7 @@ def _tokens(setup: Setup) -> dict[str, Any]:
 
 SETTINGS = {
     "armt": Setting(lambda setup: {"length": 10}, "relative"),
+    "block_recurrent": Setting(lambda setup: {"length": setup.length}, "relative"),
     "compressive": Setting(_compressive),
     "crtn": Setting(_crtn),
     "ernie_doc": Setting(),
