@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.recurrent import wide
+
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = ("gelu", "silu")
 Loss = Literal["l2", "huber"]
@@ -57,11 +59,6 @@ class Learned(NamedTuple):
 
     weights_BGP: Tensor
     momentum_BGP: Tensor
-
-
-def wide(t: Tensor) -> Tensor:
-    """In float32, or what is wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def chunks(t: Tensor, size: int) -> Tensor:
@@ -159,9 +156,9 @@ class NeuralMemory(nn.Module):
         """P."""
         return self.initial_GP.shape[1]
 
-    def matrices(self, flat_BGP: Tensor) -> list[Tensor]:
-        """(B, G, I, O) of each layer of the nets."""
-        parts = flat_BGP.split([i * o for i, o in self.shapes], -1)
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
+        parts = flat.split([i * o for i, o in self.shapes], -1)
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def start(self, learned: Learned, empty_B: Tensor) -> Learned:
@@ -173,12 +170,12 @@ class NeuralMemory(nn.Module):
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.momentum_BGP)
         )
 
-    def read(self, learned: Learned, q_BGNK: Tensor) -> Tensor:
-        """(B, G, N, V): what the nets give for queries as they are; nothing is learned."""
-        *before, last = self.matrices(learned.weights_BGP)
-        for weights in before:
-            q_BGNK = activate(q_BGNK @ weights, self.activation)
-        return q_BGNK @ last
+    def read(self, weights: Tensor, q: Tensor) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
+        *before, last = self.matrices(weights)
+        for matrix in before:
+            q = activate(q @ matrix, self.activation)
+        return q @ last
 
     def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
