@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """The registered classes, to type checkers, which find them typed in their own files."""
 
+
 _registered = MEMORIES.import_files(__name__, __path__)
 globals().update(_registered)
 __all__ += _registered

@@ -10,7 +10,8 @@ state at the end of every segment is kept, and read beside the one that goes on.
     soup        y_t = M(q_t), M of the parameters g_t M_t + sum_i g_i M^i
 
 c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t, so that no token
-sees a later one. With a memory that is linear in its state, soup is gated.
+sees a later one. With a memory that is linear in its state, soup is gated. Otherwise a soup has its own state for each
+token, which is never made: what a matrix of it gives for x is sum_i g_i x W^i, layer by layer.
 
 Infini-attention is read as sums, s(q) M and s(q) z, of which a mean is made: the sums are mixed, M and z with the same
 weights, and the mean is made of the mix. M and z with restart and "residual" are then those of plain Infini-attention,
@@ -38,7 +39,7 @@ from cached_transformers.state import State, may_change, reset
 
 from .parts.building import create_memory, memory_spec
 from .parts.options import check_choices
-from .parts.recurrent import Answer, Recurrent, wide
+from .parts.recurrent import Recurrent, mix, wide
 
 READS = ("residual", "gated", "soup", "sparse")
 STARTS = ("checkpoint", "restart")
@@ -90,12 +91,6 @@ def gates(
         logits_BGNS = logits_BGNS.masked_fill(dropped_BGNS, -torch.inf)
     online_BGN1 = (u_BGNK * current_BGNK).sum(-1, keepdim=True)
     return torch.cat([logits_BGNS, online_BGN1], -1).softmax(-1)
-
-
-def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Tensor:
-    """(B, G, N, F): answers of the snapshots and of the online state, by weights as `gates` gives them."""
-    weights_SBGN1 = weights_BGNS[..., None].movedim(-2, 0)
-    return weights_SBGN1[-1] * online_BGNF + (weights_SBGN1[:-1].movedim(0, 1) * answers_BSGNF).sum(1)
 
 
 def snapshot_memories() -> list[str]:
@@ -155,13 +150,14 @@ class MemoryCaching(LayerMemory):
             with place="gate").
         slots: S, snapshots that are kept; the oldest is dropped.
         read: how snapshots and online state are mixed: "residual", "gated", "soup" or "sparse".
-        start: with which state a segment begins: that of the last one's end ("checkpoint"), or an empty one ("restart").
+        start: with which state a segment begins: that of the last one's end ("checkpoint"), or an empty one
+            ("restart").
         topk: k, snapshots that "sparse" mixes.
         facts: of the model, which hands them over for the memory below.
 
     Raises:
         ValueError: a memory below that does not exist or has no states that could be asked, negative slots, k below 1,
-            unknown names, or "soup" over nets that are not linear in their weights.
+            unknown names, or "soup" over a memory whose states cannot be mixed.
     """
 
     needs = frozenset({"state", "head"})
@@ -184,10 +180,11 @@ class MemoryCaching(LayerMemory):
         if slots < 0:
             raise ValueError(f"slots={slots} must not be negative; slots=0 keeps no snapshot")
         self.over = _memory_below(over, width, heads, facts or {})
-        if read == "soup" and not self.over.linear:
+        self.soup = read == "soup" and not self.over.linear
+        if self.soup and type(self.over).soup is Recurrent.soup:
             raise ValueError(
-                f"read='soup' mixes states, and what {type(self.over).__name__} answers with these options is not "
-                "linear in them; take read='gated', or one layer"
+                f"read='soup' mixes states number by number, which {type(self.over).__name__} cannot be asked for with "
+                "these options; take read='gated', which mixes answers"
             )
         self.needs, self.slots, self.restarts = self.over.needs, slots, start == "restart"
         self.topk = topk if read == "sparse" else None
@@ -214,16 +211,23 @@ class MemoryCaching(LayerMemory):
         )
         first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
         asked = self.over.ask(query)
-        found = self.over.online(self.over.open(opened.online, first_B1P, project_kv), query, asked)
+        online = self.over.open(opened.online, first_B1P, project_kv)
         means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
         if self.look_for is None:
-            weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(found.answer_BGNF.dtype)
+            weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
         else:
             u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
-            weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
-        mixed_BGNF = mix(self.over.answer(snapshots_BS, asked), found.answer_BGNF, weights_BGNS)
-        any_B = None if found.any_B is None else found.any_B | (opened.segments_B > 0)
-        reading = self.over.settle(Answer(mixed_BGNF, any_B, found.carry))
+            with torch.autocast(u_BGNK.device.type, enabled=False):
+                weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
+        if self.soup:
+            found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
+        else:
+            found = self.over.online(online, query, asked)
+            answers_BSGNF = self.over.answer(snapshots_BS, asked)
+            found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
+        if found.any_B is not None:
+            found = found._replace(any_B=found.any_B | valid_BS.any(1))
+        reading = self.over.settle(found)
         return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:

@@ -1,7 +1,7 @@
 """What a recurrent memory lets others do with its states: ask one that it had before, beside the one that it has.
 
-Legend: B rows, N tokens, G groups (heads, or nets beside each other), K width of keys, F of answers; `...` any further
-dimensions between rows and groups.
+Legend: B rows, N tokens, S snapshots, G groups (heads, or nets beside each other), K width of keys, F of answers; `...`
+any further dimensions between rows and groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recurrent(LayerMemory):
     Attributes:
         groups: G. key_width: K.
         linear: an answer is linear in what `snapshot` keeps, so that a state of mixed numbers says what the mix of the
-            answers does.
+            answers does. One that is not may write `soup`.
         no_snapshots: why, with these options, there is no such reading; None where there is.
     """
 
@@ -63,12 +63,27 @@ class Recurrent(LayerMemory):
         """(B, ..., G, N, F): what snapshots (B, ..., G, ...) say; those of zeros say 0."""
         raise NotImplementedError
 
+    def soup(self, opened: Any, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
+        """What `online` would find with a state for each token that is mixed, number by number, of snapshots
+        (B, S, G, ...) and the one that goes on.
+
+        Args:
+            weights_BGNS: (B, G, N, S + 1), those of the online state last.
+        """
+        raise NotImplementedError
+
     def settle(self, found: Answer) -> Reading:
         """The reading of an answer, or of a mix of answers."""
         raise NotImplementedError
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         return self.settle(self.online(opened, query, self.ask(query)))
+
+
+def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Tensor:
+    """(B, G, N, F): answers of snapshots and of the online state, by weights (B, G, N, S + 1), its own last."""
+    weights_SBGN1 = weights_BGNS[..., None].movedim(-2, 0)
+    return weights_SBGN1[-1] * online_BGNF + (weights_SBGN1[:-1].movedim(0, 1) * answers_BSGNF).sum(1)
 
 
 def wide(t: Tensor) -> Tensor:
@@ -78,4 +93,4 @@ def wide(t: Tensor) -> Tensor:
 
 def beside(t_BGNK: Tensor, dims: int) -> Tensor:
     """The same for each snapshot of tensors of so many dimensions, which begin with B and end with G and two more."""
-    return t_BGNK[(slice(None), *[None] * (dims - 4))]
+    return t_BGNK[(slice(None),) + (None,) * (dims - 4)]

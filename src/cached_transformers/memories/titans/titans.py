@@ -40,7 +40,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, Soup
 
 PLACES = ("gate", "context")
 MIXES = ("product", "sum")
@@ -204,19 +204,29 @@ class Titans(Recurrent):
         return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
 
     def online(self, opened: TitansState, query: Query, asked: Asked) -> Answer:
+        return self._online(opened, query, asked)
+
+    def soup(
+        self, opened: TitansState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor
+    ) -> Answer:
+        return self._online(opened, query, asked, Soup(self.memory.matrices(snapshots_BS), weights_BGNS))
+
+    def _online(self, opened: TitansState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
         learned, n = self._learned(opened), query.x_BND.shape[1]
         start, length = query.segment or (0, n)
         x_BND = query.x_BND[:, start : start + length]
         padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
-        q, k = (t.narrow(2, start, length) for t in asked)
-        m_BGNV, after = self._learn(learned, x_BND, q, k, padding_BN)
+
+        def cut(first: int, tokens: int) -> tuple[Tensor, Tensor, Soup | None]:
+            part = None if soup is None else Soup(soup.matrices, soup.weights.narrow(2, first, tokens))
+            return asked.q_BGNK.narrow(2, first, tokens), asked.k_BGNK.narrow(2, first, tokens), part
+
+        m_BGNV, after = self._learn(learned, x_BND, *cut(start, length), padding_BN)
         assert m_BGNV is not None
         if length < n:  # a model memory's own tokens write nothing
-            q_front, _, q_back = asked.q_BGNK.split([start, length, n - start - length], 2)
-            front, back = (
-                self._told(t.weights_BGP, q_BGNK) for t, q_BGNK in ((learned, q_front), (after, q_back))
-            )
-            m_BGNV = torch.cat([front, m_BGNV, back], 2)
+            (front, _, before), (back, _, behind) = cut(0, start), cut(start + length, n - start - length)
+            told = self._told(learned.weights_BGP, front, before), self._told(after.weights_BGP, back, behind)
+            m_BGNV = torch.cat([told[0], m_BGNV, told[1]], 2)
         return Answer(m_BGNV, carry=after)
 
     def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
@@ -250,7 +260,7 @@ class Titans(Recurrent):
         if self.place == "context":
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
             k_BGNK = self._unit(self.key(y_BND if padding_BN is None else y_BND.masked_fill(padding_BN[..., None], 0)))
-            _, after = self._learn(self._learned(state), y_BND, None, k_BGNK, padding_BN)
+            _, after = self._learn(self._learned(state), y_BND, None, k_BGNK, None, padding_BN)
         written_B = (
             torch.full_like(state.tokens_B, trace.x_BND.shape[1]) if padding_BN is None else (~padding_BN).sum(1)
         )
@@ -281,10 +291,10 @@ class Titans(Recurrent):
     def _unit(self, t_BND: Tensor) -> Tensor:
         return F.normalize(F.silu(self._nets(t_BND)), dim=-1)
 
-    def _told(self, weights: Tensor, q: Tensor) -> Tensor:
+    def _told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
         """What nets of these weights give for queries."""
         with torch.autocast(q.device.type, enabled=False):
-            return self.memory.read(weights, q)
+            return self.memory.read(weights, q, soup)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
@@ -296,7 +306,13 @@ class Titans(Recurrent):
         return Gates(*(gate.masked_fill(padding_BN[:, None], 0) for gate in gates))
 
     def _learn(
-        self, learned: Learned, x_BND: Tensor, q_BGNK: Tensor | None, k_BGNK: Tensor, padding_BN: Tensor | None
+        self,
+        learned: Learned,
+        x_BND: Tensor,
+        q_BGNK: Tensor | None,
+        k_BGNK: Tensor,
+        soup: Soup | None,
+        padding_BN: Tensor | None,
     ) -> tuple[Tensor | None, Learned]:
         """What the tokens read, each behind its own write, (B, G, N, V), where they ask; and what is learned."""
         order_BN = None
@@ -308,8 +324,9 @@ class Titans(Recurrent):
             x_BND = x_BND.masked_fill(padding_BN[..., None], 0)
             k_BGNK = _ordered(k_BGNK, order_BN)
             q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
+            soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
         v_BGNV = F.silu(self._nets(self.value(x_BND)))
-        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN))
+        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
         if m_BGNV is not None and order_BN is not None:
             index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
             m_BGNV = torch.zeros_like(m_BGNV).scatter(2, index_BGNV, m_BGNV)
