@@ -1,4 +1,4 @@
-"""Infini-attention, Titans and StreamingLLM in decoders of transformers: trained, generated with, saved and loaded."""
+"""Infini-attention, Titans, Memory Caching, StreamingLLM in decoders of transformers: trained, generated with, saved."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "titans/gpt2": (GPT2, {"name": "titans", "chunk": 4, "mix": "sum"}),
     "titans/llama": (LLAMA, {"name": "titans", "chunk": 4}),
     "titans/context": (LLAMA, {"name": "titans", "chunk": 4, "place": "context", "persistent": 2}),
+    "memory_caching/gpt2": (GPT2, {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2}),
+    "memory_caching/llama": (LLAMA, {"name": "memory_caching", "slots": 3, "start": "restart"}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
 }
 

@@ -1,5 +1,5 @@
-"""Memory Caching: recorded values, a slow twin over both memories, the limits in which it is something simpler, and what
-is kept, dropped and refused.
+"""Memory Caching: recorded values, a slow twin over both memories, the limits in which it is something simpler, and
+what is kept, dropped and refused.
 
 Legend: B rows, N tokens, S slots, H heads, K width of keys, V of values, D model width.
 """
