@@ -1,4 +1,4 @@
-"""Infini-attention, Titans, Memory Caching, StreamingLLM in decoders of transformers: trained, generated with, saved."""
+"""Infini-attention, Titans, Memory Caching, StreamingLLM in decoders of transformers: trained, generating, saved."""
 
 from __future__ import annotations
 
