@@ -143,6 +143,8 @@ class MemoryCaching(LayerMemory):
 
     State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
     over titans 4 G P (weights, no momentum); and 4 S D for the contexts, which "residual" has not. In float32 at least.
+    Training keeps the S answers to each token, S N D numbers a row and layer; to mix them takes S D multiply-adds a
+    token beside the products of matrices that `cost` counts.
 
     Args:
         width: D. heads: H.
@@ -203,7 +205,8 @@ class MemoryCaching(LayerMemory):
         )
 
     def read(self, opened: CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
-        valid_BS = torch.arange(self.slots, device=opened.segments_B.device) < opened.segments_B[:, None]
+        slots = opened.snapshots_BS.shape[1]
+        valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
         # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
@@ -241,8 +244,9 @@ class MemoryCaching(LayerMemory):
         padding_BN = trace.query.padding_BN
         wrote_B = torch.ones_like(state.segments_B, dtype=torch.bool) if padding_BN is None else ~padding_BN.all(1)
         snapshots_BS, contexts_BSGK = state.snapshots_BS, state.contexts_BSGK
-        if self.slots:
-            slot_B, in_place = state.segments_B % self.slots, may_change(snapshots_BS, contexts_BSGK)
+        if snapshots_BS.shape[1]:
+            slot_B = state.segments_B % snapshots_BS.shape[1]
+            in_place = may_change(snapshots_BS, contexts_BSGK)
             snapshots_BS = _put(snapshots_BS, self.over.snapshot(after), slot_B, wrote_B, in_place)
             contexts_BSGK = _put(contexts_BSGK, trace.reading.carry.context_BGK, slot_B, wrote_B, in_place)
         if self.restarts:
