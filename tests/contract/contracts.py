@@ -373,6 +373,18 @@ CONTRACTS: dict[str, Contract] = {
             lambda: LAYERS * (titans(4) + caching(D * D / H)),
         ),
     ),
+    "memory_caching/soup": Contract(
+        options={
+            **{"slots": 2, "read": "soup", "start": "restart"},
+            "over": {"name": "titans", "chunk": 4, "layers": 2, "expansion": 2, "nets": 4},
+        },
+        bytes_per_row=lambda d: 4 * (2 * 4 * 4 * (d // 4) ** 2) + 8 + 2 * 4 * (4 * 4 * (d // 4) ** 2 + d) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost(
+            {"slots": K, "over": {"name": "titans", "chunk": 4, "layers": 2, "expansion": 2}, "read": "soup"},
+            lambda: LAYERS * (titans(4, 2) + caching(4 * D * D / H)),
+        ),
+    ),
     "memformer": Contract(
         options={"length": 3},
         bytes_per_row=lambda d: 4 * 3 * d + 8,
