@@ -25,6 +25,7 @@ from contract.costs import (
     R,
     armt,
     block_recurrent,
+    caching,
     crtn,
     crtn_by_token,
     crtn_bytes,
@@ -357,6 +358,37 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
         exempt={"empty": LEARNED},
         cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
+    ),
+    "memory_caching": Contract(
+        options={"slots": 3},
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8 + 3 * 4 * (d * d // 2 + d + d) + 8,
+        cost=Cost({"slots": K}, lambda: LAYERS * (2 * D * D / H + D + caching(D * D / H + D))),
+    ),
+    "memory_caching/residual": Contract(
+        options={"slots": 2, "read": "residual", "start": "restart", "over": {"name": "infini", "update": "delta"}},
+        bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8 + 2 * 4 * (d * d // 2 + d) + 8,
+        cost=Cost({"slots": K, "read": "residual"}, lambda: LAYERS * (1 + K) * (D * D / H + D) + LAYERS * D * D / H),
+    ),
+    "memory_caching/titans": Contract(
+        options={"slots": 2, "over": {"name": "titans", "chunk": 4, "nets": 4}, "read": "sparse", "topk": 1},
+        bytes_per_row=lambda d: 4 * (2 * 4 * (d // 4) ** 2) + 8 + 2 * 4 * (d * d // 4 + d) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost(
+            {"slots": K, "over": {"name": "titans", "chunk": 4}, "read": "sparse"},
+            lambda: LAYERS * (titans(4) + caching(D * D / H)),
+        ),
+    ),
+    "memory_caching/soup": Contract(
+        options={
+            **{"slots": 2, "read": "soup", "start": "restart"},
+            "over": {"name": "titans", "chunk": 4, "layers": 2, "expansion": 2, "nets": 4},
+        },
+        bytes_per_row=lambda d: 4 * (2 * 4 * 4 * (d // 4) ** 2) + 8 + 2 * 4 * (4 * 4 * (d // 4) ** 2 + d) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost(
+            {"slots": K, "over": {"name": "titans", "chunk": 4, "layers": 2, "expansion": 2}, "read": "soup"},
+            lambda: LAYERS * (titans(4, 2) + caching(4 * D * D / H)),
+        ),
     ),
     "memformer": Contract(
         options={"length": 3},

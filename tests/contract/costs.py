@@ -79,6 +79,11 @@ def titans_context(chunk: int, persistent: int = 0) -> float:
     return read + 2 * D * D * slots / N + 2 * slots * D + learned
 
 
+def caching(ask: float) -> float:
+    """What the tokens look for, how alike the contexts of K snapshots are to it, and what these say."""
+    return D * D + K * (D + ask)
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk

@@ -23,6 +23,8 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "titans/context": (LLAMA, {"name": "titans", "chunk": 4, "place": "context", "persistent": 2}),
     "block_recurrent/gpt2": (GPT2, {"name": "block_recurrent", "length": 4, "preset": "trained"}),
     "block_recurrent/llama": (LLAMA, {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"}),
+    "memory_caching/gpt2": (GPT2, {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2}),
+    "memory_caching/llama": (LLAMA, {"name": "memory_caching", "slots": 3, "start": "restart"}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
 }
 

@@ -171,7 +171,7 @@ def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> Non
     memory, inputs = build(layers=layers), given()
     out, behind = learn(memory, linear(inputs, 0, 0, 0.9))
     weights = begun(memory).weights_BGP
-    torch.testing.assert_close(out, memory.read(begun(memory), inputs[0]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, memory.read(begun(memory).weights_BGP, inputs[0]), rtol=0, atol=1e-12)
     torch.testing.assert_close(behind.weights_BGP, weights, rtol=0, atol=0)
 
 

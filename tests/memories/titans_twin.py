@@ -40,9 +40,16 @@ def cut(memory: NeuralMemory, flat_P: Tensor) -> list[Tensor]:
 
 
 def slow_learn(
-    memory: NeuralMemory, weights_P: Tensor, momentum_P: Tensor, tokens: list[tuple[Tensor, ...]]
+    memory: NeuralMemory,
+    weights_P: Tensor,
+    momentum_P: Tensor,
+    tokens: list[tuple[Tensor, ...]],
+    within: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What one net gives for each token (q, k, v, theta, alpha, 1 - eta), and its weights and momentum behind them."""
+    """What one net gives for each token (q, k, v, theta, alpha, 1 - eta), and its weights and momentum behind them.
+
+    Its weights behind each token are appended to `within`.
+    """
     W, S, outputs = cut(memory, weights_P), cut(memory, momentum_P), []
     base = W
     for t, (q, k, v, theta, alpha, damping) in enumerate(tokens):
@@ -55,6 +62,8 @@ def slow_learn(
         S = [(1 - damping) * s - theta * g for s, g in zip(S, gradients, strict=True)]
         W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
         outputs.append(slow_net(W, q, memory.activation))
+        if within is not None:
+            within.append(torch.cat([m.flatten() for m in W]))
     return outputs, *(torch.cat([m.flatten() for m in matrices]) for matrices in (W, S))
 
 

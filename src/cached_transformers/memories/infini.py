@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.options import one_of
+from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
 
 Update = Literal["linear", "delta", "exact"]
 UPDATES = ("linear", "delta", "exact")
@@ -56,10 +57,9 @@ class Associations(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """M and z, zeros where nothing was written, and the rows in which something was."""
+    """M and behind it z, (B, H, E, F + 1), zeros where nothing was written; and the rows in which something was."""
 
-    matrix_BHEF: Tensor
-    mass_BHE: Tensor
+    sums_BHEF: Tensor
     any_B: Tensor
 
 
@@ -113,7 +113,7 @@ def store(
     probe=Probing(fixed()),
     presets={"trained": {"initial_gate": -4.0}},
 )
-class Infini(LayerMemory):
+class Infini(Recurrent):
     """A matrix in each head holds keys and values of all earlier segments; a gate per head mixes what it answers.
 
     It has no weights but the gates, and uses the layer's own queries, keys and values, before positions. Keys that
@@ -158,6 +158,7 @@ class Infini(LayerMemory):
                 f"initial_gate={initial_gate} must be a number, 0 for halves; -inf closes the gate for good"
             )
         self.heads, self.head_width = heads, width // heads
+        self.groups, self.key_width = heads, self.head_width
         self.update: Update = one_of("update", update, UPDATES)
         self.gated_first = one_of("first", first, ("bypass", "gated")) == "gated"
         self.gate_H = nn.Parameter(torch.full((heads,), float(initial_gate)))
@@ -168,21 +169,29 @@ class Infini(LayerMemory):
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return Associations(matrix_BHEF, like.new_zeros(sizes, dtype=wide), tokens_B)
 
+    def snapshot(self, state: Associations) -> Tensor:
+        return torch.cat([state.matrix_BHEF, state.mass_BHE[..., None]], -1)
+
     def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
         # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
-        any_B11 = any_B[:, None, None]
-        return Opened(
-            torch.where(any_B11[..., None], state.matrix_BHEF, 0), torch.where(any_B11, state.mass_BHE, 0), any_B
-        )
+        return Opened(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
 
-    def read(self, opened: Opened, query: Query, project_kv: ProjectKV | None) -> Reading:
-        assert query.q_BHNE is not None
-        matrix_BHEF, mass_BHE, any_B = opened
-        with torch.autocast(matrix_BHEF.device.type, enabled=False):
-            q_BHNE = _shown(query.q_BHNE, query.padding_BN).to(matrix_BHEF.dtype)
-            output_BHNE = recall(sigma(q_BHNE), matrix_BHEF, mass_BHE)
-        return Reading(None, output_BHNE, any_B, any_B=None if self.gated_first else any_B)
+    def ask(self, query: Query) -> Asked:
+        assert query.q_BHNE is not None and query.k_BHNE is not None
+        return Asked(sigma(wide(_shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
+
+    def online(self, opened: Opened, query: Query, asked: Asked) -> Answer:
+        return Answer(self.answer(opened.sums_BHEF, asked), opened.any_B)
+
+    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
+        with torch.autocast(snapshot.device.type, enabled=False):
+            return beside(asked.q_BGNK, snapshot.dim()).to(snapshot.dtype) @ snapshot
+
+    def settle(self, found: Answer) -> Reading:
+        sums_BHNF = found.answer_BGNF
+        output_BHNE = sums_BHNF[..., :-1] / sums_BHNF[..., -1:].clamp(min=EPSILON)
+        return Reading(None, output_BHNE, found.any_B, any_B=None if self.gated_first else found.any_B)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         gate_H11 = self.gate_H.sigmoid()[:, None, None]
@@ -194,7 +203,9 @@ class Infini(LayerMemory):
     def write(self, state: Associations, trace: Trace) -> tuple[Associations, None]:
         k_BHNE, v_BHNE, padding_BN = trace.query.k_BHNE, trace.query.v_BHNE, trace.query.padding_BN
         assert k_BHNE is not None and v_BHNE is not None
-        matrix_BHEF, mass_BHE, _ = self.open(state, None, None)
+        any_B11 = (state.tokens_B > 0)[:, None, None]
+        matrix_BHEF = torch.where(any_B11[..., None], state.matrix_BHEF, 0)
+        mass_BHE = torch.where(any_B11, state.mass_BHE, 0)
         with torch.autocast(matrix_BHEF.device.type, enabled=False):
             k_BHNE, v_BHNE = (_shown(t, padding_BN).to(matrix_BHEF.dtype) for t in (k_BHNE, v_BHNE))
             matrix_BHEF, mass_BHE = store(matrix_BHEF, mass_BHE, _shown(sigma(k_BHNE), padding_BN), v_BHNE, self.update)

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "infinity_former": lambda s: {"length": s.memory, "chunk": s.segment, "relative": False},
     "memformer": lambda s: {"length": s.tokens},
     "memorizing": lambda s: {"length": s.store, "k": s.neighbours},
+    "memory_caching": lambda s: {"slots": max(1, s.memory // s.segment)},
     "memory_transformer": lambda s: {"length": s.tokens},
     "rmt": lambda s: {"length": s.tokens},
     "segatron": lambda s: {"length": s.memory},
@@ -52,7 +53,9 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
-ACROSS = frozenset({"armt", "block_recurrent", "grc_stream", "infini", "memformer", "read_twice", "rmt", "titans"})
+ACROSS = frozenset(
+    {"armt", "block_recurrent", "grc_stream", "infini", "memformer", "memory_caching", "read_twice", "rmt", "titans"}
+)
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 
 

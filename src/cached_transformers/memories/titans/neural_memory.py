@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.memories.parts.recurrent import mix, wide
+
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = ("gelu", "silu")
 Loss = Literal["l2", "huber"]
@@ -59,9 +61,16 @@ class Learned(NamedTuple):
     momentum_BGP: Tensor
 
 
-def wide(t: Tensor) -> Tensor:
-    """In float32, or what is wider."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+class Soup(NamedTuple):
+    """Other nets, which each token mixes with the learned one, number by number, and reads: matrices (B, S, G, I, O) of
+    each layer, and weights of the mix (B, G, N, S + 1), that of the learned net last."""
+
+    matrices: list[Tensor]
+    weights: Tensor
+
+    def among(self, layer: int, x: Tensor, own: Tensor) -> Tensor:
+        """What the mixed matrix gives for x, of which that of the learned net gives `own`."""
+        return mix(x[:, None] @ self.matrices[layer], own, self.weights)
 
 
 def chunks(t: Tensor, size: int) -> Tensor:
@@ -159,9 +168,9 @@ class NeuralMemory(nn.Module):
         """P."""
         return self.initial_GP.shape[1]
 
-    def matrices(self, flat_BGP: Tensor) -> list[Tensor]:
-        """(B, G, I, O) of each layer of the nets."""
-        parts = flat_BGP.split([i * o for i, o in self.shapes], -1)
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
+        parts = flat.split([i * o for i, o in self.shapes], -1)
         return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def start(self, learned: Learned, empty_B: Tensor) -> Learned:
@@ -173,12 +182,14 @@ class NeuralMemory(nn.Module):
             torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.momentum_BGP)
         )
 
-    def read(self, learned: Learned, q_BGNK: Tensor) -> Tensor:
-        """(B, G, N, V): what the nets give for queries as they are; nothing is learned."""
-        *before, last = self.matrices(learned.weights_BGP)
-        for weights in before:
-            q_BGNK = activate(q_BGNK @ weights, self.activation)
-        return q_BGNK @ last
+    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
+        for layer, matrix in enumerate(self.matrices(weights)):
+            x = activate(q, self.activation) if layer else q
+            q = x @ matrix
+            if soup is not None:
+                q = soup.among(layer, x, q)
+        return q
 
     def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
@@ -202,13 +213,20 @@ class NeuralMemory(nn.Module):
         return t * share  # of 1 leaves all as it is
 
     def forward(
-        self, learned: Learned, q_BGNK: Tensor | None, k_BGNK: Tensor, v_BGNV: Tensor, gates: Gates
+        self,
+        learned: Learned,
+        q_BGNK: Tensor | None,
+        k_BGNK: Tensor,
+        v_BGNV: Tensor,
+        gates: Gates,
+        soup: Soup | None = None,
     ) -> tuple[Tensor | None, Learned]:
         """y (B, G, N, V), token t read after its own write, and what is learned behind the last token.
 
         Args:
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q_BGNK: what to read; None for nothing but to learn.
+            soup: what is mixed into the nets that are read.
         """
         tokens = k_BGNK.shape[2]
         if tokens == 0:
@@ -224,7 +242,8 @@ class NeuralMemory(nn.Module):
             if q_BGNK is not None:
                 q = chunks(wide(q_BGNK), size)
                 near = (q @ k.mT) * scan.G
-                reads = zip(*(t.unbind(2) for t in (q, near, scan.b, scan.f, scan.G)), strict=True)
+                mixes = () if soup is None else (chunks(soup.weights, size),)
+                reads = zip(*(t.unbind(2) for t in (q, near, scan.b, scan.f, scan.G, *mixes)), strict=True)
             weights, momentum = (self.matrices(wide(t)) for t in learned)
             outputs = []
             for (key, value, *end), asked in zip(writes, reads, strict=False):
@@ -232,25 +251,28 @@ class NeuralMemory(nn.Module):
                 inputs, errors = self.surprise(weights, key, value)
                 steps = list(zip(weights, momentum, inputs, errors, strict=True))
                 if asked:
-                    outputs.append(self._read_within(asked, steps))
+                    soup_now = None if soup is None else Soup(soup.matrices, asked[5])
+                    outputs.append(self._read_within(asked[:5], steps, soup_now))
                 moved = [_behind(end, step) for step in steps]
                 weights, momentum = ([pair[part] for pair in moved] for part in (0, 1))
             behind = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, momentum)))
             return (torch.stack(outputs, 2).flatten(2, 3)[:, :, :tokens] if outputs else None), behind
 
-    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step]) -> Tensor:
+    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
         """What the nets give for queries (..., C, K) of a chunk, each with what its token and those before it wrote.
 
         Args:
             asked: queries; G_ij (q_i . k_j); b, f and G of the scan.
         """
-        x, near, b, f, G = asked
+        q, near, b, f, G = asked
         for layer, (W, S, given, error) in enumerate(steps):
+            x = activate(q, self.activation) if layer else q
             if layer:
-                x = activate(x, self.activation)
                 near = (x @ given.mT) * G
-            x = b * (x @ W) + f * (x @ S) - near @ error
-        return x
+            q = b * (x @ W) + f * (x @ S) - near @ error
+            if soup is not None:
+                q = soup.among(layer, x, q)
+        return q
 
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -35,11 +35,12 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
+from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, wide
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, Soup
 
 PLACES = ("gate", "context")
 MIXES = ("product", "sum")
@@ -81,7 +82,7 @@ def logit(share: float, gate: Gate) -> float:
     probe=Probing(farther=fixed(**LONG)),
     presets={"long": LONG},
 )
-class Titans(LayerMemory):
+class Titans(Recurrent):
     """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
 
     place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
@@ -157,6 +158,7 @@ class Titans(LayerMemory):
         )
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
+        self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
         self.rate = rate / chunk
         self.memory = NeuralMemory(
             nets,
@@ -181,6 +183,7 @@ class Titans(LayerMemory):
             self.attention_norm = nn.RMSNorm(width // heads, eps=EPSILON) if mix == "product" else None
         else:
             self.needs = frozenset({"state", "context", "kv_projection"}) | ({"bias"} if causal else set())
+            self.no_snapshots = "place='context' reads keys and values, which no weights mix; take place='gate'"
             self.persistent_MD = nn.Parameter(torch.randn(persistent, width) / width**0.5) if persistent else None
             self.register_buffer("open_gate", torch.tensor(True))
 
@@ -191,20 +194,54 @@ class Titans(LayerMemory):
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return TitansState(weights_BGP, weights_BGP.clone(), tokens_B)
 
-    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        learned = self._learned(opened)
-        if self.place == "context":
-            assert project_kv is not None
-            return Reading(self._context(opened, learned, query, project_kv), any_B=opened.tokens_B > 0)
-        start, length = query.segment or (0, query.x_BND.shape[1])
-        behind = query.x_BND.shape[1] - start - length
-        front_BND, x_BND, back_BND = query.x_BND.split([start, length, behind], 1)
+    def snapshot(self, state: TitansState) -> Tensor:
+        return state.weights_BGP
+
+    def ask(self, query: Query) -> Asked:
+        x_BND = query.x_BND
+        if query.padding_BN is not None:
+            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
+        return Asked(self._unit(self.query(x_BND)), self._unit(self.key(x_BND)))
+
+    def online(self, opened: TitansState, query: Query, asked: Asked) -> Answer:
+        return self._online(opened, query, asked)
+
+    def soup(
+        self, opened: TitansState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor
+    ) -> Answer:
+        return self._online(opened, query, asked, Soup(self.memory.matrices(snapshots_BS), weights_BGNS))
+
+    def _online(self, opened: TitansState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+        learned, n = self._learned(opened), query.x_BND.shape[1]
+        start, length = query.segment or (0, n)
+        x_BND = query.x_BND[:, start : start + length]
         padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
-        m_BND, after = self._learn(learned, x_BND, padding_BN, read=True)
-        assert m_BND is not None
-        if start + behind:  # a model memory's own tokens write nothing
-            m_BND = torch.cat([self._asked(learned, front_BND), m_BND, self._asked(after, back_BND)], 1)
-        return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=after)
+
+        def cut(first: int, tokens: int) -> tuple[Tensor, Tensor, Soup | None]:
+            part = None if soup is None else Soup(soup.matrices, soup.weights.narrow(2, first, tokens))
+            return asked.q_BGNK.narrow(2, first, tokens), asked.k_BGNK.narrow(2, first, tokens), part
+
+        m_BGNV, after = self._learn(learned, x_BND, *cut(start, length), padding_BN)
+        assert m_BGNV is not None
+        if length < n:  # a model memory's own tokens write nothing
+            (front, _, before), (back, _, behind) = cut(0, start), cut(start + length, n - start - length)
+            told = self._told(learned.weights_BGP, front, before), self._told(after.weights_BGP, back, behind)
+            m_BGNV = torch.cat([told[0], m_BGNV, told[1]], 2)
+        return Answer(m_BGNV, carry=after)
+
+    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
+        return self._told(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
+
+    def settle(self, found: Answer) -> Reading:
+        m_BND = found.answer_BGNF.transpose(1, 2).flatten(2)
+        return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
+
+    def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        if self.place == "gate":
+            return super().read(opened, query)
+        assert project_kv is not None
+        context = self._context(opened, self._learned(opened), query, project_kv)
+        return Reading(context, any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
         if reading.output_BHNE is None:
@@ -222,7 +259,8 @@ class Titans(LayerMemory):
         after = trace.reading.carry
         if self.place == "context":
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
-            _, after = self._learn(self._learned(state), y_BND, padding_BN, read=False)
+            k_BGNK = self._unit(self.key(y_BND if padding_BN is None else y_BND.masked_fill(padding_BN[..., None], 0)))
+            _, after = self._learn(self._learned(state), y_BND, None, k_BGNK, None, padding_BN)
         written_B = (
             torch.full_like(state.tokens_B, trace.x_BND.shape[1]) if padding_BN is None else (~padding_BN).sum(1)
         )
@@ -250,13 +288,13 @@ class Titans(LayerMemory):
     def _nets(self, t_BND: Tensor) -> Tensor:
         return wide(t_BND).unflatten(-1, (self.nets, -1)).transpose(1, 2)
 
-    def _queries(self, x_BND: Tensor) -> Tensor:
-        return F.normalize(F.silu(self._nets(self.query(x_BND))), dim=-1)
+    def _unit(self, t_BND: Tensor) -> Tensor:
+        return F.normalize(F.silu(self._nets(t_BND)), dim=-1)
 
-    def _asked(self, learned: Learned, x_BND: Tensor) -> Tensor:
-        """(B, N, D): what the nets give for the queries of these tokens."""
-        with torch.autocast(x_BND.device.type, enabled=False):
-            return self.memory.read(learned, self._queries(x_BND)).transpose(1, 2).flatten(2)
+    def _told(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
+        """What nets of these weights give for queries."""
+        with torch.autocast(q.device.type, enabled=False):
+            return self.memory.read(weights, q, soup)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
@@ -268,30 +306,37 @@ class Titans(LayerMemory):
         return Gates(*(gate.masked_fill(padding_BN[:, None], 0) for gate in gates))
 
     def _learn(
-        self, learned: Learned, x_BND: Tensor, padding_BN: Tensor | None, *, read: bool
+        self,
+        learned: Learned,
+        x_BND: Tensor,
+        q_BGNK: Tensor | None,
+        k_BGNK: Tensor,
+        soup: Soup | None,
+        padding_BN: Tensor | None,
     ) -> tuple[Tensor | None, Learned]:
-        """What the tokens read, each behind its own write, (B, N, D), where that is wanted; and what is learned."""
-        order_BN1 = None
+        """What the tokens read, each behind its own write, (B, G, N, V), where they ask; and what is learned."""
+        order_BN = None
         if padding_BN is not None:
             # Padding goes to the end, so that it moves no token into another chunk; what it holds reaches nothing.
             order_BN = padding_BN.to(torch.uint8).argsort(dim=1, stable=True)
-            order_BN1, padding_BN = order_BN[..., None], padding_BN.gather(1, order_BN)
-            x_BND = x_BND.gather(1, order_BN1.expand_as(x_BND)).masked_fill(padding_BN[..., None], 0)
-        k_BGNK = F.normalize(F.silu(self._nets(self.key(x_BND))), dim=-1)
+            x_BND = x_BND.gather(1, order_BN[..., None].expand_as(x_BND))
+            padding_BN = padding_BN.gather(1, order_BN)
+            x_BND = x_BND.masked_fill(padding_BN[..., None], 0)
+            k_BGNK = _ordered(k_BGNK, order_BN)
+            q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
+            soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
         v_BGNV = F.silu(self._nets(self.value(x_BND)))
-        q_BGNK = self._queries(x_BND) if read else None
-        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN))
-        if m_BGNV is None:
-            return None, after
-        m_BND = m_BGNV.transpose(1, 2).flatten(2)
-        if order_BN1 is not None:
-            m_BND = torch.zeros_like(m_BND).scatter(1, order_BN1.expand_as(m_BND), m_BND)
-        return m_BND, after
+        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
+        if m_BGNV is not None and order_BN is not None:
+            index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
+            m_BGNV = torch.zeros_like(m_BGNV).scatter(2, index_BGNV, m_BGNV)
+        return m_BGNV, after
 
     def _context(self, state: TitansState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
         """Keys and values of persistent tokens, and of what the memory before the segment gives for its tokens."""
         rows, n = query.x_BND.shape[:2]
-        h_BND = self._asked(learned, query.x_BND).to(query.x_BND.dtype)
+        h_BGNV = self._told(learned.weights_BGP, self._unit(self.query(query.x_BND)))
+        h_BND = h_BGNV.transpose(1, 2).flatten(2).to(query.x_BND.dtype)
         fixed = 0 if self.persistent_MD is None else len(self.persistent_MD)
         if self.persistent_MD is not None:
             h_BND = torch.cat([self.persistent_MD.to(h_BND.dtype).expand(rows, -1, -1), h_BND], 1)
@@ -311,6 +356,11 @@ class Titans(LayerMemory):
                 torch.ones(n, n, dtype=torch.bool, device=h_BND.device).tril(), (fixed, 0), value=True
             )[None, None]
         return Context(k_BHME, v_BHME, positions_BMP, valid_BM, visible_BHNM=visible_BHNM)
+
+
+def _ordered(t_BGNK: Tensor, order_BN: Tensor) -> Tensor:
+    """Tokens in this order."""
+    return t_BGNK.gather(2, order_BN[:, None, :, None].expand_as(t_BGNK))
 
 
 def _check(width: int, nets: int, place: str, persistent: int, momentum: float, **above_zero: float) -> None:

@@ -1,0 +1,303 @@
+"""Memory Caching (Behrouz et al. 2026, arXiv:2602.24281; the authors have published no code): a recurrent memory whose
+state at the end of every segment is kept, and read beside the one that goes on.
+
+    M_t = f(M_{t-1}; k_t, v_t)                            any recurrence: the memory `over`, as it is
+    M_0 of segment s = M_end of segment s - 1 ("checkpoint"),   or what an empty memory begins with ("restart")
+
+    residual    y_t = M_t(q_t) + sum_i M^i(q_t)                                      M^i: snapshot of segment i
+    gated       y_t = g_t M_t(q_t) + sum_i g_i M^i(q_t),   g = softmax(<u_t, c_t>, <u_t, c^1>, ...),   u_t = x_t W_u
+    sparse      the same over the online state and the k snapshots with the largest <u_t, c^i>
+    soup        y_t = M(q_t), M of the parameters g_t M_t + sum_i g_i M^i
+
+c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t, so that no token
+sees a later one. With a memory that is linear in its state, soup is gated. Otherwise a soup has its own state for each
+token, which is never made: what a matrix of it gives for x is sum_i g_i x W^i, layer by layer.
+
+Infini-attention is read as sums, s(q) M and s(q) z, of which a mean is made: the sums are mixed, M and z with the same
+weights, and the mean is made of the mix. M and z with restart and "residual" are then those of plain Infini-attention,
+while no snapshot has been dropped; a factor that all weights share falls out. M_t is that of before the segment, as in
+Infini-attention itself, whose softmax reads the segment: with "checkpoint" it is the newest snapshot, read twice.
+
+Legend: B rows, N tokens, S slots, G groups (heads, or nets), K width of keys, F of answers, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.linear_maps import Weights
+from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing
+from cached_transformers.state import State, may_change, reset
+
+from .parts.building import create_memory, memory_spec
+from .parts.options import check_choices
+from .parts.recurrent import Recurrent, mix, wide
+
+READS = ("residual", "gated", "soup", "sparse")
+STARTS = ("checkpoint", "restart")
+
+
+class CachedStates(NamedTuple):
+    """The state that goes on, a ring of snapshots with their contexts, and how many segments the row has stored.
+
+    Segment number i lies in slot i mod S, and the oldest is overwritten.
+    """
+
+    online: State
+    snapshots_BS: Tensor
+    contexts_BSGK: Tensor
+    segments_B: Tensor
+
+
+class Carried(NamedTuple):
+    """What the memory below carries, and the mean of the segment's keys."""
+
+    inner: Any
+    context_BGK: Tensor
+
+
+def running_means(k_BGNK: Tensor, shown_BN: Tensor | None = None) -> Tensor:
+    """Means of the keys up to each token, itself included, of those that are shown; 0 where there is none yet."""
+    if shown_BN is None:
+        tokens = torch.arange(1, k_BGNK.shape[2] + 1, device=k_BGNK.device)
+        return k_BGNK.cumsum(2) / tokens[:, None]
+    shown_B1N1 = shown_BN[:, None, :, None]
+    return torch.where(shown_B1N1, k_BGNK, 0).cumsum(2) / shown_B1N1.cumsum(2).clamp(min=1)
+
+
+def gates(
+    u_BGNK: Tensor, contexts_BSGK: Tensor, current_BGNK: Tensor, valid_BS: Tensor, topk: int | None = None
+) -> Tensor:
+    """Weights (B, G, N, S + 1) of the snapshots and, last, of the online state: a softmax of <u, c>.
+
+    Args:
+        u_BGNK: what the tokens look for. contexts_BSGK: of the snapshots. current_BGNK: of the open segment.
+        valid_BS: slots that hold a snapshot.
+        topk: so many of these alone, by each token and group; None for all.
+    """
+    logits_BGNS = u_BGNK @ contexts_BSGK.permute(0, 2, 3, 1)
+    logits_BGNS = logits_BGNS.masked_fill(~valid_BS[:, None, None], -torch.inf)
+    if topk is not None and topk < logits_BGNS.shape[-1]:
+        best_BGNS = logits_BGNS.topk(topk).indices
+        dropped_BGNS = torch.ones_like(logits_BGNS, dtype=torch.bool).scatter(-1, best_BGNS, False)
+        logits_BGNS = logits_BGNS.masked_fill(dropped_BGNS, -torch.inf)
+    online_BGN1 = (u_BGNK * current_BGNK).sum(-1, keepdim=True)
+    return torch.cat([logits_BGNS, online_BGN1], -1).softmax(-1)
+
+
+def snapshot_memories() -> list[str]:
+    """Names of the memories whose snapshots can be read."""
+    kinds = ((entry.name, entry.factory) for entry in MEMORIES)
+    return [name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Recurrent)]
+
+
+def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
+    """A layer knows one segment before its own, so that N of them reach N segments back.
+
+    Raises:
+        ValueError: the cue is nearer.
+    """
+    if distance <= depth:
+        raise ValueError(
+            f"distance={distance} is within reach of one snapshot in {depth} layers; take at least {depth + 1}"
+        )
+    return {"slots": 1, "start": "restart"}
+
+
+@MEMORIES.register(
+    "memory_caching",
+    paper="arXiv:2602.24281",
+    title="Memory Caching",
+    carries="another memory's state at the end of each of the last S segments, and the mean key of each, by which "
+    "tokens choose among them",
+    purpose="associations, more than a state holds",
+    equations="y = g_t M_t(q) + sum_i g_i M^i(q), M^i the state that segment i has left, g = softmax(<x W_u, c>), "
+    "c the segment's mean key; residual: g = 1; sparse: the best k; soup: states are mixed, then read",
+    state="per row and layer: that of the memory `over`, 8 bytes, and S snapshots of 4 (D E + D) bytes over infini, "
+    "4 G P over titans; and 4 S D but for residual",
+    cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans; and "
+    "D^2 + S D (gates) but for residual multiply-adds",
+    reach="that of the memory `over`; with start='restart' S segments a layer",
+    gradient="through online state, snapshots and contexts, over `bptt` segments",
+    probe=Probing(lambda segment, distance, depth: {"slots": distance + 1}, _one_snapshot),
+)
+class MemoryCaching(LayerMemory):
+    """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
+
+    With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone is
+    not stored. The contexts are means of the memory's own keys: of infini the layer's, of titans its projection.
+
+    All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
+    choose each for themselves, and to gather a matrix for each would cost more than to ask it.
+
+    What a token reads depends on the open segment's keys before it, so that generation reads that again
+    (`ReadsAgain`), though the memory below may promise not to.
+
+    State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
+    over titans 4 G P (weights, no momentum); and 4 S D for the contexts, which "residual" has not. In float32 at least.
+    Training keeps the S answers to each token, S N D numbers a row and layer; to mix them takes S D multiply-adds a
+    token beside the products of matrices that `cost` counts.
+
+    Args:
+        width: D. heads: H.
+        over: the memory below, a name or {"name": ..., option: value}: one whose states can be asked (infini, or titans
+            with place="gate").
+        slots: S, snapshots that are kept; the oldest is dropped.
+        read: how snapshots and online state are mixed: "residual", "gated", "soup" or "sparse".
+        start: with which state a segment begins: that of the last one's end ("checkpoint"), or an empty one
+            ("restart").
+        topk: k, snapshots that "sparse" mixes.
+        facts: of the model, which hands them over for the memory below.
+
+    Raises:
+        ValueError: a memory below that does not exist or has no states that could be asked, negative slots, k below 1,
+            unknown names, or "soup" over a memory whose states cannot be mixed.
+    """
+
+    needs = frozenset({"state", "head"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        over: str | dict[str, Any] = "infini",
+        slots: int = 16,
+        read: Literal["residual", "gated", "soup", "sparse"] = "gated",
+        start: Literal["checkpoint", "restart"] = "checkpoint",
+        topk: int = 2,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_choices(read=(read, READS), start=(start, STARTS))
+        at_least_one(topk=topk)
+        if slots < 0:
+            raise ValueError(f"slots={slots} must not be negative; slots=0 keeps no snapshot")
+        self.over = _memory_below(over, width, heads, facts or {})
+        self.soup = read == "soup" and not self.over.linear
+        if self.soup and type(self.over).soup is Recurrent.soup:
+            raise ValueError(
+                f"read='soup' mixes states number by number, which {type(self.over).__name__} cannot be asked for with "
+                "these options; take read='gated', which mixes answers"
+            )
+        self.needs, self.slots, self.restarts = self.over.needs, slots, start == "restart"
+        self.topk = topk if read == "sparse" else None
+        self.key_width = 0 if read == "residual" else self.over.key_width
+        self.look_for = nn.Linear(width, self.over.groups * self.key_width, bias=False) if self.key_width else None
+
+    def init_state(self, batch_size: int, like: Tensor) -> CachedStates:
+        online = self.over.init_state(batch_size, like)
+        empty_B = self.over.snapshot(online)
+        contexts_BSGK = wide(like.new_zeros(batch_size, self.slots, self.over.groups, self.key_width))
+        return CachedStates(
+            online,
+            empty_B.new_zeros(batch_size, self.slots, *empty_B.shape[1:]),
+            contexts_BSGK,
+            torch.zeros(batch_size, dtype=torch.long, device=like.device),
+        )
+
+    def read(self, opened: CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
+        slots = opened.snapshots_BS.shape[1]
+        valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
+        # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
+        snapshots_BS, contexts_BSGK = (
+            torch.where(valid_BS.view(*valid_BS.shape, *[1] * (t.dim() - 2)), t, 0)
+            for t in (opened.snapshots_BS, opened.contexts_BSGK)
+        )
+        first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
+        asked = self.over.ask(query)
+        online = self.over.open(opened.online, first_B1P, project_kv)
+        means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
+        if self.look_for is None:
+            weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
+        else:
+            u_BGNK = wide(self.look_for(query.x_BND)).unflatten(-1, (-1, self.key_width)).transpose(1, 2)
+            with torch.autocast(u_BGNK.device.type, enabled=False):
+                weights_BGNS = gates(u_BGNK, contexts_BSGK, means_BGNK, valid_BS, self.topk)
+        if self.soup:
+            found = self.over.soup(online, query, asked, snapshots_BS, weights_BGNS)
+        else:
+            found = self.over.online(online, query, asked)
+            answers_BSGNF = self.over.answer(snapshots_BS, asked)
+            found = found._replace(answer_BGNF=mix(answers_BSGNF, found.answer_BGNF, weights_BGNS))
+        if found.any_B is not None:
+            found = found._replace(any_B=found.any_B | valid_BS.any(1))
+        reading = self.over.settle(found)
+        return reading._replace(carry=Carried(reading.carry, means_BGNK[:, :, -1]))
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        return self.over.combine(y_BHNE, query, _below(reading))
+
+    def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
+        return self.over.project(y_BHNE, query, _below(reading), linear, weights)
+
+    def write(self, state: CachedStates, trace: Trace) -> tuple[CachedStates, Tensor | None]:
+        after, loss = self.over.write(state.online, trace._replace(reading=_below(trace.reading)))
+        padding_BN = trace.query.padding_BN
+        wrote_B = torch.ones_like(state.segments_B, dtype=torch.bool) if padding_BN is None else ~padding_BN.all(1)
+        snapshots_BS, contexts_BSGK = state.snapshots_BS, state.contexts_BSGK
+        if snapshots_BS.shape[1]:
+            slot_B = state.segments_B % snapshots_BS.shape[1]
+            in_place = may_change(snapshots_BS, contexts_BSGK)
+            snapshots_BS = _put(snapshots_BS, self.over.snapshot(after), slot_B, wrote_B, in_place)
+            contexts_BSGK = _put(contexts_BSGK, trace.reading.carry.context_BGK, slot_B, wrote_B, in_place)
+        if self.restarts:
+            after = reset(after, self.over.init_state(len(wrote_B), trace.x_BND), wrote_B)
+        return CachedStates(after, snapshots_BS, contexts_BSGK, state.segments_B + wrote_B), loss
+
+    def close_gate(self) -> None:
+        self.over.close_gate()
+
+
+def _memory_below(over: str | dict[str, Any], width: int, heads: int, facts: Mapping[str, Any]) -> Recurrent:
+    """The memory whose states are kept.
+
+    Raises:
+        ValueError: there is none of this name, its options do not fit, or it has no states that could be asked.
+    """
+    spec, fit = memory_spec(over), f"take one of {', '.join(snapshot_memories())}"
+    if spec is None:
+        raise ValueError(f"over={over!r} names no memory whose states could be kept; {fit}")
+    name, options = spec
+    kind = MEMORIES.entry(name).factory
+    if not (isinstance(kind, type) and issubclass(kind, Recurrent)):
+        raise ValueError(
+            f"over={name!r} has no recurrent state of which snapshots could be asked: memory_caching goes over layer "
+            f"memories that read one state per head; {fit}"
+        )
+    memory: Recurrent = create_memory({"name": name, **options}, width, heads, **facts)  # type: ignore[assignment]
+    if memory.no_snapshots is not None:
+        raise ValueError(f"over={name!r} has no states that memory_caching could ask: {memory.no_snapshots}")
+    return memory
+
+
+def _below(reading: Reading) -> Reading:
+    """The reading as the memory below gave it."""
+    return reading._replace(carry=reading.carry.inner)
+
+
+def _shown(query: Query) -> Tensor | None:
+    """(B, N), the tokens whose keys are written: those of the segment without padding. None for all."""
+    n = query.x_BND.shape[1]
+    start, length = query.segment or (0, n)
+    if length == n:
+        return None if query.padding_BN is None else ~query.padding_BN
+    place_N = torch.arange(n, device=query.x_BND.device)
+    shown_BN = ((place_N >= start) & (place_N < start + length)).expand(len(query.x_BND), -1)
+    return shown_BN if query.padding_BN is None else shown_BN & ~query.padding_BN
+
+
+def _put(ring_BS: Tensor, new_B: Tensor, slot_B: Tensor, wrote_B: Tensor, in_place: bool) -> Tensor:
+    """The ring with the new one in its slot, in rows that wrote."""
+    new_B1 = new_B[:, None].to(ring_BS.dtype)
+    index_B1 = slot_B.view(-1, *[1] * (ring_BS.dim() - 1)).expand_as(new_B1)
+    new_B1 = torch.where(wrote_B.view(-1, *[1] * (ring_BS.dim() - 1)), new_B1, ring_BS.gather(1, index_B1))
+    return (ring_BS.scatter_ if in_place else ring_BS.scatter)(1, index_B1, new_B1)
