@@ -265,9 +265,7 @@ def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
     begin = run(model, text(2, 12), 4)[-1].state
 
     def loss(tokens_BN: Tensor, padding_BN: Tensor | None, rows: slice) -> Tensor:
-        cut = type(begin)(
-            begin.clock_B[rows], begin.model, tuple(type(s)(*(t[rows] for t in s)) for s in begin.layers)
-        )
+        cut = type(begin)(begin.clock_B[rows], begin.model, tuple(type(s)(*(t[rows] for t in s)) for s in begin.layers))
         return model(tokens_BN, cut, padding=padding_BN).auxiliary_loss
 
     tokens_BN = text(2, 4, 3)
@@ -376,7 +374,10 @@ def test_token_by_token_it_is_the_text_read_by_segments(memory: Any, beams: int)
     ("options", "message"),
     [
         ({"length": 0}, "length=0 must be at least 1 slot"),
-        ({"length": 8, "longest": 16, "ramp": 4}, r"alive, more than the length=8 .*length=19, longest=5, or evict=True"),
+        (
+            {"length": 8, "longest": 16, "ramp": 4},
+            r"alive, more than the length=8 .*length=19, longest=5, or evict=True",
+        ),
         ({"ramp": 0}, "ramp=0 must be above 0"),
         ({"ramp": -1.5}, "ramp=-1.5 must be above 0"),
         ({"ramp": math.nan}, "ramp=nan must be above 0"),

@@ -236,7 +236,7 @@ class OpenLayer:
         return mask
 
     def _shares(self, read: Context | None, slots: int) -> Tensor | None:
-        """(B or 1, 1, K, S): what is added to the logits of slots of which the next tokens see a share; None for nothing."""
+        """(B or 1, 1, K, S): what is added to logits where the next tokens see a share of slots; None for nothing."""
         if self.context is None or read is None or read.visible_BHNM is None:
             return None
         logits_BHKM, count = logits_of(read.visible_BHNM), self.text.count

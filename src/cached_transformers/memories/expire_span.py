@@ -15,8 +15,8 @@ where a token stands on the ramp of a slot. What differs from the released code,
 * Tokens of the segment are attended as ever, the token itself too, and spans act on what is stored: nothing in a
   segment is older than the segment is long, and the core stays as fast as it is. An empty store is no memory then.
 * Distances are those of the layer's scheme; there, tokens farther than one block have none (`clamp` comes near).
-* norm is that of a LayerNorm without parameters, which w and b absorb. It is the one of the block where that has
-  LayerNorm in front; a memory's slots may stand in a layer without any.
+* norm is a LayerNorm without parameters, so that spans are alike in models of any norm, others' too. Where a block has
+  a LayerNorm in front, w and b absorb its parameters, and the span is that of what the attention is given.
 * Slots are so many, and each row drops its own; there, tensors grow and shrink by blocks that all rows can spare.
 
 Legend: B rows, N tokens, M slots, K = M + N, D model width, P position channels.
@@ -164,8 +164,8 @@ class ExpireSpan(LayerMemory):
             )
         if not 0 < self.initial < 1:
             raise ValueError(
-                f"initial={self.initial} must lie between 0 and 1, both excluded: it is a share of longest, and spans of "
-                "none or all of it would not learn"
+                f"initial={self.initial} must lie between 0 and 1, both excluded: a share of longest, and spans of "
+                "none or all of it would not learn; take 0.01 or 0.99"
             )
         if not 0 <= self.price < math.inf:
             raise ValueError(f"price={self.price} must be at least 0 and finite; 0 leaves spans to the model's loss")
@@ -225,8 +225,8 @@ class ExpireSpan(LayerMemory):
         # Not a number is no span that anything is left of.
         alive_BK = torch.cat([state.valid_BM, real_BN], 1) & (left_BK > 0)
         index_BM, real_BM = best(left_BK, alive_BK, self.length)
-        pairs = (state.hidden_BMD, hidden_BND), (state.positions_BMP, positions_BNP)
-        after = Rows(*(kept(old, new, index_BM, real_BM) for old, new in pairs), real_BM.sum(1))
+        stored_BMD = kept(state.hidden_BMD, hidden_BND, index_BM, real_BM)
+        after = Rows(stored_BMD, kept(state.positions_BMP, positions_BNP, index_BM, real_BM), real_BM.sum(1))
         if not self.training or not self.price:
             return after, None
         if self.loss == "mean":

@@ -107,5 +107,6 @@ class TOVA(TransformerXL):
         valid_BL = torch.cat([state.valid_BM, real_BN], 1)
         # A segment of padding asks nothing: all that is there stays.
         index_BM, real_BM = best(asked_BL.nan_to_num(0), valid_BL, slots)
-        pairs = (state[0], new_BNW), (state.positions_BMP, query.positions_BNP)
-        return type(state)(*(kept(old, new, index_BM, real_BM) for old, new in pairs), real_BM.sum(1)), None
+        stored_BMW = kept(state[0], new_BNW, index_BM, real_BM)
+        positions_BMP = kept(state.positions_BMP, query.positions_BNP, index_BM, real_BM)
+        return type(state)(stored_BMW, positions_BMP, real_BM.sum(1)), None

@@ -30,8 +30,8 @@ from .stream_tap import Passage, StreamTap
 
 
 class Slots(NamedTuple):
-    """Bool, which slots a token sees, (B, 1, N, M); and what is added to their logits, or None: (B, H, 1, M) by a slope,
-    (B, 1, N, M) where a token sees a share of them."""
+    """Bool, which slots a token sees, (B, 1, N, M); and what is added to their logits, each or None: (B, H, 1, M) by a
+    slope, (B, 1, N, M) where a token sees a share of them."""
 
     sees_BHNM: Tensor
     slope_BH1M: Tensor | None
