@@ -18,6 +18,7 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "titans/llama": (LLAMA, {"name": "titans", "chunk": 4}),
     "titans/context": (LLAMA, {"name": "titans", "chunk": 4, "place": "context", "persistent": 2}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
+    "expire_span/llama": (LLAMA, {"name": "expire_span", "length": 12, "ramp": 6, "price": 0}),
 }
 
 
