@@ -363,10 +363,9 @@ def test_token_by_token_it_is_the_text_read_by_segments(memory: Any, beams: int)
     model = language_model(memory).eval()
     prompt_BN = text(2, 13)
     options: dict[str, Any] = {"beams": beams} if beams > 1 else {"temperature": 0}
-    found = generate(model, prompt_BN, tokens=11, segment_length=5, **options)
+    found = generate(model, prompt_BN, tokens=27, segment_length=5, **options)  # beams change places by then
     whole = torch.cat([prompt_BN, found.tokens], 1)
     scores = joined(run(model, whole, 5))[:, 12:-1].log_softmax(-1).gather(-1, found.tokens[..., None]).sum((1, 2))
-    assert generate(model, text(2, 13, 4), tokens=11, segment_length=5, **options).scores.ne(scores).all()
     torch.testing.assert_close(found.scores, scores, rtol=0, atol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Expire-Span learns what is worth keeping: a symbol among noise and symbols of another kind, asked for 32 tokens on."""
+"""Expire-Span learns what is worth keeping: a symbol among noise and other symbols, asked for 32 tokens later."""
 
 from __future__ import annotations
 
