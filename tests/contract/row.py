@@ -1,0 +1,42 @@
+"""What has to be said about one memory; `CONTRACTS` (contracts.py) says it of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from contract.costs import Cost, ImageCost
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What has to be said about one memory.
+
+    Attributes:
+        options: small sizes; what is not named here keeps its default.
+        beside: other memories in the same model.
+        bytes_per_row: size of the state of one layer (of the model, for a model memory), for float32 and width D.
+        exact: options with which a stream cut into segments equals the whole; needed where `exact_when` is registered.
+        models: the models that take these options; None for all that suit the memory.
+        model: options of the model, with and without the memory, where the model offers them.
+        detached: no gradient flows through the state, whatever `bptt` says.
+        exempt: name of a rule, or rule:model, -> why it does not apply.
+        cost: what a token of a language model costs. image_cost: what an image costs. Each memory has one of them.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[dict[str, Any], ...] = ()
+    bytes_per_row: Callable[[int], int] | None = None
+    exact: Mapping[str, Any] | None = None
+    models: tuple[str, ...] | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    detached: bool = False
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    cost: Cost | None = None
+    image_cost: ImageCost | None = None
+
+    def spec(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
+        """What a model takes as `memory`, with other options than the row's where some are given."""
+        memory = {"name": name, **self.options, **(options or {})}
+        return [memory, *self.beside] if self.beside else memory
