@@ -135,6 +135,23 @@ CONTRACTS: dict[str, Contract] = {
         exact={"length": 64, "places": "cache", "keep": "kv"},
         detached=True,
     ),
+    "expire_span": Contract(
+        options={"length": 8, "ramp": 4, "price": 0.01},
+        bytes_per_row=lambda d: 8 * (4 * d + 8) + 8,
+        exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
+        model={"positions": "relative"},
+        detached=True,
+        cost=Cost(
+            {"length": M, "relative": False, "price": 0.0},
+            lambda: LAYERS * (2 * D * D * M / N + D * (M + N) / N + 2 * M * D),
+        ),
+    ),
+    "expire_span/evict": Contract(
+        options={"length": 6, "longest": 30, "ramp": 9, "evict": True, "loss": "mean", "relative": False},
+        bytes_per_row=lambda d: 6 * (4 * d + 8) + 8,
+        exact={"length": 64, "longest": 1e4, "initial": 0.99, "evict": True},
+        detached=True,
+    ),
     "h2o": Contract(
         options={"length": 3, "heavy": 5},
         bytes_per_row=lambda d: 8 * (8 * d + 4 * 2) + 8,

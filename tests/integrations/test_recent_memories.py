@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "memory_caching/gpt2": (GPT2, {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2}),
     "memory_caching/llama": (LLAMA, {"name": "memory_caching", "slots": 3, "start": "restart"}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
+    "expire_span/llama": (LLAMA, {"name": "expire_span", "length": 12, "ramp": 6, "price": 0}),
 }
 
 

@@ -28,6 +28,7 @@ Spec = Any
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "transformer_xl": [{"length": 7}, {"length": 7, "same_length": True}, {"length": 7, "relative": False}],
     "streaming_llm": [{"length": 5, "sinks": 2}],
+    "expire_span": [{"length": 9, "ramp": 4}, {"length": 5, "longest": 20, "ramp": 6, "evict": True, "clamp": 3}],
     "compressive": [
         {"length": 4, "compressed": 3, "rate": 2},
         *({"length": 4, "compressed": 3, "positions": "age", "clamp": clamp} for clamp in (None, 2)),
@@ -54,6 +55,7 @@ SPECS: list[Spec] = [
     *({"name": name, **options} for name, rows in OPTIONS.items() for options in rows),
     [{"name": "grc_stream", "length": 5}, {"name": "transformer_xl", "length": 7}],
     [{"name": "rmt", "length": 3}, {"name": "grc_stream", "length": 5}],
+    [{"name": "transformer_xl", "length": 4}, {"name": "expire_span", "length": 9, "ramp": 4}],
     [{"name": "transformer_xl", "length": 4}, {"name": "compressive", "length": 4, "compressed": 2}],
 ]
 CORES: list[Spec] = [

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
 from cached_transformers.memories.parts.side_by_side import members_of
 from cached_transformers.seam.attention import Attention, AttentionOutput
-from cached_transformers.seam.contexts import join, widened
+from cached_transformers.seam.contexts import join, logits_of, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
 from cached_transformers.seam.late_gradients import mapped
 from cached_transformers.seam.linear_maps import matrix_of, plain_weights
@@ -365,14 +365,18 @@ def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:
 
 
 def _hide(bias_BHNM: Tensor | None, visible_BHNM: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias with minus infinity where a token must not look."""
+    """The bias with minus infinity where a token must not look, and less where it sees a share."""
+    if visible_BHNM.dtype != torch.bool:
+        shares_BHNM = logits_of(visible_BHNM).to(dtype)
+        return shares_BHNM if bias_BHNM is None else bias_BHNM + shares_BHNM
     if bias_BHNM is None:
         bias_BHNM = torch.zeros_like(visible_BHNM, dtype=dtype)
     return bias_BHNM.masked_fill(~visible_BHNM, -torch.inf)
 
 
 def _visible(visible_NN: Tensor | None, context: Context | None, tokens: int) -> Tensor | None:
-    """(B or 1, 1, N, M + N): which keys of context and segment each token sees; None where no mask is needed."""
+    """(B or 1, 1, N, M + N): which keys of context and segment each token sees, or shares of them; None where no mask
+    is needed."""
     slots_BHNM = None if context is None else context.visible_BHNM
     if visible_NN is None and slots_BHNM is None:
         return None
@@ -381,7 +385,7 @@ def _visible(visible_NN: Tensor | None, context: Context | None, tokens: int) ->
         return F.pad(slots_BHNM, (0, tokens), value=True)
     if slots_BHNM is None:
         return F.pad(visible_NN, (0 if context is None else context.k_BHME.shape[2], 0), value=True)[None, None]
-    return torch.cat([slots_BHNM, visible_NN.expand(*slots_BHNM.shape[:3], tokens)], -1)
+    return torch.cat([slots_BHNM, visible_NN.to(slots_BHNM.dtype).expand(*slots_BHNM.shape[:3], tokens)], -1)
 
 
 def _near(positions_BNP: Tensor, context: Context | None, window: int, run: bool) -> Tensor:

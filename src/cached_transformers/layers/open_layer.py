@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from cached_transformers.attentions.softmax import log_sum_exp
 from cached_transformers.memories.parts.side_by_side import SideBySide
 from cached_transformers.seam.attention import Attention
+from cached_transformers.seam.contexts import logits_of
 from cached_transformers.seam.linear_maps import plain_weights
 from cached_transformers.seam.memory import Context, LayerMemory, Offer, Query, Reading
 from cached_transformers.seam.positions import Positions
@@ -173,7 +174,7 @@ class OpenLayer:
         if core.steps_from == "state":
             y_BHKE, self.core_state = self._scan(placed_q, placed_k, v, h_BKD)
         else:
-            y_BHKE, lse_BHK = self._attend(q, placed_q, KeysValues(placed_k, v), positions_BKP)
+            y_BHKE, lse_BHK = self._attend(q, placed_q, KeysValues(placed_k, v), positions_BKP, reading.context)
             if lse_BHK is not None:
                 reading = reading._replace(lse_BHN=lse_BHK if asked is query else _as_rows(lse_BHK[..., None])[..., 0])
         rows = asked is not query
@@ -198,7 +199,7 @@ class OpenLayer:
         return out.unflatten(0, h_BKD.shape[:2])[:, :, :, 0].transpose(1, 2), state
 
     def _attend(
-        self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor
+        self, q: Tensor, placed_q: Tensor, new: KeysValues, positions_BKP: Tensor, read: Context | None
     ) -> tuple[Tensor, Tensor | None]:
         k, v = self.kept.extend(new)
         bias = None
@@ -207,6 +208,9 @@ class OpenLayer:
             run = self.text.count == 1 and (self.context is None or self.context.consecutive)
             bias = self.positions.bias(q, positions_BKP, self.positions_BSP, causal_run=run)
         mask = self._visible(positions_BKP)
+        shares = self._shares(read, k.shape[2])
+        if shares is not None:
+            bias = shares if bias is None else bias + shares
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
@@ -230,6 +234,19 @@ class OpenLayer:
             close = (positions_BKP[..., :1] - self.positions_BSP[:, None, :, 0] < window)[:, None]
             mask = close if mask is None else mask & close
         return mask
+
+    def _shares(self, read: Context | None, slots: int) -> Tensor | None:
+        """(B or 1, 1, K, S): what is added to logits where the next tokens see a share of slots; None for nothing."""
+        if self.context is None or read is None or read.visible_BHNM is None:
+            return None
+        logits_BHKM, count = logits_of(read.visible_BHNM), self.text.count
+        if self.each:  # its own slots are seen alone, wherever they stand
+            logits_BHKM = logits_BHKM.view(-1, 1, count, logits_BHKM.shape[-1])
+        own = self.before // (count if self.each else 1)
+        logits_BHKM = F.pad(logits_BHKM, (0, own - logits_BHKM.shape[-1]))  # those of a model memory stand behind
+        if self.each:
+            logits_BHKM = logits_BHKM.repeat(1, 1, 1, count)
+        return F.pad(logits_BHKM, (0, slots - self.before))
 
     def look(self, slot_attention: nn.Module, slots: tuple[Any, ...], x_BND: Tensor) -> Tensor:
         """What the tokens read from the slots of a model memory, whose keys and values are made once."""

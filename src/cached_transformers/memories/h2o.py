@@ -25,7 +25,7 @@ from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Que
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
 
-from .parts.best import best, from_last
+from .parts.best import best, from_last, kept
 from .parts.options import NO_MEMORY
 from .parts.rows import last_slots
 
@@ -121,12 +121,7 @@ class H2O(LayerMemory):
         last_B1L = (from_last(valid_BL) <= self.length)[:, None]
         valid_BHL = valid_BL[:, None].expand_as(scores_BHL)
         index_BHM, real_BHM = best(scores_BHL.masked_fill(last_B1L, torch.inf), valid_BHL, slots)
-
-        def kept(old: Tensor, new: Tensor) -> Tensor:
-            both_BHLE = torch.cat([old, new.detach().to(old.dtype)], 2)
-            chosen_BHME = both_BHLE.gather(2, index_BHM[..., None].expand(-1, -1, -1, both_BHLE.shape[-1]))
-            return torch.where(real_BHM[..., None], chosen_BHME, 0)
-
         scores_BHM = torch.where(real_BHM, scores_BHL.gather(2, index_BHM), 0).to(state.scores_BHM.dtype)
-        k_BHME, v_BHME = kept(state.k_BHME, query.k_BHNE), kept(state.v_BHME, query.v_BHNE)
+        pairs = (state.k_BHME, query.k_BHNE), (state.v_BHME, query.v_BHNE)
+        k_BHME, v_BHME = (kept(old, new.detach(), index_BHM, real_BHM) for old, new in pairs)
         return HeavyHitters(k_BHME, v_BHME, scores_BHM, real_BHM[:, 0].sum(1)), None

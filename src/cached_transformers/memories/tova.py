@@ -23,7 +23,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Trace
 from cached_transformers.seam.probing import Probing, whole_episode
 
-from .parts.best import best
+from .parts.best import best, kept
 from .parts.options import one_of
 from .parts.rows import Pairs, Rows, side_by_side
 from .transformer_xl import TransformerXL
@@ -107,11 +107,6 @@ class TOVA(TransformerXL):
         valid_BL = torch.cat([state.valid_BM, real_BN], 1)
         # A segment of padding asks nothing: all that is there stays.
         index_BM, real_BM = best(asked_BL.nan_to_num(0), valid_BL, slots)
-
-        def kept(old: Tensor, new: Tensor) -> Tensor:
-            both_BLC = torch.cat([old, new.to(old.dtype).expand(rows, -1, -1)], 1)
-            chosen_BMC = both_BLC.gather(1, index_BM[..., None].expand(-1, -1, both_BLC.shape[-1]))
-            return torch.where(real_BM[..., None], chosen_BMC, 0)
-
-        stored = kept(state[0], new_BNW), kept(state.positions_BMP, query.positions_BNP), real_BM.sum(1)
-        return type(state)(*stored), None
+        stored_BMW = kept(state[0], new_BNW, index_BM, real_BM)
+        positions_BMP = kept(state.positions_BMP, query.positions_BNP, index_BM, real_BM)
+        return type(state)(stored_BMW, positions_BMP, real_BM.sum(1)), None

@@ -51,14 +51,24 @@ def widened(v_BHNE: Tensor, width: int) -> Tensor:
     return v_BHNE if v_BHNE.shape[-1] == width else F.pad(v_BHNE, (width - v_BHNE.shape[-1], 0))
 
 
+def logits_of(visible_BHNM: Tensor) -> Tensor:
+    """What is added to the logits of slots of which this much is visible (see `Context`): the logarithm of a share.
+
+    Minus infinity, without a gradient, where a slot is not seen: the logarithm's own is not finite there.
+    """
+    if visible_BHNM.dtype == torch.bool:
+        visible_BHNM = visible_BHNM.float()
+    seen_BHNM = visible_BHNM > 0
+    return torch.where(seen_BHNM, visible_BHNM, 1).log().masked_fill(~seen_BHNM, -torch.inf)
+
+
 def _alike(first: Context, second: Context) -> list[Tensor]:
     """What is visible of two contexts, for the same rows and tokens; at least one of them says it."""
     masks = [c.visible_BHNM for c in (first, second)]
-    rows, tokens = (max(m.shape[dim] for m in masks if m is not None) for dim in (0, 2))
-    device = first.valid_BM.device
+    said = [m for m in masks if m is not None]
+    rows, tokens = (max(m.shape[dim] for m in said) for dim in (0, 2))
+    dtype = next((m.dtype for m in said if m.dtype != torch.bool), torch.bool)
     return [
-        torch.ones(1, 1, 1, c.k_BHME.shape[2], dtype=torch.bool, device=device).expand(rows, 1, tokens, -1)
-        if m is None
-        else m.expand(rows, 1, tokens, -1)
+        (c.valid_BM.new_ones(1, 1, 1, c.k_BHME.shape[2]) if m is None else m).to(dtype).expand(rows, 1, tokens, -1)
         for m, c in zip(masks, (first, second), strict=True)
     ]

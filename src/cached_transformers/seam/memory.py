@@ -52,7 +52,8 @@ class Context(NamedTuple):
     Attributes:
         consecutive: a promise that the slots, oldest first, stand at the positions right before the segment's first
             token, one each; relative positions are then cheaper.
-        visible_BHNM: bool, (B or 1, 1, N, M), the slots that each token sees; None for all.
+        visible_BHNM: (B or 1, 1, N, M), the slots that each token sees: bool, or shares from 0 to 1 (float32 or wider),
+            by which weights are multiplied before they are made to sum to 1; None for all.
         gather: makes (B, H, N, E) of the core's result where values are wider than a head. The values of the segment
             and of other contexts then stand in the last E channels.
         clean: a promise that what stands in empty slots is finite, so that hiding them is enough.

@@ -36,6 +36,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "compressive": lambda s: {"length": s.memory, "compressed": s.memory // s.rate, "rate": s.rate},
     "crtn": lambda s: {"segment": s.segment, "regions": 4, "topk": 1},
     "ernie_doc": lambda s: {"length": s.memory, "relative": False},
+    "expire_span": lambda s: {"length": s.memory, "relative": False},
     "feedback": lambda s: {"length": s.memory},
     "grc_stream": lambda s: {"length": s.segment},
     "h2o": lambda s: {"length": s.memory // 2, "heavy": s.memory // 2, "relative": False},

@@ -120,6 +120,7 @@ SETTINGS = {
     "compressive": Setting(_compressive),
     "crtn": Setting(_crtn),
     "ernie_doc": Setting(),
+    "expire_span": Setting(),
     # Its positions have no biases; and since no token attends itself, one whose embedding is small drowns in what it
     # attends: without the scale perplexity stays that of the unigram model.
     "feedback": Setting(model={"shared_biases": False, "scale_embedding": True}),

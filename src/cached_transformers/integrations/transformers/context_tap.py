@@ -22,7 +22,7 @@ from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
 from cached_transformers.integrations.spots import Place, Spot, root_of
-from cached_transformers.seam.contexts import join, widened
+from cached_transformers.seam.contexts import join, logits_of, widened
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, look
 
 from .segment_cache import Made
@@ -30,10 +30,12 @@ from .stream_tap import Passage, StreamTap
 
 
 class Slots(NamedTuple):
-    """Bool, which slots a token sees, (B, 1, N, M); and what is added to their logits, (B, H, 1, M), or None."""
+    """Bool, which slots a token sees, (B, 1, N, M); and what is added to their logits, each or None: (B, H, 1, M) by a
+    slope, (B, 1, N, M) where a token sees a share of them."""
 
     sees_BHNM: Tensor
     slope_BH1M: Tensor | None
+    shares_BHNM: Tensor | None = None
 
 
 class InFront:
@@ -194,14 +196,18 @@ class ContextTap(StreamTap):
         slope = None if self.slope is None else self.slope(self.layer, call, places_BL[:, : k.shape[2]])
         call[self.cache], self.gather = InFront(k, v, call.get(self.cache)), context.gather
         sees_BHNM = valid_BM[:, None, None].expand(-1, -1, n, -1)
-        if context.visible_BHNM is not None:
+        shares_BHNM = None
+        if context.visible_BHNM is not None and context.visible_BHNM.dtype != torch.bool:
+            sees_BHNM = sees_BHNM & (context.visible_BHNM > 0)
+            shares_BHNM = logits_of(context.visible_BHNM).to(x_BND.dtype)
+        elif context.visible_BHNM is not None:
             sees_BHNM = sees_BHNM & context.visible_BHNM
             if passage.host_cache is not None:
                 passage.host_cache.again = True
         for window in (self.window, self.memory.window()):
             if window is not None:
                 sees_BHNM = sees_BHNM & _near(tokens_BN, slots_BM, window)
-        return Slots(sees_BHNM, slope)
+        return Slots(sees_BHNM, slope, shares_BHNM)
 
     def _mix(self, y_BND: Tensor, query: Query, linear: Linear) -> Tensor:
         if self.gather is not None:
@@ -233,8 +239,10 @@ def _hidden(mask: Tensor, sees_BHNK: Tensor) -> Tensor:
 
 def _with_slots(mask: Tensor, slots: Slots) -> Tensor:
     """The mask (B or 1, H or 1, N, K), bool or added to the logits, with columns of the slots in front."""
-    front = slots.sees_BHNM
+    front, shares = slots.sees_BHNM, slots.shares_BHNM
+    if shares is not None and mask.dtype == torch.bool:
+        mask = _hidden(shares.new_zeros(()), mask)
     if mask.dtype != torch.bool:
         slope = mask.new_zeros(()) if slots.slope_BH1M is None else slots.slope_BH1M.to(mask.dtype)
-        front = _hidden(slope, front)
+        front = _hidden(slope if shares is None else slope + shares.to(mask.dtype), front)
     return torch.cat([front.expand(-1, mask.shape[1], -1, -1), mask.expand(front.shape[0], -1, -1, -1)], -1)

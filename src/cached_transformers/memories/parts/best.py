@@ -1,6 +1,6 @@
 """The slots of a bounded cache that stay: those with the best scores, in the order of time.
 
-Legend: X any dimensions (rows, or rows and heads), M slots, L = M + N slots and new tokens.
+Legend: X any dimensions (rows, or rows and heads), M slots, N new tokens, L = M + N, C channels.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ def best(score_XL: Tensor, valid_XL: Tensor, slots: int) -> tuple[Tensor, Tensor
     real_XM = valid_XL.gather(-1, chosen_XM)
     order_XM = torch.where(real_XM, chosen_XM, chosen_XM - total).sort(-1).values
     return order_XM % total, order_XM >= 0
+
+
+def kept(old_XMC: Tensor, new_XNC: Tensor, index_XM: Tensor, real_XM: Tensor) -> Tensor:
+    """(X, M, C): of what was stored and what is new, those that `best` chose; 0 in empty slots."""
+    both_XLC = torch.cat([old_XMC, new_XNC.to(old_XMC.dtype).expand(*old_XMC.shape[:-2], -1, -1)], -2)
+    chosen_XMC = both_XLC.gather(-2, index_XM[..., None].expand(*index_XM.shape, both_XLC.shape[-1]))
+    return torch.where(real_XM[..., None], chosen_XMC, 0)
 
 
 def from_last(valid_XL: Tensor) -> Tensor:

@@ -1,0 +1,456 @@
+"""Expire-Span: a twin that forgets nothing and multiplies weights, limits, what is dropped, and what learns.
+
+Legend: B rows, N tokens, M slots, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from integrations.families import GROUPED, PAD, decoder, words
+from memories.xl_family import assert_equal_values_and_gradients, joined, language_model, run, sines, text
+from torch import Tensor
+
+from cached_transformers import add_memory
+from cached_transformers.memories.expire_span import ExpireSpan
+from cached_transformers.memories.parts.rows import Rows, empty_rows
+from cached_transformers.models.generation import generate
+from cached_transformers.models.language_model import LanguageModel
+from cached_transformers.seam.contexts import logits_of
+from cached_transformers.seam.memory import Query, Reading, Trace
+
+SPEC: dict[str, Any] = {"name": "expire_span", "length": 12, "longest": 9.3, "ramp": 3, "initial": 0.4}
+
+
+def memories_of(model: LanguageModel) -> list[Any]:
+    blocks: list[Any] = list(model.stack.blocks)
+    return [block.attention.memory for block in blocks]
+
+
+def span(memory: Any, hidden: Tensor, options: dict[str, Any]) -> Tensor:
+    """e of one hidden state, a vector."""
+    mean = hidden.mean()
+    normed = (hidden - mean) / ((hidden - mean).square().mean() + 1e-5).sqrt()
+    logit = sum(w * x for w, x in zip(memory.weight_D, normed, strict=True)) / options.get("divisor", 1.0) + memory.bias
+    return options["longest"] / (1 + torch.exp(-logit))
+
+
+def twin(
+    model: LanguageModel, tokens: list[int], segment: int, options: dict[str, Any], keeps: Any = None
+) -> tuple[Tensor, Tensor]:
+    """(N, V) logits of one row, and the sum of all layers' and segments' losses; a token, head and key at a time.
+
+    Nothing is ever dropped, unless `keeps` says which of all stored states stay; weights are multiplied by m behind
+    the softmax and then divided by their sum.
+    """
+    blocks: list[Any] = list(model.stack.blocks)
+    stored: list[list[tuple[Tensor, int]]] = [[] for _ in blocks]
+    logits, loss, ramp = [], torch.zeros(()).double(), options["ramp"]
+    for first in range(0, len(tokens), segment):
+        x = [model.embedding.weight[token] for token in tokens[first : first + segment]]
+        for index, block in enumerate(blocks):
+            layer = block.attention
+            d, heads = layer.width, layer.heads
+            e = d // heads
+            spans = [span(layer.memory, hidden, options) for hidden, _ in stored[index]]
+            merged = []
+            for i, hidden in enumerate(x):
+                here, found = first + i, []
+                known = [*zip(stored[index], spans, strict=True)]
+                ages = [here - place for (_, place), _ in known]
+                m = [min(max(1 + (s - age) / ramp, zero(s)), one(s)) for (_, s), age in zip(known, ages, strict=True)]
+                for (_, s), age, share in zip(known, ages, m, strict=True):
+                    if 0 < share < 1:
+                        loss = loss + (s - age) / (ramp * len(x))
+                seen = [(t, place) for (t, place), _ in known] + [(t, first + j) for j, t in enumerate(x[: i + 1])]
+                shares = [*m, *([torch.ones(()).double()] * (i + 1))]
+                for h in range(heads):
+                    part = slice(h * e, (h + 1) * e)
+                    q = (layer.qkv.weight[:d] @ layer.norm(hidden) + layer.qkv.bias[:d])[part]
+                    scores, values = [], []
+                    for t, place in seen:
+                        kv = layer.qkv.weight[d:] @ layer.norm(t) + layer.qkv.bias[d:]
+                        k, v = kv[:d][part], kv[d:][part]
+                        scheme = layer.positions
+                        r = (scheme.project.weight @ sines(here - place, d))[part]
+                        score = (q + scheme.content_bias[h]) @ k + (q + scheme.position_bias[h]) @ r
+                        scores.append(score / math.sqrt(e))
+                        values.append(v)
+                    weights = torch.stack(shares) * torch.stack(scores).softmax(0)
+                    found.append((weights / weights.sum()) @ torch.stack(values))
+                merged.append(torch.cat(found))
+            stored[index] += [(t.detach(), first + i) for i, t in enumerate(x)]
+            if keeps is not None:
+                stored[index] = keeps(stored[index], first + len(x), layer.memory)
+            x = [t + layer.output(found) for t, found in zip(x, merged, strict=True)]
+            x = [t + block.feed_forward(t) for t in x]
+        logits += [model.head(model.stack.norm(t)) for t in x]
+    return torch.stack(logits), loss
+
+
+def zero(like: Tensor) -> Tensor:
+    return torch.zeros_like(like)
+
+
+def one(like: Tensor) -> Tensor:
+    return torch.ones_like(like)
+
+
+def with_most_left(slots: int, options: dict[str, Any]) -> Callable[..., list[tuple[Tensor, int]]]:
+    """Of the living, those that live longest, in the order of time."""
+
+    def keeps(stored: list[tuple[Tensor, int]], following: int, memory: Any) -> list[tuple[Tensor, int]]:
+        left = [float(span(memory, t, options).detach()) + options["ramp"] - (following - place) for t, place in stored]
+        alive = sorted((i for i in range(len(stored)) if left[i] > 0), key=lambda i: -left[i])[:slots]
+        return [stored[i] for i in sorted(alive)]
+
+    return keeps
+
+
+def auxiliary(model: LanguageModel, tokens_BN: Tensor, segment: int) -> tuple[Tensor, Tensor]:
+    outs = run(model, tokens_BN, segment)
+    return joined(outs), torch.stack([out.auxiliary_loss for out in outs]).sum()
+
+
+@pytest.mark.parametrize("segment", [1, 3, 7])
+@pytest.mark.parametrize("changes", [{}, {"divisor": 3.0, "ramp": 2.5}], ids=["plain", "other"])
+def test_the_twin(segment: int, changes: dict[str, Any]) -> None:
+    """Values, loss and gradients, those of w and b through m among them; what is dropped is never missed."""
+    spec = {**SPEC, **changes, "price": 0.3}
+    model, tokens_BN = language_model(spec), text(2, 17)
+    ours, loss = auxiliary(model, tokens_BN, segment)
+    rows = [twin(model, row.tolist(), segment, spec) for row in tokens_BN]
+    wanted, wanted_loss = torch.stack([logits for logits, _ in rows]), 0.3 * sum(part for _, part in rows) / 2
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-10, atol=1e-12)
+    parameters = [p for memory in memories_of(model) for p in (memory.weight_D, memory.bias)]
+    found = (torch.autograd.grad(t, parameters, retain_graph=True) for t in (loss, wanted_loss))
+    for a, b in zip(*found, strict=True):
+        assert b.abs().max() > 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert_equal_values_and_gradients(model, ours, wanted)
+
+
+def test_the_twin_where_more_are_alive_than_there_are_slots() -> None:
+    spec = {**SPEC, "length": 4, "longest": 20.0, "evict": True}
+    model, tokens_BN = language_model(spec), text(2, 19)
+    with torch.no_grad():
+        for memory in memories_of(model):  # so that it is not the last ones that stay
+            memory.weight_D.mul_(4)
+    keeps = with_most_left(4, spec)
+    wanted = torch.stack([twin(model, row.tolist(), 3, spec, keeps)[0] for row in tokens_BN])
+    assert_equal_values_and_gradients(model, joined(run(model, tokens_BN, 3)), wanted)
+    last = run(model, tokens_BN, 3)[-1].state.layers[0]
+    assert any(row != list(range(15, 19)) for row in last.positions_BMP[..., 0].tolist())
+
+
+def test_dropping_changes_nothing_and_frees_slots() -> None:
+    """Evaluation, with slots for all that could live, for those that do, and for all that ever was."""
+    tokens_BN = text(2, 60)
+    found = {}
+    for length in (12, 60):
+        model = language_model({**SPEC, "length": length}).eval()
+        found[length] = joined(run(model, tokens_BN, 4))
+        wanted = torch.stack([twin(model, row.tolist(), 4, SPEC)[0] for row in tokens_BN[:, :24]])
+        torch.testing.assert_close(found[length][:, :24], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[12], found[60], rtol=0, atol=1e-12)
+    state = run(model, tokens_BN, 4)[-1].state
+    for memory, rows in zip(memories_of(model), state.layers, strict=True):
+        left_BM = memory.spans(rows.hidden_BMD) + memory.ramp - (60 - rows.positions_BMP[..., 0])
+        assert (left_BM[rows.valid_BM] > 0).all() and rows.count_B.max() < 12
+        assert (rows.hidden_BMD[~rows.valid_BM] == 0).all()
+    few = language_model({**SPEC, "length": int(max(s.count_B.max() for s in state.layers)) + 4, "evict": True}).eval()
+    torch.testing.assert_close(joined(run(few, tokens_BN, 4)), found[12], rtol=0, atol=1e-12)
+
+
+def test_spans_of_all_time_are_transformer_xl() -> None:
+    """Values and gradients, with the same slots: of the living those with most left are the newest."""
+    tokens_BN = text(2, 23)
+    for length in (5, 23):
+        xl = language_model({"name": "transformer_xl", "length": length})
+        model = language_model({"name": "expire_span", "length": length, "longest": 1e4, "evict": True})
+        missing = model.load_state_dict(xl.state_dict(), strict=False)
+        assert len(missing.missing_keys) == 4 and not missing.unexpected_keys
+        with torch.no_grad():
+            for memory in memories_of(model):
+                memory.weight_D.zero_()
+                memory.bias.fill_(20)
+        ours, wanted = (joined(run(m, tokens_BN, 4)) for m in (model, xl))
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+        weighting = torch.randn_like(ours)
+        (ours * weighting).sum().backward()
+        (wanted * weighting).sum().backward()
+        for (name, p), (_, other) in zip(
+            ((n, p) for n, p in model.named_parameters() if ".memory." not in n), xl.named_parameters(), strict=True
+        ):
+            torch.testing.assert_close(p.grad, other.grad, rtol=1e-10, atol=1e-10, msg=name)
+        for memory in memories_of(model):
+            assert memory.weight_D.grad.abs().max() == 0 == memory.bias.grad
+
+
+def test_spans_of_no_time_are_no_memory() -> None:
+    """A ramp of one step begins behind the last token."""
+    tokens_BN = text(2, 16)
+    model = language_model({"name": "expire_span", "length": 8, "ramp": 1})
+    with torch.no_grad():
+        for memory in memories_of(model):
+            memory.weight_D.zero_()
+            memory.bias.fill_(-1000)
+    outs = run(model, tokens_BN, 4)
+    assert all(layer.count_B.max() == 0 for out in outs for layer in out.state.layers)
+    alone = torch.cat([model(segment).outputs for segment in tokens_BN.split(4, 1)], 1)
+    torch.testing.assert_close(joined(outs), alone, rtol=0, atol=1e-12)
+
+
+def reading(memory: ExpireSpan, state: Rows, first: int, tokens: int, **given: Any) -> Reading:
+    positions_BNP = torch.arange(first, first + tokens)[None, :, None].expand(len(state.count_B), -1, -1)
+    query = Query(torch.zeros(len(state.count_B), tokens, memory.width), None, positions_BNP, **given)
+    return memory.read(memory.open(state, positions_BNP[:, :1], lambda h, **_: (h[:, None], h[:, None])), query, None)
+
+
+@pytest.mark.parametrize("ramp", [1, 4, 2.5])
+def test_m_is_one_then_linear_over_the_ramp_then_zero(ramp: float) -> None:
+    memory = ExpireSpan(6, 2, 30, longest=20, ramp=ramp, initial=0.4)
+    state = empty_rows(1, 30, 6, torch.zeros(()))._replace(count_B=torch.ones(1, dtype=torch.long))
+    share_N = reading(memory, state, 1, 28).context.visible_BHNM[0, 0, :, -1]  # type: ignore[union-attr, index]
+    for age, share in enumerate(share_N.tolist(), 1):
+        wanted = 1.0 if age <= 8 else 0.0 if age >= 8 + ramp else 1 - (age - 8) / ramp
+        assert share == pytest.approx(wanted, abs=1e-5)
+    assert int(((share_N > 1e-5) & (share_N < 1 - 1e-5)).sum()) == math.ceil(ramp) - 1
+
+
+def test_a_short_ramp_is_exact_beside_a_long_span_in_half_precision() -> None:
+    memory = ExpireSpan(6, 2, 4, longest=16384, ramp=128, evict=True).bfloat16()
+    state = empty_rows(1, 4, 6, torch.zeros((), dtype=torch.bfloat16))
+    state = state._replace(count_B=torch.ones(1, dtype=torch.long))
+    share_N = reading(memory, state, 8192 + 1, 128).context.visible_BHNM[0, 0, :, -1]  # type: ignore[union-attr, index]
+    assert share_N.dtype == torch.float32
+    torch.testing.assert_close(share_N, 1 - torch.arange(1, 129) / 128, rtol=0, atol=1e-5)
+
+
+def test_spans_learn_only_where_something_stands_on_the_ramp() -> None:
+    tokens_BN = text(2, 20)
+
+    def gradients(changes: dict[str, Any], segments: int) -> list[Tensor]:
+        model = language_model({**SPEC, "length": 30, "longest": 17.3, "ramp": 2, "price": 1.0, **changes}, depth=1)
+        memory = memories_of(model)[0]
+        with torch.no_grad():
+            memory.weight_D.zero_()
+            memory.bias.zero_()  # 8.65 tokens
+        ours, loss = auxiliary(model, tokens_BN[:, : 4 * segments], 4)
+        (ours.square().sum() + loss).backward()
+        return [memory.weight_D.grad, memory.bias.grad]
+
+    assert all(float(grad.abs().max()) == 0 for grad in gradients({}, 2)), "all of it is younger than 8.65"
+    assert all(float(grad.abs().max()) > 1e-6 for grad in gradients({}, 3))
+
+
+def test_the_mean_span_has_a_price_for_every_token() -> None:
+    spec = {**SPEC, "price": 0.5, "loss": "mean"}
+    model, tokens_BN = language_model(spec, depth=1), text(2, 9)
+    _, loss = auxiliary(model, tokens_BN, 3)
+    memory = memories_of(model)[0]
+    spans = [span(memory, model.embedding.weight[token].detach(), spec) for token in tokens_BN.flatten().tolist()]
+    torch.testing.assert_close(loss, 0.5 * sum(spans) / 6, rtol=1e-12, atol=0)
+    assert run(model.eval(), tokens_BN, 3)[-1].auxiliary_loss == 0
+    assert "own_loss" not in ExpireSpan(6, 2, price=0).needs
+
+
+def test_the_loss_leaves_padding_out_and_is_the_mean_of_rows() -> None:
+    """Of a row with two tokens and padding, in front or behind, and one with four."""
+    model = language_model({**SPEC, "price": 1.0})
+    begin = run(model, text(2, 12), 4)[-1].state
+
+    def loss(tokens_BN: Tensor, padding_BN: Tensor | None, rows: slice) -> Tensor:
+        cut = type(begin)(begin.clock_B[rows], begin.model, tuple(type(s)(*(t[rows] for t in s)) for s in begin.layers))
+        return model(tokens_BN, cut, padding=padding_BN).auxiliary_loss
+
+    tokens_BN = text(2, 4, 3)
+    wanted = (loss(tokens_BN[:1, :2], None, slice(0, 1)) + loss(tokens_BN[1:], None, slice(1, 2))) / 2
+    behind = torch.tensor([[False, False, True, True], [False] * 4])
+    torch.testing.assert_close(loss(tokens_BN, behind, slice(0, 2)), wanted)
+    moved = torch.cat([tokens_BN[:1].roll(2, 1), tokens_BN[1:]])
+    torch.testing.assert_close(loss(moved, behind.roll(2, 1) & behind.any(1, keepdim=True), slice(0, 2)), wanted)
+
+
+def test_padding_is_not_kept_and_rows_drop_by_themselves() -> None:
+    """A short segment and one of padding alone: the row is what it is by itself."""
+    model = language_model(SPEC)
+    tokens_BN, other_BN = text(1, 22), text(1, 40, 1)
+    state, found, begin = None, [], 0
+    for segment, real in enumerate((4, 2, 0, 4, 4, 3, 4, 1)):
+        given = torch.zeros(1, 4, dtype=torch.long)
+        given[:, :real] = tokens_BN[:, begin : begin + real]
+        padding_BN = torch.stack([torch.arange(4) >= real, torch.zeros(4, dtype=torch.bool)])
+        out = model(torch.cat([given, other_BN[:, 4 * segment : 4 * segment + 4]]), state, padding=padding_BN)
+        state, begin = out.state, begin + real
+        found.append(out.outputs[:1, :real])
+    wanted = joined(run(model, tokens_BN, [4, 2, 4, 4, 3, 4, 1]))
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=0, atol=1e-10)
+
+
+def test_what_is_not_finite_does_not_stay() -> None:
+    """And the row beside it does not notice."""
+    model, tokens_BN = language_model(SPEC), text(2, 16)
+    wanted = joined(run(model, tokens_BN, 4))
+    state = run(model, tokens_BN[:, :8], 4)[-1].state
+    memory, rows = memories_of(model)[0], state.layers[0]
+    x_BND = torch.randn(2, 4, 12).double()
+    x_BND[0, 2] = torch.nan
+    positions_BNP = torch.arange(8, 12)[None, :, None].expand(2, -1, -1)
+    query = Query(x_BND, None, positions_BNP)
+    read = memory.read(memory.open(rows, positions_BNP[:, :1], lambda h, **_: (h[:, None], h[:, None])), query, None)
+    after, _ = memory.write(rows, Trace(x_BND, x_BND, query, read))
+    assert after.hidden_BMD.isfinite().all() and after.count_B.tolist()[1] >= after.count_B.tolist()[0]
+    assert 10 not in after.positions_BMP[0, after.valid_BM[0], 0].tolist()
+    assert wanted.isfinite().all()
+
+
+def test_noise_cuts_spans_in_training_alone_and_drops_nothing() -> None:
+    spec = {**SPEC, "noisy": True, "price": 0.0}
+    model, tokens_BN = language_model(spec), text(2, 17)
+    quiet = language_model({**spec, "noisy": False})
+    kept: dict[str, Any] = {}
+    for mode in (True, False):
+        outs, wanted = run(model.train(mode), tokens_BN, 4), run(quiet.train(mode), tokens_BN, 4)
+        assert torch.equal(joined(outs), joined(wanted)) is not mode
+        kept[str(mode)] = (outs[-1].state.layers[0].positions_BMP, wanted[-1].state.layers[0].positions_BMP)
+    assert torch.equal(*kept["True"]), "of the first layer, whose inputs are the tokens"
+    memory = ExpireSpan(6, 2, 30, longest=20, ramp=2, initial=0.9, noisy=True)
+    state = empty_rows(1, 30, 6, torch.zeros(()))._replace(count_B=torch.ones(1, dtype=torch.long))
+    torch.manual_seed(0)
+    ends = [int((reading(memory, state, 1, 28).context.visible_BHNM > 0).sum(2)[..., -1]) for _ in range(300)]  # type: ignore[union-attr, operator]
+    assert min(ends) <= 2 and max(ends) == 19 and 8 < sum(ends) / 300 < 13
+
+
+def test_shares_and_who_sees_whom() -> None:
+    share = torch.tensor([[[[1.0, 0.25, 0.0]]]], requires_grad=True)
+    logits = logits_of(share)
+    assert logits.tolist()[0][0][0] == [0.0, pytest.approx(math.log(0.25)), -math.inf]
+    (logits.exp() * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert share.grad is not None and share.grad[0, 0, 0].tolist() == [1.0, 2.0, 0.0]
+    assert logits_of(torch.tensor([True, False])).tolist() == [0.0, -math.inf]
+
+
+def test_beside_another_memory_that_says_nothing_of_who_sees_whom() -> None:
+    """One softmax over both, of which the other is seen whole."""
+    tokens_BN = text(2, 18)
+    beside: dict[str, Any] = {"name": "transformer_xl", "length": 3}
+    for memory in ([beside, SPEC], [SPEC, beside]):
+        model = language_model(memory)
+        with torch.no_grad():
+            for block in model.stack.blocks:
+                own = next(m for m in block.attention.memory.members if isinstance(m, ExpireSpan))  # type: ignore[union-attr]
+                own.weight_D.zero_()
+                own.bias.fill_(-1000)
+                own.ramp = 1
+        window = language_model(beside)
+        names = window.state_dict().keys()
+        window.load_state_dict({name: t for name, t in model.state_dict().items() if name in names})
+        torch.testing.assert_close(
+            joined(run(model, tokens_BN, 4)), joined(run(window, tokens_BN, 4)), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("memory", [SPEC, [{"name": "transformer_xl", "length": 3}, SPEC]], ids=["alone", "beside"])
+@torch.no_grad()
+def test_token_by_token_it_is_the_text_read_by_segments(memory: Any, beams: int) -> None:
+    """Tokens of an open segment fade slots out as those of a whole one do, whichever continuation they belong to."""
+    model = language_model(memory).eval()
+    prompt_BN = text(2, 13)
+    options: dict[str, Any] = {"beams": beams} if beams > 1 else {"temperature": 0}
+    found = generate(model, prompt_BN, tokens=27, segment_length=5, **options)  # beams change places by then
+    whole = torch.cat([prompt_BN, found.tokens], 1)
+    scores = joined(run(model, whole, 5))[:, 12:-1].log_softmax(-1).gather(-1, found.tokens[..., None]).sum((1, 2))
+    torch.testing.assert_close(found.scores, scores, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length=0 must be at least 1 slot"),
+        (
+            {"length": 8, "longest": 16, "ramp": 4},
+            r"alive, more than the length=8 .*length=19, longest=5, or evict=True",
+        ),
+        ({"ramp": 0}, "ramp=0 must be above 0"),
+        ({"ramp": -1.5}, "ramp=-1.5 must be above 0"),
+        ({"ramp": math.nan}, "ramp=nan must be above 0"),
+        ({"length": 4, "ramp": 5}, "ramp=5 alone is longer than the store of length=4"),
+        ({"longest": 0}, "longest=0 must be a number of tokens above 0"),
+        ({"initial": 0.0}, r"initial=0.0 must lie between 0 and 1"),
+        ({"initial": 1.0}, r"initial=1.0 must lie between 0 and 1"),
+        ({"divisor": 0.0}, "divisor=0.0 must be above 0"),
+        ({"price": -1.0}, "price=-1.0 must be at least 0"),
+        ({"loss": "sum"}, "loss='sum' must be one of ramp, mean"),
+        ({"relative": False, "clamp": 3}, "clamp=3 limits relative distances"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpireSpan(12, 2, **options)
+
+
+def test_what_is_promised_has_just_room() -> None:
+    """The oldest that may live is the last that a slot is there for."""
+    for length, longest, ramp in ((8, 5, 4), (8, 5.5, 3.5), (3, 2, 2), (1, 1, 1)):
+        memory = ExpireSpan(6, 2, length, longest=longest, ramp=ramp)
+        assert (length >= longest + ramp - 1) and (memory.ramp, memory.longest) == (ramp, longest)
+        with pytest.raises(ValueError, match="evict=True"):
+            ExpireSpan(6, 2, length, longest=longest + 0.01 + (length - (longest + ramp - 1)), ramp=ramp)
+    for length in range(1, 40):
+        memory = ExpireSpan(6, 2, length)
+        assert memory.longest == length + 1 - memory.ramp > 0
+
+
+def test_a_core_without_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory ExpireSpan needs bias"):
+        language_model({**SPEC, "relative": False}, attention="linear")
+
+
+# ---- decoders of transformers
+
+
+def small(family: Any, kind: str, **options: Any) -> Any:
+    model = family.build()
+    model.set_attn_implementation(kind)
+    if options:
+        add_memory(model, {"name": "expire_span", "price": 0, **options}, segment_length=4)
+    return model
+
+
+DECODERS = [decoder("llama", "Llama", **GROUPED), decoder("phi3", "fused", **GROUPED), decoder("bloom", "alibi")]
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
+@torch.no_grad()
+def test_in_a_decoder_spans_of_all_time_are_the_host(family: Any, kind: str) -> None:
+    plain, ids = small(family, kind), words(tokens=14)
+    model = small(family, kind, length=32, longest=1e6, initial=0.999, evict=True)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    assert torch.equal(model.generate(ids, num_beams=2, **options), plain.generate(ids, num_beams=2, **options))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", DECODERS, ids=lambda family: family.name)
+def test_in_a_decoder_slots_fade_out_and_spans_learn(family: Any, kind: str) -> None:
+    """Token by token as by segments; and what is on the ramp has a say, and a gradient."""
+    model, ids = small(family, kind, length=8, ramp=4).eval(), words(tokens=19)
+    out = model(ids).logits
+    sharp = small(family, kind, length=8, ramp=1, longest=8 - 3.5).eval()
+    assert (out - sharp(ids).logits).abs().max() > 1e-5
+    with torch.no_grad():
+        state, found = model(ids[:, :14]), []
+        for place in range(14, 19):
+            state = model(ids[:, place : place + 1], past_key_values=state.past_key_values, use_cache=True)
+            found.append(state.logits)
+    torch.testing.assert_close(torch.cat(found, 1), out[:, 14:], rtol=0, atol=1e-5)
+    out.square().sum().backward()
+    names = [name for name, p in model.named_parameters() if "bias" in name and p.ndim == 0]
+    assert names and all(float(dict(model.named_parameters())[name].grad.abs()) > 0 for name in names)
