@@ -35,6 +35,7 @@ from contract.costs import (
     side,
     titans,
     titans_context,
+    ttt,
     window,
 )
 from contract.reasons import DROPPED, FEEDBACK, LEARNED, NOTHING, READS_ITS_OWN, SHARED, UNREAD
@@ -352,6 +353,19 @@ CONTRACTS: dict[str, Contract] = {
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
         exempt={"empty": LEARNED},
         cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
+    ),
+    "ttt": Contract(
+        options={"mini_batch": 3},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) * (d // 2 + 1)) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"mini_batch": 3}, lambda: LAYERS * ttt(3)),
+    ),
+    "ttt/mlp": Contract(
+        options={"model": "mlp", "rotary": False, "limit": 1.0},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) * (8 * (d // 2) + 5)) + 8,
+        model={"positions": "relative"},
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"model": "mlp"}, lambda: LAYERS * ttt(16, mlp=True)),
     ),
     "memformer": Contract(
         options={"length": 3},

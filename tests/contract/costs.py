@@ -74,6 +74,15 @@ def titans_context(chunk: int, persistent: int = 0) -> float:
     return read + 2 * D * D * slots / N + 2 * slots * D + learned
 
 
+def ttt(mini_batch: int, mlp: bool = False) -> float:
+    """Projections and rates; and, of the places of all mini-batches that N tokens can touch, errors, reading, learning."""
+    key, size = D // H, min(mini_batch, N)
+    numbers = key * (8 * key + 5) if mlp else key * (key + 1)
+    place = 4 * numbers + (4 * key**2 + size * (10 * key + 2) if mlp else size * (2 * key + 1))
+    places = size * ((N + mini_batch - 2) // mini_batch + 1)
+    return 3 * D * D + D * H + H * place * places / N
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk

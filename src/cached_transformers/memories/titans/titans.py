@@ -33,13 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.fast_weights import Learned, behind, refuse_narrow, wide, written
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, wide
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
 
 PLACES = ("gate", "context")
 MIXES = ("product", "sum")
@@ -185,11 +186,8 @@ class Titans(LayerMemory):
             self.register_buffer("open_gate", torch.tensor(True))
 
     def init_state(self, batch_size: int, like: Tensor) -> TitansState:
-        weights_BGP = like.new_zeros(
-            batch_size, self.nets, self.memory.size, dtype=torch.promote_types(like.dtype, torch.float32)
-        )
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return TitansState(weights_BGP, weights_BGP.clone(), tokens_B)
+        return TitansState(*self.memory.empty(batch_size, like), tokens_B)
 
     def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         learned = self._learned(opened)
@@ -223,14 +221,8 @@ class Titans(LayerMemory):
         if self.place == "context":
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
             _, after = self._learn(self._learned(state), y_BND, padding_BN, read=False)
-        written_B = (
-            torch.full_like(state.tokens_B, trace.x_BND.shape[1]) if padding_BN is None else (~padding_BN).sum(1)
-        )
-        kept_B11 = (written_B == 0)[:, None, None]
-        weights_BGP, momentum_BGP = (
-            torch.where(kept_B11, old, new.to(old.dtype)) for old, new in zip(state, after, strict=False)
-        )
-        return TitansState(weights_BGP, momentum_BGP, state.tokens_B + written_B), None
+        written_B = written(padding_BN, trace.x_BND)
+        return TitansState(*behind(state[:2], after, written_B), state.tokens_B + written_B), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -240,11 +232,7 @@ class Titans(LayerMemory):
                 self.open_gate.fill_(False)
 
     def _learned(self, state: TitansState) -> Learned:
-        if torch.finfo(state.weights_BGP.dtype).bits < 32:
-            raise ValueError(
-                f"a state of {state.weights_BGP.dtype} loses the small steps by which the nets of Titans learn; keep "
-                "it in float32, as init_state makes it for every model"
-            )
+        refuse_narrow(state.weights_BGP, "the nets of Titans")
         return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
 
     def _nets(self, t_BND: Tensor) -> Tensor:
@@ -256,7 +244,7 @@ class Titans(LayerMemory):
     def _asked(self, learned: Learned, x_BND: Tensor) -> Tensor:
         """(B, N, D): what the nets give for the queries of these tokens."""
         with torch.autocast(x_BND.device.type, enabled=False):
-            return self.memory.read(learned, self._queries(x_BND)).transpose(1, 2).flatten(2)
+            return self.memory.read(learned.weights_BGP, self._queries(x_BND)).transpose(1, 2).flatten(2)
 
     def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
         logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
