@@ -30,6 +30,7 @@ from contract.costs import (
     crtn_by_token,
     crtn_bytes,
     infinity_former,
+    lact,
     layer,
     own_positions,
     side,
@@ -366,6 +367,23 @@ CONTRACTS: dict[str, Contract] = {
         model={"positions": "relative"},
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"model": "mlp"}, lambda: LAYERS * ttt(16, mlp=True)),
+    ),
+    "lact": Contract(
+        bytes_per_row=lambda d: 12 * d * (d // 4) + 8,
+        cost=Cost({}, lambda: LAYERS * lact(4)),
+    ),
+    "lact/sum": Contract(
+        options={"nets": 2, "expansion": 2, "momentum": True, "keep": "sum", "rate": 0.1},
+        bytes_per_row=lambda d: 2 * 12 * d * d + 8,
+        model={"positions": "relative"},
+        cost=Cost({"nets": 2, "expansion": 2, "momentum": True}, lambda: LAYERS * lact(2, 2, momentum=True)),
+    ),
+    # Muon makes 500 times of a rounding, so that it is held to the rules in float64, in tests/memories/test_lact.py.
+    "lact/apply": Contract(
+        options={"nets": 1, "first": "apply", "rate": 0.1},
+        bytes_per_row=lambda d: 12 * d * d + 8,
+        exempt={"empty": LEARNED},
+        cost=Cost({"nets": 1, "expansion": 3, "muon": True}, lambda: LAYERS * lact(1, 3, muon=True)),
     ),
     "memformer": Contract(
         options={"length": 3},

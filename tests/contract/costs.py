@@ -83,6 +83,14 @@ def ttt(mini_batch: int, mlp: bool = False) -> float:
     return 3 * D * D + D * H + H * place * places / N
 
 
+def lact(nets: int, expansion: int = 1, muon: bool = False, momentum: bool = False) -> float:
+    """Reading and its scale, writing and its rates, the share of momentum; and the steps of Newton-Schulz."""
+    key = D // nets
+    inner = expansion * key
+    steps = 15 * nets * (2 * key**2 * inner + key**3) / N if muon else 0
+    return 9 * D * inner + (5 if momentum else 4) * D * nets + steps
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk

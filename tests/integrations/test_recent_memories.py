@@ -1,4 +1,4 @@
-"""Infini-attention, Titans and StreamingLLM in decoders of transformers: trained, generated with, saved and loaded."""
+"""Infini-attention, Titans, TTT, LaCT and StreamingLLM in decoders of transformers: trained, generated with, saved and loaded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "titans/gpt2": (GPT2, {"name": "titans", "chunk": 4, "mix": "sum"}),
     "titans/llama": (LLAMA, {"name": "titans", "chunk": 4}),
     "titans/context": (LLAMA, {"name": "titans", "chunk": 4, "place": "context", "persistent": 2}),
+    "ttt/gpt2": (GPT2, {"name": "ttt", "mini_batch": 4, "model": "mlp"}),
+    "ttt/llama": (LLAMA, {"name": "ttt", "mini_batch": 3}),
+    "lact/gpt2": (GPT2, {"name": "lact", "rate": 0.1}),
+    "lact/llama": (LLAMA, {"name": "lact", "nets": 2, "muon": True, "momentum": True}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
 }
 

@@ -107,9 +107,7 @@ class SlowTTT(LayerMemory):
                 begin = inner.initial_GP[head], torch.zeros_like(inner.initial_GP[head])
                 if seen:
                     begin = opened.weights_BGP[row, head], opened.sums_BGP[row, head]
-                tokens = [
-                    self._token(x_BND[row, t], head, (seen + i) % inner.mini_batch) for i, t in enumerate(there)
-                ]
+                tokens = [self._token(x_BND[row, t], head, (seen + i) % inner.mini_batch) for i, t in enumerate(there)]
                 out, *after = slow_learn(inner, head, *begin, seen, tokens)
                 by_head.append([q + normed(f, inner, head) for f, (q, *_) in zip(out, tokens, strict=True)])
                 learned.append(after)

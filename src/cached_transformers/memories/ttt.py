@@ -71,7 +71,9 @@ class InnerModel(FastWeights):
     Args: as those of `TTT`. Everything that it is given is in float32 or wider.
     """
 
-    def __init__(self, heads: int, width: int, *, model: Literal["linear", "mlp"], mini_batch: int, limit: float | None):
+    def __init__(
+        self, heads: int, width: int, *, model: Literal["linear", "mlp"], mini_batch: int, limit: float | None
+    ):
         between = [EXPANSION * width] if model == "mlp" else []
         shapes = list(pairwise([width, *between, width]))
         first = [F.pad(0.02 * torch.randn(heads, i, o), (0, 0, 0, 1)).flatten(1) for i, o in shapes]
@@ -227,7 +229,9 @@ class TTT(LayerMemory):
         if limit is not None and not 0 < limit < math.inf:
             raise ValueError(f"limit={limit} must be above 0 and finite; None for no limit")
         if rotary and size % 2:
-            raise ValueError(f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False")
+            raise ValueError(
+                f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False"
+            )
         self.heads, self.rate = heads, rate / size
         self.inner = InnerModel(heads, size, model=model, mini_batch=mini_batch, limit=limit)
         self.positions = RotaryPositions(size) if rotary else None

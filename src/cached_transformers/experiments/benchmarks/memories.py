@@ -49,7 +49,7 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
     "transformer_xl": lambda s: {"length": s.memory, "relative": False},
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
-ACROSS = frozenset({"armt", "grc_stream", "infini", "memformer", "read_twice", "rmt", "titans"})
+ACROSS = frozenset({"armt", "grc_stream", "infini", "lact", "memformer", "read_twice", "rmt", "titans", "ttt"})
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 
 
