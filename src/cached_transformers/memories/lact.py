@@ -220,13 +220,15 @@ class LaCT(LayerMemory):
         assert k_BHNE is not None and v_BHNE is not None
         written_B = written(padding_BN, x_BND)
         x_BND = _shown(x_BND, padding_BN)
-        rates_BN = F.softplus(wide(self.rates(x_BND)))
+        logits = wide(self.rates(x_BND))
+        # softplus: that of torch has a gradient of other strides than its compiled trace takes it to have
+        rates_BNG = torch.logaddexp(logits, torch.zeros_like(logits))
         keeping_BNG = None if self.keeping is None else wide(self.keeping(x_BND)).sigmoid()
         with torch.autocast(x_BND.device.type, enabled=False):
             nets, initial = self.open(state, None, None).weights, self._initial(state)
             k_BGNK = self._asking(k_BHNE, 1, padding_BN)
             v_BGNV = F.silu(self._nets(_shown(v_BHNE, padding_BN).transpose(1, 2).flatten(2)))
-            rates = _shown(rates_BN, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
+            rates = _shown(rates_BNG, padding_BN).mT.unflatten(1, (3, self.nets))[..., None].unbind(1)
             steps, momentum = descent(nets, k_BGNK, v_BGNV, rates), state.momentum
             if keeping_BNG is not None:
                 m_BG = _shown(keeping_BNG, padding_BN).sum(1) / written_B.clamp(min=1)[:, None]
