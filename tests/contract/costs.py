@@ -75,7 +75,7 @@ def titans_context(chunk: int, persistent: int = 0) -> float:
 
 
 def ttt(mini_batch: int, mlp: bool = False) -> float:
-    """Projections and rates; and, of the places of all mini-batches that N tokens can touch, errors, reading, learning."""
+    """Projections and rates; errors, reading and learning of all places of mini-batches that N tokens can touch."""
     key, size = D // H, min(mini_batch, N)
     numbers = key * (8 * key + 5) if mlp else key * (key + 1)
     place = 4 * numbers + (4 * key**2 + size * (10 * key + 2) if mlp else size * (2 * key + 1))

@@ -1,4 +1,4 @@
-"""Infini-attention, Titans, TTT, LaCT and StreamingLLM in decoders of transformers: trained, generated with, saved and loaded."""
+"""Infini-attention, Titans, TTT, LaCT, StreamingLLM in decoders of transformers: trained, generated with, saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LaCT against a twin of loops over rows, nets and tokens, golden values of the released function, its limits, stability.
+"""LaCT against a twin of loops, golden values of the released function, its limits, stability.
 
 Legend: B rows, G nets, N tokens, H heads, E head width, D model width.
 """

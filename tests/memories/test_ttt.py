@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from memories.learning import LATCH, accuracy, trained
-from memories.ttt_twin import SlowTTT, normed
+from memories.ttt_twin import SlowTTT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ from cached_transformers.attentions.parts.scan import causal_scan
 from cached_transformers.memories.parts import fast_weights
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
-from cached_transformers.seam.memory import Query, Reading, Trace
+from cached_transformers.seam.memory import Query, Trace
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
@@ -441,7 +441,7 @@ def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
 
 
 def hard(tokens: int, seed: int) -> Tensor:
-    """Streams (5, N, D): three tokens again and again, and new ones; each also a thousand times as large; and in turns."""
+    """Streams (5, N, D): three tokens again and again, new ones; both a thousand times as large; and in turns."""
     generator = torch.Generator().manual_seed(seed)
     new_ND = torch.randn(tokens, WIDTH, generator=generator)
     few_ND = new_ND[:3].repeat(-(-tokens // 3), 1)[:tokens]

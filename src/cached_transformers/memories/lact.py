@@ -132,8 +132,8 @@ class LaCT(LayerMemory):
     Args:
         width: D. heads: H.
         nets: G; of 4, 2 and 1 the most that divides the width when None. expansion: F over K.
-        muon: Newton-Schulz of every step, which makes some 500 times of a rounding error. momentum: carry P from segment
-            to segment.
+        muon: Newton-Schulz of every step, which makes some 500 times of a rounding error.
+        momentum: carry P from segment to segment.
         keep: "rows", weights with rows of their initial length, or "sum", the weights without, which get it when read.
         rate: lr at first; without `muon`, the size of the steps.
         first: what a row without a past reads: nothing ("bypass"), or the initial weights ("apply"), as in the paper.

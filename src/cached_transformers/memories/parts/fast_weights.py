@@ -1,8 +1,8 @@
-"""Nets of each row that learn by gradient descent while they read, a chunk of tokens at a time: what Titans and TTT share.
+"""Nets of each row that learn by gradient descent while they read, chunk by chunk: what Titans and TTT share.
 
-All gradients of a chunk are taken at the weights W_0 with which it begins, in closed form: for each matrix that of token
-j is x_j e_j^T, of the token's input x_j to it and the error e_j that comes back to it. A rule of learning is then known
-by its coefficients, of the chunk's tokens and of what it begins with; no token needs a matrix of its own:
+All gradients of a chunk are taken at the weights W_0 with which it begins, in closed form: for each matrix, that of
+token j is x_j e_j^T, of the token's input x_j to it and the error e_j that comes back to it. A rule of learning is then
+known by its coefficients, of the chunk's tokens and of what it begins with; no token needs a matrix of its own:
 
     W_i = b_i W_0 + f_i S_0 - sum_j G_ij x_j e_j^T
     q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
@@ -64,10 +64,10 @@ def written(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
     return (~padding_BN).sum(1)
 
 
-def behind(old: Iterable[Tensor], new: Iterable[Tensor], written_B: Tensor) -> tuple[Tensor, ...]:
-    """(B, G, P) each, what rows have learned; those of which nothing was written keep what they had."""
+def behind(old: Iterable[Tensor], new: Iterable[Tensor], written_B: Tensor) -> Learned:
+    """What rows have learned; those of which nothing was written keep what they had, to the last bit."""
     kept_B11 = (written_B == 0)[:, None, None]
-    return tuple(torch.where(kept_B11, a, b.to(a.dtype)) for a, b in zip(old, new, strict=True))
+    return Learned(*(torch.where(kept_B11, a, b.to(a.dtype)) for a, b in zip(old, new, strict=True)))
 
 
 def activate(z: Tensor, kind: Activation) -> Tensor:
