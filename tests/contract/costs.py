@@ -84,6 +84,23 @@ def caching(ask: float) -> float:
     return D * D + K * (D + ask)
 
 
+def ttt(mini_batch: int, mlp: bool = False) -> float:
+    """Projections and rates; errors, reading and learning of all places of mini-batches that N tokens can touch."""
+    key, size = D // H, min(mini_batch, N)
+    numbers = key * (8 * key + 5) if mlp else key * (key + 1)
+    place = 4 * numbers + (4 * key**2 + size * (10 * key + 2) if mlp else size * (2 * key + 1))
+    places = size * ((N + mini_batch - 2) // mini_batch + 1)
+    return 3 * D * D + D * H + H * place * places / N
+
+
+def lact(nets: int, expansion: int = 1, muon: bool = False, momentum: bool = False) -> float:
+    """Reading and its scale, writing and its rates, the share of momentum; and the steps of Newton-Schulz."""
+    key = D // nets
+    inner = expansion * key
+    steps = 15 * nets * (2 * key**2 * inner + key**3) / N if muon else 0
+    return 9 * D * inner + (5 if momentum else 4) * D * nets + steps
+
+
 def infinity_former(chunk: int = 4, basis: int = 12, samples: int = 10) -> float:
     signal = D * D + 2 * basis * D + 2 * H * basis + 2 * basis * D * D / N
     refits = 2 * (samples + chunk) * basis * D / chunk

@@ -25,6 +25,10 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "block_recurrent/llama": (LLAMA, {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"}),
     "memory_caching/gpt2": (GPT2, {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2}),
     "memory_caching/llama": (LLAMA, {"name": "memory_caching", "slots": 3, "start": "restart"}),
+    "ttt/gpt2": (GPT2, {"name": "ttt", "mini_batch": 4, "model": "mlp"}),
+    "ttt/llama": (LLAMA, {"name": "ttt", "mini_batch": 3}),
+    "lact/gpt2": (GPT2, {"name": "lact", "rate": 0.1}),
+    "lact/llama": (LLAMA, {"name": "lact", "nets": 2, "muon": True, "momentum": True}),
     "streaming_llm/llama": (LLAMA, {"name": "streaming_llm", "length": 6, "sinks": 2}),
     "expire_span/llama": (LLAMA, {"name": "expire_span", "length": 12, "ramp": 6, "price": 0}),
 }

@@ -178,7 +178,7 @@ def test_without_steps_and_forgetting_it_is_a_net_that_stays(layers: int) -> Non
 def test_who_forgets_all_knows_the_last_surprise() -> None:
     memory, inputs = build(chunk=1), given()
     _, behind = learn(memory, linear(inputs, 0.7, 1, 0.5))
-    torch.testing.assert_close(behind.weights_BGP, behind.momentum_BGP, rtol=0, atol=0)
+    torch.testing.assert_close(behind.weights_BGP, behind.sums_BGP, rtol=0, atol=0)
     # Without momentum, either: minus the last gradient, at the weights before it.
     _out, behind = learn(memory, linear(inputs, 0.7, 1, 0))
     before = learn(memory, linear([t[:, :, :-1] for t in inputs], 0.7, 1, 0))[1].weights_BGP
@@ -191,7 +191,7 @@ def test_who_forgets_all_knows_the_last_surprise() -> None:
 def test_tokens_that_are_not_there_move_nothing_though_momentum_is_high(layers: int) -> None:
     memory, inputs = build(layers=layers), given()
     _, learned = learn(memory, inputs)
-    assert learned.momentum_BGP.abs().max() > 0.01
+    assert learned.sums_BGP.abs().max() > 0.01
     gates = Gates(*(plain(0.0) for _ in range(4)))
     _, behind = memory(learned, None, inputs[1], inputs[2], gates)
     for a, b in zip(behind, learned, strict=True):
@@ -225,7 +225,7 @@ def test_products_and_scans_are_their_loops() -> None:
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:
     inputs = given(1)
     inputs[2] = inputs[2] * 1e6
-    steps = [learn(build(loss=loss), linear(inputs, 0.5, 0, 0))[1].momentum_BGP.abs().max() for loss in ("l2", "huber")]
+    steps = [learn(build(loss=loss), linear(inputs, 0.5, 0, 0))[1].sums_BGP.abs().max() for loss in ("l2", "huber")]
     assert steps[0] > 1e5 and steps[1] < 0.5 * K**0.5 + 1e-9
     small = given(1)
     small[2] = small[2] * 0.01

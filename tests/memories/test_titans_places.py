@@ -138,7 +138,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
     later = memory.answer(memory.snapshot(a), memory.ask(Query(x_BND[:, 6:])))
     torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
     after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
-    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.momentum_BGP, a.momentum_BGP)
+    assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.momentum_BGP)
 
 
 @pytest.mark.parametrize("options", PLACED, ids=str)

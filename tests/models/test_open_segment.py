@@ -43,6 +43,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "grc_stream": [{"length": 5}, {"length": 5, "ratio": 1.0}],
     "memorizing": [{"length": 9, "k": 4}, {"length": 9, "k": 4, "joint": True}],
     "infini": [{}, {"update": "exact", "first": "gated"}],
+    "lact": [{"rate": 0.1}, {"muon": True, "momentum": True, "keep": "sum", "first": "apply"}],
     "rmt": [{"length": 3}, {"length": 3, "mask": "causal"}, {"length": 3, "cache": 5}],
     "memory_transformer": [{"length": 3}, {"length": 3, "control": True, "cache": 4}],
     "memformer": [{"length": 4}],

@@ -55,7 +55,10 @@ OPTIONS: dict[str, Callable[[Sizes], dict[str, Any]]] = {
 }
 """Sizes of the memories that have a say in it; others keep their defaults."""
 ACROSS = frozenset(
-    {"armt", "block_recurrent", "grc_stream", "infini", "memformer", "memory_caching", "read_twice", "rmt", "titans"}
+    {
+        *("armt", "block_recurrent", "grc_stream", "infini", "lact", "memformer", "memory_caching", "read_twice"),
+        *("rmt", "titans", "ttt"),
+    }
 )
 """Memories through whose state the gradient flows; the others are cut after every segment, as they cut themselves."""
 

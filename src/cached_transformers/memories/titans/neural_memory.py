@@ -6,14 +6,12 @@
 
     l = |M(k) - v|^2 / 2;   M(x) = f(... f(x W_1) ...) W_L, each net with weights of its own, L layers
 
-The gradient is taken at the weights with which a chunk of C tokens begins, in closed form: for each matrix it is
-x_j e_j^T of the token's input x_j to it and the error e_j that comes back to it. So both recurrences are linear in what
-a chunk began with, and no token needs a matrix of its own:
+The gradient is taken at the weights with which a chunk of C tokens begins, x_j e_j^T for each matrix. So both
+recurrences are linear in what a chunk began with (`parts/fast_weights.py`):
 
     M_i = b_i M_0 + f_i S_0 - sum_j G_ij x_j e_j^T,           S_i = m_i S_0 - sum_j n_ij x_j e_j^T
     A = products of 1 - alpha,  N = products of eta,          P_ij = p_(j+1) ... p_i, the inverse of 1 - subdiagonal(p)
     n_ij = N_ij theta_j,  G = A n,  m_i = N_i1 eta_1,  f = A m,  b_i = A_i1 (1 - alpha_1)
-    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
 
 Nothing divides by a gate, so that eta = 0, theta = 0 and alpha = 1 are what they say. A token that is not there
 (padding, what fills up a chunk) has theta = alpha = 1 - eta = 0, and adds no S to M either: eta = 1 alone would let
@@ -25,16 +23,15 @@ numbers of a net; `...` any leading dimensions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from itertools import pairwise, repeat
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from cached_transformers.memories.parts.recurrent import mix, wide
+from cached_transformers.memories.parts.fast_weights import FastWeights, Learned, Reading, Soup, Step
+from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = ("gelu", "silu")
@@ -52,25 +49,6 @@ class Gates(NamedTuple):
     alpha_BGN: Tensor
     damping_BGN: Tensor
     there_BGN: Tensor
-
-
-class Learned(NamedTuple):
-    """What the nets of each row have learned: weights and momentum, all matrices of a net behind each other."""
-
-    weights_BGP: Tensor
-    momentum_BGP: Tensor
-
-
-class Soup(NamedTuple):
-    """Other nets, which each token mixes with the learned one, number by number, and reads: matrices (B, S, G, I, O) of
-    each layer, and weights of the mix (B, G, N, S + 1), that of the learned net last."""
-
-    matrices: list[Tensor]
-    weights: Tensor
-
-    def among(self, layer: int, x: Tensor, own: Tensor) -> Tensor:
-        """What the mixed matrix gives for x, of which that of the learned net gives `own`."""
-        return mix(x[:, None] @ self.matrices[layer], own, self.weights)
 
 
 def chunks(t: Tensor, size: int) -> Tensor:
@@ -109,19 +87,7 @@ def scan_of(gates: Gates) -> Scan:
     return Scan((A[..., 0] * kept[..., :1])[..., None], f, G, m[..., None], n)
 
 
-def activate(z: Tensor, kind: Activation) -> Tensor:
-    return F.gelu(z) if kind == "gelu" else F.silu(z)
-
-
-def slope(z: Tensor, kind: Activation) -> Tensor:
-    """Derivative of the activation, of operations that have one themselves."""
-    if kind == "silu":
-        s = z.sigmoid()
-        return s * (1 + z * (1 - s))
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
-
-
-class NeuralMemory(nn.Module):
+class NeuralMemory(FastWeights):
     """G nets for each row, which learn to give values for keys.
 
     Args:
@@ -155,62 +121,24 @@ class NeuralMemory(nn.Module):
         bound: float = 1.0,
         limit: float = 10.0,
     ) -> None:
-        super().__init__()
-        inner = [expansion * width] * (layers - 1)
-        self.shapes = list(pairwise([width, *inner, width]))
-        self.chunk, self.activation, self.loss, self.bound, self.limit = chunk, activation, loss, bound, limit
-        first = [torch.randn(nets, i, o) / i**0.5 for i, o in self.shapes[:-1]]
-        first.append(torch.zeros(nets, *self.shapes[-1]))
-        self.initial_GP = nn.Parameter(torch.cat([t.flatten(1) for t in first], 1))
+        shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
+        first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
+        first.append(torch.zeros(nets, *shapes[-1]))
+        super().__init__(shapes, torch.cat([t.flatten(1) for t in first], 1), activation=activation, limit=limit)
+        self.chunk, self.loss, self.bound = chunk, loss, bound
 
-    @property
-    def size(self) -> int:
-        """P."""
-        return self.initial_GP.shape[1]
-
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
-        parts = flat.split([i * o for i, o in self.shapes], -1)
-        return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def start(self, learned: Learned, empty_B: Tensor) -> Learned:
-        """What a segment begins with: what rows have learned; the initial weights where that is nothing."""
-        empty_B11 = empty_B[:, None, None]
-        initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
-        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
-        return Learned(
-            torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.momentum_BGP)
-        )
-
-    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
-        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
-        for layer, matrix in enumerate(self.matrices(weights)):
-            x = activate(q, self.activation) if layer else q
-            q = x @ matrix
-            if soup is not None:
-                q = soup.among(layer, x, q)
-        return q
-
-    def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
-        inputs, sums = [k], []
-        for matrix in weights[:-1]:
-            sums.append(inputs[-1] @ matrix)
-            inputs.append(activate(sums[-1], self.activation))
-        error = inputs[-1] @ weights[-1] - v
+    def error(self, given: Tensor, wanted: Tensor) -> Tensor:
+        error = given - wanted
         if self.loss == "huber":
-            bound = self.bound * v.shape[-1] ** 0.5
+            bound = self.bound * wanted.shape[-1] ** 0.5
             error = error * bound * error.square().sum(-1, keepdim=True).clamp(min=bound**2).rsqrt()
-        errors = [error]
-        for matrix, z in zip(reversed(weights[1:]), reversed(sums), strict=True):
-            errors.insert(0, errors[0] @ matrix.mT * slope(z, self.activation))
-        return inputs, errors
+        return error
 
-    def limited(self, t: Tensor) -> Tensor:
-        """Matrices (..., I, O) with a root mean square of at most `limit`."""
-        top = self.limit**2
-        share = (t.square().mean((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
-        return t * share  # of 1 leaves all as it is
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+        """By the last rows b, f, m, G and n of the chunk's scan."""
+        (b, f, m, G, n), (W, S, given, error) = end, step
+        to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
+        return b * W + f * S - to_weights, m * S - to_momentum
 
     def forward(
         self,
@@ -235,52 +163,8 @@ class NeuralMemory(nn.Module):
         with torch.autocast(k_BGNK.device.type, enabled=False):
             scan = scan_of(Gates(*(chunks(wide(t), size) for t in gates)))
             k, v = (chunks(wide(t), size) for t in (k_BGNK, v_BGNV))
-            ends = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
-            # Unbound, not indexed: the gradient of an index is as long as the sequence.
-            writes = zip(*(t.unbind(2) for t in (k, v, *ends)), strict=True)
-            reads: Iterable[tuple[Tensor, ...]] = repeat(())
-            if q_BGNK is not None:
-                q = chunks(wide(q_BGNK), size)
-                near = (q @ k.mT) * scan.G
-                mixes = () if soup is None else (chunks(soup.weights, size),)
-                reads = zip(*(t.unbind(2) for t in (q, near, scan.b, scan.f, scan.G, *mixes)), strict=True)
-            weights, momentum = (self.matrices(wide(t)) for t in learned)
-            outputs = []
-            for (key, value, *end), asked in zip(writes, reads, strict=False):
-                weights = [self.limited(t) for t in weights]
-                inputs, errors = self.surprise(weights, key, value)
-                steps = list(zip(weights, momentum, inputs, errors, strict=True))
-                if asked:
-                    soup_now = None if soup is None else Soup(soup.matrices, asked[5])
-                    outputs.append(self._read_within(asked[:5], steps, soup_now))
-                moved = [_behind(end, step) for step in steps]
-                weights, momentum = ([pair[part] for pair in moved] for part in (0, 1))
-            behind = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, momentum)))
-            return (torch.stack(outputs, 2).flatten(2, 3)[:, :, :tokens] if outputs else None), behind
-
-    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
-        """What the nets give for queries (..., C, K) of a chunk, each with what its token and those before it wrote.
-
-        Args:
-            asked: queries; G_ij (q_i . k_j); b, f and G of the scan.
-        """
-        q, near, b, f, G = asked
-        for layer, (W, S, given, error) in enumerate(steps):
-            x = activate(q, self.activation) if layer else q
-            if layer:
-                near = (x @ given.mT) * G
-            q = b * (x @ W) + f * (x @ S) - near @ error
-            if soup is not None:
-                q = soup.among(layer, x, q)
-        return q
-
-
-Step = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of one matrix: weights and momentum before a chunk, inputs and errors of its tokens."""
-
-
-def _behind(end: list[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-    """Weights and momentum behind a chunk, by the last rows b, f, m, G and n of its scan."""
-    (b, f, m, G, n), (W, S, given, error) = end, step
-    to_weights, to_momentum = (torch.cat([given * G, given * n], -1).mT @ error).chunk(2, -2)
-    return b * W + f * S - to_weights, m * S - to_momentum
+            q = None if q_BGNK is None else chunks(wide(q_BGNK), size)
+            end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)] + [t[..., -1, :, None] for t in (scan.G, scan.n)]
+            soup = soup and Soup(soup.matrices, chunks(soup.weights, size))
+            out, after = self.through(learned, q, k, v, Reading(scan.b, scan.f, scan.G), end, soup)
+            return (None if out is None else out.flatten(2, 3)[:, :, :tokens]), after

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, refuse_narrow, written
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
@@ -40,7 +41,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
 
-from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Learned, Loss, NeuralMemory, Soup
+from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
 
 PLACES = ("gate", "context")
 MIXES = ("product", "sum")
@@ -188,11 +189,8 @@ class Titans(Recurrent):
             self.register_buffer("open_gate", torch.tensor(True))
 
     def init_state(self, batch_size: int, like: Tensor) -> TitansState:
-        weights_BGP = like.new_zeros(
-            batch_size, self.nets, self.memory.size, dtype=torch.promote_types(like.dtype, torch.float32)
-        )
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
-        return TitansState(weights_BGP, weights_BGP.clone(), tokens_B)
+        return TitansState(*self.memory.empty(batch_size, like), tokens_B)
 
     def snapshot(self, state: TitansState) -> Tensor:
         return state.weights_BGP
@@ -224,8 +222,8 @@ class Titans(Recurrent):
         m_BGNV, after = self._learn(learned, x_BND, *cut(start, length), padding_BN)
         assert m_BGNV is not None
         if length < n:  # a model memory's own tokens write nothing
-            (front, _, before), (back, _, behind) = cut(0, start), cut(start + length, n - start - length)
-            told = self._told(learned.weights_BGP, front, before), self._told(after.weights_BGP, back, behind)
+            (front, _, first), (back, _, last) = cut(0, start), cut(start + length, n - start - length)
+            told = self._told(learned.weights_BGP, front, first), self._told(after.weights_BGP, back, last)
             m_BGNV = torch.cat([told[0], m_BGNV, told[1]], 2)
         return Answer(m_BGNV, carry=after)
 
@@ -261,14 +259,8 @@ class Titans(Recurrent):
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
             k_BGNK = self._unit(self.key(y_BND if padding_BN is None else y_BND.masked_fill(padding_BN[..., None], 0)))
             _, after = self._learn(self._learned(state), y_BND, None, k_BGNK, None, padding_BN)
-        written_B = (
-            torch.full_like(state.tokens_B, trace.x_BND.shape[1]) if padding_BN is None else (~padding_BN).sum(1)
-        )
-        kept_B11 = (written_B == 0)[:, None, None]
-        weights_BGP, momentum_BGP = (
-            torch.where(kept_B11, old, new.to(old.dtype)) for old, new in zip(state, after, strict=False)
-        )
-        return TitansState(weights_BGP, momentum_BGP, state.tokens_B + written_B), None
+        written_B = written(padding_BN, trace.x_BND)
+        return TitansState(*behind(state[:2], after, written_B), state.tokens_B + written_B), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -278,11 +270,7 @@ class Titans(Recurrent):
                 self.open_gate.fill_(False)
 
     def _learned(self, state: TitansState) -> Learned:
-        if torch.finfo(state.weights_BGP.dtype).bits < 32:
-            raise ValueError(
-                f"a state of {state.weights_BGP.dtype} loses the small steps by which the nets of Titans learn; keep "
-                "it in float32, as init_state makes it for every model"
-            )
+        refuse_narrow(state.weights_BGP, "the nets of Titans")
         return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
 
     def _nets(self, t_BND: Tensor) -> Tensor:

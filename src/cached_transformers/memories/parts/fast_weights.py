@@ -1,0 +1,252 @@
+"""Nets of each row that learn by gradient descent while they read, chunk by chunk: what Titans and TTT share.
+
+All gradients of a chunk are taken at the weights W_0 with which it begins, in closed form: for each matrix, that of
+token j is x_j e_j^T, of the token's input x_j to it and the error e_j that comes back to it. A rule of learning is then
+known by its coefficients, of the chunk's tokens and of what it begins with; no token needs a matrix of its own:
+
+    W_i = b_i W_0 + f_i S_0 - sum_j G_ij x_j e_j^T
+    q W_i = b_i q W_0 + f_i q S_0 - sum_j G_ij (q . x_j) e_j  of each matrix, one behind the other
+
+S is whatever the rule sums beside the weights: momentum, or the steps of a chunk that is not over. `move` says what a
+chunk leaves.
+
+Legend: B rows, G nets, N tokens, Q chunks, C tokens of a chunk, K width of keys, V of values, (I, O) of a matrix, P
+numbers of a net; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .recurrent import mix, wide
+
+Activation = Literal["gelu", "silu", "gelu_tanh"]
+
+
+class Learned(NamedTuple):
+    """What the nets of each row have learned: weights W and sums S, all matrices of a net behind each other."""
+
+    weights_BGP: Tensor
+    sums_BGP: Tensor
+
+
+class Reading(NamedTuple):
+    """b (..., C, 1), f (..., C, 1) and G (..., C, C) of the weights that each token of a chunk reads."""
+
+    b: Tensor
+    f: Tensor
+    G: Tensor
+
+
+class Soup(NamedTuple):
+    """Other nets, which each token mixes with the learned one, number by number, and reads: matrices (B, S, G, I, O) of
+    each layer, and weights of the mix (B, G, N, S + 1), that of the learned net last."""
+
+    matrices: list[Tensor]
+    weights: Tensor
+
+    def among(self, layer: int, x: Tensor, own: Tensor) -> Tensor:
+        """What the mixed matrix gives for x, of which that of the learned net gives `own`."""
+        return mix(x[:, None] @ self.matrices[layer], own, self.weights)
+
+
+def refuse_narrow(t: Tensor, whose: str) -> None:
+    """Refuse (ValueError) weights that are learned in less than float32."""
+    if torch.finfo(t.dtype).bits < 32:
+        raise ValueError(
+            f"a state of {t.dtype} loses the small steps by which {whose} learn; keep it in float32, as init_state "
+            "makes it for every model"
+        )
+
+
+def written(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
+    """(B,): tokens of each row that are none of padding."""
+    if padding_BN is None:
+        return torch.full(x_BND.shape[:1], x_BND.shape[1], dtype=torch.long, device=x_BND.device)
+    return (~padding_BN).sum(1)
+
+
+def behind(old: Iterable[Tensor], new: Iterable[Tensor], written_B: Tensor) -> Learned:
+    """What rows have learned; those of which nothing was written keep what they had, to the last bit."""
+    kept_B11 = (written_B == 0)[:, None, None]
+    return Learned(*(torch.where(kept_B11, a, b.to(a.dtype)) for a, b in zip(old, new, strict=True)))
+
+
+def activate(z: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return F.silu(z)
+    return F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def slope(z: Tensor, kind: Activation) -> Tensor:
+    """Derivative of the activation, of operations that have one themselves."""
+    if kind == "silu":
+        s = z.sigmoid()
+        return s * (1 + z * (1 - s))
+    if kind == "gelu":
+        return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+    z = z.clamp(-10, 10)  # where it is 0 or 1 to the last bit; a cube beyond all numbers would make it NaN
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (z + cubic * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t.square()) * scale * (1 + 3 * cubic * z.square())
+
+
+Step = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of one matrix: W and S before a chunk, inputs and errors of its tokens."""
+
+
+class FastWeights(nn.Module):
+    """G nets for each row, f(x) = a(... a(x W_1) ...) W_L, which learn to give values for keys.
+
+    Args:
+        shapes: (I, O) of each matrix, without its bias.
+        initial_GP: weights before the first token, a parameter; of each matrix I rows, and one more with `biased`.
+        activation: a, between the matrices.
+        limit: no matrix begins a chunk with a root mean square above it; None for no limit.
+        biased: a bias behind each matrix, which is a row of it whose input is 1.
+    """
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        initial_GP: Tensor,
+        *,
+        activation: Activation,
+        limit: float | None,
+        biased: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shapes = [(i + biased, o) for i, o in shapes]
+        self.activation, self.limit, self.biased = activation, limit, biased
+        self.initial_GP = nn.Parameter(initial_GP)
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return self.initial_GP.shape[1]
+
+    def error(self, given: Tensor, wanted: Tensor) -> Tensor:
+        """Gradient of the loss for what the nets give, (..., C, V)."""
+        raise NotImplementedError
+
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+        """W and S of one matrix behind a chunk.
+
+        Args:
+            end: what the rule handed to `through`, of this chunk.
+        """
+        raise NotImplementedError
+
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """(B, ..., G, I, O) of each layer of the nets, of their numbers (B, ..., G, P)."""
+        parts = flat.split([i * o for i, o in self.shapes], -1)
+        return [part.unflatten(-1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def empty(self, batch_size: int, like: Tensor) -> Learned:
+        """What rows have that have learned nothing: zeros, in float32 or wider."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        weights_BGP = like.new_zeros(batch_size, *self.initial_GP.shape, dtype=dtype)
+        return Learned(weights_BGP, weights_BGP.clone())
+
+    def start(self, learned: Learned, empty_B: Tensor) -> Learned:
+        """What a segment begins with: what rows have learned; the initial weights where that is nothing."""
+        empty_B11 = empty_B[:, None, None]
+        initial_GP = self.initial_GP.to(learned.weights_BGP.dtype)
+        # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
+        return Learned(
+            torch.where(empty_B11, initial_GP, learned.weights_BGP), torch.where(empty_B11, 0, learned.sums_BGP)
+        )
+
+    def read(self, weights: Tensor, q: Tensor, soup: Soup | None = None) -> Tensor:
+        """(B, ..., G, N, V): what nets of weights (B, ..., G, P) give for queries; nothing is learned."""
+        for layer, matrix in enumerate(self.matrices(weights)):
+            x = self._input(activate(q, self.activation) if layer else q)
+            q = x @ matrix
+            if soup is not None:
+                q = soup.among(layer, x, q)
+        return q
+
+    def surprise(self, weights: list[Tensor], k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs x (..., C, I) of each matrix and errors e (..., C, O) behind it: token j's gradient is x_j e_j^T."""
+        inputs, sums = [self._input(k)], []
+        for matrix in weights[:-1]:
+            sums.append(inputs[-1] @ matrix)
+            inputs.append(self._input(activate(sums[-1], self.activation)))
+        errors = [self.error(inputs[-1] @ weights[-1], v)]
+        for matrix, z in zip(reversed(weights[1:]), reversed(sums), strict=True):
+            errors.insert(0, errors[0] @ matrix[..., : z.shape[-1], :].mT * slope(z, self.activation))
+        return inputs, errors
+
+    def limited(self, t: Tensor) -> Tensor:
+        """Matrices (..., I, O) with a root mean square of at most `limit`."""
+        if self.limit is None:
+            return t
+        top = self.limit**2
+        share = (t.square().mean((-2, -1), keepdim=True) / top).clamp(min=1).rsqrt()
+        return t * share  # of 1 leaves all as it is
+
+    def through(
+        self,
+        learned: Learned,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        reading: Reading | None,
+        end: Sequence[Tensor],
+        soup: Soup | None = None,
+    ) -> tuple[Tensor | None, Learned]:
+        """Read and learn, chunk by chunk: what the tokens read, (B, G, Q, C, V), and what is learned behind the last.
+
+        Args:
+            learned: as `start` gives it, in float32 or wider, in which everything is computed.
+            q, k, v: (B, G, Q, C, K or V), in chunks. q is None for nothing but to learn.
+            reading: coefficients (B, G, Q, ...) of what is read, with q. end: what `move` needs, (B, 1 or G, Q, ...).
+            soup: what is mixed into the nets that are read; its weights in chunks (B, G, Q, C, S + 1).
+        """
+        # Unbound, not indexed: the gradient of an index is as long as the sequence.
+        writes = zip(*(t.unbind(2) for t in (k, v, *end)), strict=True)
+        reads: Iterable[tuple[Tensor, ...]] = repeat(())
+        if q is not None and reading is not None:
+            q = self._input(q)
+            near = (q @ self._input(k).mT) * reading.G
+            mixes = () if soup is None else (soup.weights,)
+            reads = zip(*(t.unbind(2) for t in (q, near, *reading, *mixes)), strict=True)
+        weights, sums = (self.matrices(wide(t)) for t in learned)
+        outputs = []
+        for (key, value, *last), asked in zip(writes, reads, strict=False):
+            weights = [self.limited(t) for t in weights]
+            inputs, errors = self.surprise(weights, key, value)
+            steps = list(zip(weights, sums, inputs, errors, strict=True))
+            if asked:
+                now = None if soup is None else Soup(soup.matrices, asked[5])
+                outputs.append(self._read_within(asked[:5], steps, now))
+            moved = [self.move(last, step) for step in steps]
+            weights, sums = ([pair[part] for pair in moved] for part in (0, 1))
+        after = Learned(*(torch.cat([t.flatten(-2) for t in parts], -1) for parts in (weights, sums)))
+        return (torch.stack(outputs, 2) if outputs else None), after
+
+    def _input(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 1), value=1.0) if self.biased else x
+
+    def _read_within(self, asked: tuple[Tensor, ...], steps: list[Step], soup: Soup | None) -> Tensor:
+        """What the nets give for queries (..., C, K) of a chunk, each with what its token and those before it wrote.
+
+        Args:
+            asked: queries; G_ij (q_i . k_j); b, f and G.
+        """
+        q, near, b, f, G = asked  # of queries as `_input` gives them
+        for layer, (W, S, given, error) in enumerate(steps):
+            x = self._input(activate(q, self.activation)) if layer else q
+            if layer:
+                near = (x @ given.mT) * G
+            q = b * (x @ W) + f * (x @ S) - near @ error
+            if soup is not None:
+                q = soup.among(layer, x, q)
+        return q

@@ -1,0 +1,306 @@
+"""Test-time training: TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv:2407.04620;
+github.com/test-time-training/ttt-lm-pytorch), beside attention.
+
+In each head the weights of a small model f are what is carried. They learn, by a step of gradient descent for each
+token, to say of a key what its value adds to it. Mini-batches of b tokens share the weights W at which gradients are
+taken; token i of one, from 0, reads behind its own write:
+
+    f(x) = x W_1 + b_1     or     gelu(x W_1 + b_1) W_2 + b_2         gelu by tanh; 4 E channels between
+    l_j = |LN(f(k_j)) - (v_j - k_j)|^2 / 2                            LN with weights of its own in each head
+    W_i = W - r_i sum_(j <= i) lr_j grad l_j(W)                       r_i = max(0, 1 / (i + 1) + tau_i)
+    lr_j = rate sigmoid(theta . x_j + c) / E
+    z_i = q_i + LN(f(q_i; W_i)),    behind the mini-batch  W <- W_(b - 1)
+
+so that within a mini-batch the weights follow the mean of its gradients. q and k are turned by their place in it. With
+y the attention's result and one share s a head,
+
+    o = y + s LayerNorm(z)                                            over the channels of all heads; 0 closes the gate
+
+`parts/fast_weights.py` computes that without a loop over the tokens of a mini-batch. The state has W, S = -sum lr_j
+grad l_j of the mini-batch that is open, and the number of tokens, which says how far that is: wherever a stream is cut,
+all results are those of the whole.
+
+LN hands back a gradient that is divided by the deviation of f(k), 1 / sqrt(EPSILON) = 1e3 times as large where that is
+near 0: matrices begin at N(0, 0.02), not at 0, and everything is computed in float32 at least. LN makes nothing of the
+size of f, either, so that a gradient of a linear f is orthogonal to its weights: no mini-batch shortens them, and the
+longer they are, the shorter is the next step. They grow, ever more slowly, and learn more slowly with it; `limit` stops
+both. An MLP has no such proof, and did the same where it was measured.
+
+Legend: B rows, N tokens, Q mini-batches, C tokens that a call can have in one of them, G = H heads, E = K = V head
+width, D = H E model width, P numbers of a head's model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers.checks import at_least_one
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.positions import RotaryPositions
+
+from .parts import fast_weights
+from .parts.fast_weights import FastWeights, Learned, Step, behind, refuse_narrow, written
+from .parts.options import NO_MEMORY, one_of
+from .parts.recurrent import wide
+
+RATES = {"linear": 1.0, "mlp": 0.1}
+"""Of the inner step, where none is given."""
+EXPANSION = 4
+EPSILON = 1e-6
+"""Of the layer norms."""
+
+
+class TTTState(NamedTuple):
+    """Weights, the sums of the open mini-batch, and how many tokens a row has written; one of none begins anew."""
+
+    weights_BGP: Tensor
+    sums_BGP: Tensor
+    tokens_B: Tensor
+
+
+class InnerModel(FastWeights):
+    """f of all heads, its norm, and r: how it learns.
+
+    Args: as those of `TTT`. Everything that it is given is in float32 or wider.
+    """
+
+    def __init__(
+        self, heads: int, width: int, *, model: Literal["linear", "mlp"], mini_batch: int, limit: float | None
+    ):
+        between = [EXPANSION * width] if model == "mlp" else []
+        shapes = list(pairwise([width, *between, width]))
+        first = [F.pad(0.02 * torch.randn(heads, i, o), (0, 0, 0, 1)).flatten(1) for i, o in shapes]
+        super().__init__(shapes, torch.cat(first, 1), activation="gelu_tanh", limit=limit, biased=True)
+        self.mini_batch = mini_batch
+        self.norm_weight_GV = nn.Parameter(torch.ones(heads, width))
+        self.norm_bias_GV = nn.Parameter(torch.zeros(heads, width))
+        self.tau_C = nn.Parameter(torch.zeros(mini_batch))
+
+    def normed(self, f: Tensor) -> Tensor:
+        """LN(f), (..., G, C, V)."""
+        weight, bias = (t[:, None].to(f.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
+        return F.layer_norm(f, f.shape[-1:], eps=EPSILON) * weight + bias
+
+    def error(self, given: Tensor, wanted: Tensor) -> Tensor:
+        weight, bias = (t[:, None].to(given.dtype) for t in (self.norm_weight_GV, self.norm_bias_GV))
+        centred = given - given.mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + EPSILON).rsqrt()
+        unit = centred * scale
+        error = (unit * weight + bias - wanted) * weight
+        return scale * (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True))
+
+    def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
+        """A full mini-batch goes into the weights, an open one stays a sum."""
+        (rate, share, unfinished), (W, S, given, error) = end, step
+        S = S - (given * rate).mT @ error
+        return W + share * S, unfinished * S
+
+    def shares(self, dtype: torch.dtype) -> Tensor:
+        """r (C,) of the places of a mini-batch."""
+        places_C = torch.arange(1, self.mini_batch + 1, device=self.tau_C.device)
+        return F.relu(places_C.to(dtype).reciprocal() + self.tau_C.to(dtype))
+
+    def places(self, tokens_B: Tensor, there_BN: Tensor) -> Tensor:
+        """(B, N): where tokens stand, counted from the begin of the mini-batch that was open."""
+        return (tokens_B % self.mini_batch)[:, None] + there_BN.cumsum(1) - 1
+
+    def forward(
+        self,
+        learned: Learned,
+        tokens_B: Tensor,
+        q_BGNK: Tensor,
+        k_BGNK: Tensor,
+        v_BGNV: Tensor,
+        rate_BGN: Tensor,
+        there_BN: Tensor,
+    ) -> tuple[Tensor, Learned]:
+        """f(q_i; W_i) of each token, (B, G, N, V), and what is learned behind the last; 0 for tokens of padding.
+
+        Args:
+            learned: as `start` gives it. tokens_B: what the rows have written before.
+            rate_BGN: lr_j. there_BN: bool, tokens that are none of padding.
+        """
+        tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
+        if tokens == 0:
+            return v_BGNV, learned
+        # The open mini-batch and those behind it, as many as N tokens can touch. The first token of a call is the first
+        # of its piece of the open one; padding goes behind all of them, and is cut off.
+        size, pieces = min(b, tokens), (tokens + b - 2) // b + 1
+        place_BN = self.places(tokens_B, there_BN)
+        within_BN = torch.where(place_BN < b, there_BN.cumsum(1) - 1, place_BN % b)
+        slot_BN = torch.where(there_BN, place_BN // b * size + within_BN, pieces * size)
+        share_C = self.shares(v_BGNV.dtype)
+        share_BGN = share_C[place_BN % b][:, None].expand_as(rate_BGN)
+        given = torch.cat([q_BGNK, k_BGNK, v_BGNV, rate_BGN[..., None], share_BGN[..., None]], -1)
+        slots = slot_BN[:, None, :, None]
+        laid = given.new_zeros(*given.shape[:2], pieces * size + 1, given.shape[-1])
+        laid = laid.scatter(2, slots.expand_as(given), given)[:, :, :-1].unflatten(2, (pieces, size))
+        q, k, v, rate, share = laid.split([width, width, width, 1, 1], -1)
+        reading = fast_weights.Reading(torch.ones_like(share), share, (share * rate.mT).tril())
+        ends_Q = torch.arange(1, pieces + 1, device=tokens_B.device) * b
+        full_BQ = (tokens_B % b + there_BN.sum(1))[:, None] >= ends_Q
+        full = full_BQ.to(v.dtype)[:, None, :, None, None]
+        out, after = self.through(learned, q, k, v - k, reading, (rate, full * share_C[-1], 1 - full))
+        assert out is not None
+        out = F.pad(out.flatten(2, 3), (0, 0, 0, 1))
+        return out.gather(2, slots.expand(-1, out.shape[1], -1, out.shape[-1])), after
+
+    def current(self, learned: Learned, tokens_B: Tensor) -> Tensor:
+        """Weights (B, G, P) as the last token that was written has left them."""
+        last_B = self.shares(learned.weights_BGP.dtype)[(tokens_B - 1) % self.mini_batch]
+        return learned.weights_BGP + last_B[:, None, None] * learned.sums_BGP
+
+
+@MEMORIES.register(
+    "ttt",
+    paper="arXiv:2407.04620",
+    title="Test-Time Training",
+    carries="weights of a linear model or an MLP in each head, which are trained while they read",
+    purpose="associations, as many as keys are wide",
+    equations="W_i = W - r_i sum_{j <= i} lr_j grad |LN(f(k_j)) - (v_j - k_j)|^2 / 2 in mini-batches; "
+    "o = y + s LayerNorm(q + LN(f(q; W_i)))",
+    state="per row: 8 bytes, and 8 H P, P = E (E + 1), or E (8 E + 5) with model='mlp'",
+    cost="per token and layer: 3 D^2 + D H (projections, rates), and for each place in a mini-batch (C Q for N tokens, "
+    "C = min(b, N), Q = (N + b - 2) // b + 1) H (4 P + C (2 E + 1)), with model='mlp' "
+    "H (4 P + 4 E^2 + C (10 E + 2)) multiply-adds",
+    reach="unbounded; a linear model holds as many keys as E are independent",
+    gradient="through the weights and every step of their learning, over `bptt` segments",
+)
+class TTT(LayerMemory):
+    """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
+
+    It reads token by token: what a token wrote is there for itself and all behind it, in its segment, too. Keys,
+    queries and values are projections of its own, as in the paper, whose layer stands in the place of attention; with
+    y = 0 and s = 1 this one is it, in front of its output projection.
+
+    What differs from the paper: there is no convolution on queries and keys (`short_convolution` of a model is one in
+    front of the layer), and no gate behind the norm; the paper has both in its Mamba backbone alone. The authors' code
+    drops an open mini-batch at the end of a call; here it is carried.
+
+    What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
+
+    State: weights, and the sums of the open mini-batch, 8 P bytes a head and 8 per row, in float32 at least: they are
+    the sum of many small steps.
+
+    Args:
+        width: D. heads: H.
+        model: f, "linear" or "mlp".
+        mini_batch: b, tokens whose gradients are taken at the same weights; 1 learns strictly online.
+        rate: of the inner steps, for sigmoid = 1; 1 for "linear" and 0.1 for "mlp" when None. 0 learns nothing.
+        rotary: turn queries and keys by their place in the mini-batch.
+        limit: ours: no matrix begins a mini-batch with a root mean square above it, so that long streams do not wear
+            out its learning; None for no limit.
+        initial_share: s at first.
+
+    Raises:
+        ValueError: a width that the heads do not divide, an odd head width with `rotary`, an unknown model, sizes below
+            1, a rate below 0, a limit that is not above 0; when it reads, a state below float32.
+    """
+
+    needs = frozenset({"state", "head"})
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        model: Literal["linear", "mlp"] = "linear",
+        mini_batch: int = 16,
+        rate: float | None = None,
+        rotary: bool = True,
+        limit: float | None = None,
+        initial_share: float = 1.0,
+    ) -> None:
+        super().__init__()
+        at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch)
+        if width % heads:
+            raise ValueError(f"width={width} must be a multiple of heads={heads}")
+        size = width // heads
+        rate = RATES[one_of("model", model, tuple(RATES))] if rate is None else rate
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"rate={rate} must be at least 0 and finite; 0 learns nothing")
+        if limit is not None and not 0 < limit < math.inf:
+            raise ValueError(f"limit={limit} must be above 0 and finite; None for no limit")
+        if rotary and size % 2:
+            raise ValueError(
+                f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False"
+            )
+        self.heads, self.rate = heads, rate / size
+        self.inner = InnerModel(heads, size, model=model, mini_batch=mini_batch, limit=limit)
+        self.positions = RotaryPositions(size) if rotary else None
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.step = nn.Linear(width, heads)
+        nn.init.normal_(self.step.weight, std=0.02)
+        nn.init.zeros_(self.step.bias)
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.share_H = nn.Parameter(torch.full((heads,), float(initial_share)))
+
+    def init_state(self, batch_size: int, like: Tensor) -> TTTState:
+        tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+        return TTTState(*self.inner.empty(batch_size, like), tokens_B)
+
+    def read(self, opened: TTTState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
+        refuse_narrow(opened.weights_BGP, "the models of TTT")
+        learned = self.inner.start(Learned(*opened[:2]), opened.tokens_B == 0)
+        start, length = query.segment or (0, query.x_BND.shape[1])
+        back = query.x_BND.shape[1] - start - length
+        front_BND, x_BND, back_BND = query.x_BND.split([start, length, back], 1)
+        padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
+        z_BHNE, after, tokens_B = self._learn(learned, opened.tokens_B, x_BND, padding_BN)
+        if start + back:  # a model memory's own tokens write nothing
+            asked = (self._asked(learned, opened.tokens_B, front_BND), self._asked(after, tokens_B, back_BND))
+            z_BHNE = torch.cat([asked[0], z_BHNE, asked[1]], 2)
+        z_BND = self.norm(z_BHNE.transpose(1, 2).flatten(2).to(self.norm.weight.dtype))
+        return Reading(output_BHNE=z_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=after)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        assert reading.output_BHNE is not None
+        return y_BHNE + self.share_H.to(y_BHNE.dtype)[:, None, None] * reading.output_BHNE.to(y_BHNE.dtype)
+
+    def write(self, state: TTTState, trace: Trace) -> tuple[TTTState, None]:
+        written_B = written(trace.query.padding_BN, trace.x_BND)
+        return TTTState(*behind(state[:2], trace.reading.carry, written_B), state.tokens_B + written_B), None
+
+    def close_gate(self) -> None:
+        with torch.no_grad():
+            self.share_H.zero_()
+
+    def _heads(self, t_BND: Tensor) -> Tensor:
+        return wide(t_BND).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _turned(self, t_BHNE: Tensor, places_BN: Tensor) -> Tensor:
+        if self.positions is None:
+            return t_BHNE
+        return self.positions.rotate(t_BHNE, (places_BN % self.inner.mini_batch)[..., None])
+
+    def _learn(
+        self, learned: Learned, tokens_B: Tensor, x_BND: Tensor, padding_BN: Tensor | None
+    ) -> tuple[Tensor, Learned, Tensor]:
+        """z of each token, (B, H, N, E), what is learned behind the last, and how many tokens have been written."""
+        if padding_BN is None:
+            there_BN = torch.ones_like(x_BND[..., 0], dtype=torch.bool)
+        else:
+            there_BN, x_BND = ~padding_BN, x_BND.masked_fill(padding_BN[..., None], 0)
+        q, k, v = (self._heads(linear(x_BND)) for linear in (self.query, self.key, self.value))
+        rate_BHN = self.rate * wide(self.step(x_BND)).sigmoid().mT
+        with torch.autocast(x_BND.device.type, enabled=False):
+            places_BN = self.inner.places(tokens_B, there_BN)
+            q, k = self._turned(q, places_BN), self._turned(k, places_BN)
+            f_BHNE, after = self.inner(learned, tokens_B, q, k, v, rate_BHN, there_BN)
+            return q + self.inner.normed(f_BHNE), after, tokens_B + there_BN.sum(1)
+
+    def _asked(self, learned: Learned, tokens_B: Tensor, x_BND: Tensor) -> Tensor:
+        """z (B, H, N, E) of tokens that stand where the last one was written, and write nothing."""
+        q_BHNE = self._heads(self.query(x_BND))
+        with torch.autocast(x_BND.device.type, enabled=False):
+            q_BHNE = self._turned(q_BHNE, (tokens_B - 1).clamp(min=0)[:, None].expand(-1, x_BND.shape[1]))
+            weights_BGP = self.inner.current(learned, tokens_B)
+            return q_BHNE + self.inner.normed(self.inner.read(weights_BGP, q_BHNE))

@@ -1,0 +1,440 @@
+"""LaCT against a twin of loops, golden values of the released function, its limits, stability.
+
+Legend: B rows, G nets, N tokens, H heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories.learning import LATCH, accuracy, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
+from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
+DOUBLE = {"dtype": torch.float64}
+
+
+def layer(**options: Any) -> LaCT:
+    """A memory whose parameters all differ from where they begin."""
+    torch.manual_seed(0)
+    memory = LaCT(WIDTH, HEADS, **{"nets": 2, **options}).double()
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return memory
+
+
+def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "heads": HEADS, "depth": 2, "feed_forward": 16}
+    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
+    with torch.no_grad():
+        for parameter in model.parameters() if wild else ():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def segments(count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
+
+
+def paddings(count: int) -> list[Tensor]:
+    """Behind, in front and in the middle of rows; a row that begins late, one that pauses; none."""
+    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
+    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
+    padding[1, 0, 1:3], padding[1, 1] = True, True
+    return list(padding)
+
+
+# The twin
+
+
+class SlowLaCT(LayerMemory):
+    """A layer's LaCT by loops over rows, nets and tokens, its gradient from autograd."""
+
+    def __init__(self, fast: LaCT) -> None:
+        super().__init__()
+        self.fast, self.needs = fast, fast.needs
+
+    def init_state(self, batch_size: int, like: Tensor) -> LaCTState:
+        return self.fast.init_state(batch_size, like)
+
+    def _read_with(self, state: LaCTState, row: int, net: int) -> list[Tensor]:
+        initial = [t[net] for t in self.fast.initial]
+        if state.tokens_B[row] == 0:
+            return initial
+        kept = [t[row, net] for t in state.weights]
+        if not self.fast.normed_when_read:
+            return kept
+        return [self._rows(w, i) for w, i in zip(kept, initial, strict=True)]
+
+    @staticmethod
+    def _rows(t: Tensor, like: Tensor) -> Tensor:
+        pairs = zip(t, like, strict=True)
+        return torch.stack([row / (row.square().sum().sqrt() + 1e-5) * old.square().sum().sqrt() for row, old in pairs])
+
+    def _part(self, t_HE: Tensor, net: int) -> Tensor:
+        return t_HE.flatten().chunk(self.fast.nets)[net]
+
+    def _asking(self, t_HE: Tensor, which: int, net: int) -> Tensor:
+        t_D = t_HE.flatten() * self.fast.scale_2D[which] + self.fast.offset_2D[which]
+        t_K = F.silu(t_D.chunk(self.fast.nets)[net])
+        return t_K / (t_K.square().sum().sqrt() + 1e-5)
+
+    def read(self, opened: LaCTState, query: Query, project_kv: ProjectKV | None) -> Reading:
+        assert query.q_BHNE is not None
+        fast, rows = self.fast, []
+        for row in range(len(query.x_BND)):
+            tokens = []
+            for t, x_D in enumerate(query.x_BND[row]):
+                parts = []
+                for net in range(fast.nets):
+                    W0, W1, W2 = self._read_with(opened, row, net)
+                    q = self._asking(query.q_BHNE[row, :, t], 0, net)
+                    f = W1 @ (F.silu(W0 @ q) * (W2 @ q))
+                    normed = f / (f.square().mean() + 1e-5).sqrt() * fast.norm.weight
+                    parts.append(F.silu(fast.scale(x_D)[net]) * normed)
+                tokens.append(torch.cat(parts))
+            rows.append(torch.stack(tokens))
+            if fast.bypass and opened.tokens_B[row] == 0:
+                rows[-1] = torch.zeros_like(rows[-1])
+        return Reading(None, torch.stack(rows).unflatten(-1, (fast.heads, -1)).transpose(1, 2))
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        assert reading.output_BHNE is not None
+        return y_BHNE + reading.output_BHNE
+
+    def write(self, state: LaCTState, trace: Trace) -> tuple[LaCTState, None]:
+        fast, query = self.fast, trace.query
+        assert query.k_BHNE is not None and query.v_BHNE is not None
+        weights: list[list[Tensor]] = [[], [], []]
+        momenta: list[list[Tensor]] = [[], [], []]
+        counts = []
+        for row in range(len(query.x_BND)):
+            there = [t for t in range(query.x_BND.shape[1]) if query.padding_BN is None or not query.padding_BN[row, t]]
+            counts.append(len(there))
+            for net in range(fast.nets):
+                kept, empty = [t[row, net] for t in state.weights], bool(state.tokens_B[row] == 0)
+                moved = [t[row, net] for t in state.momentum]
+                if there:
+                    kept, moved = self._updated(state, row, net, query, there, empty)
+                for lists, parts in ((weights, kept), (momenta, moved)):
+                    for one, part in zip(lists, parts, strict=False):
+                        one.append(part)
+        shaped = [
+            Nets(*(torch.stack(t).unflatten(0, (-1, fast.nets)) for t in lists)) if lists[0] else ()
+            for lists in (weights, momenta)
+        ]
+        return LaCTState(*shaped, state.tokens_B + torch.tensor(counts)), None  # type: ignore[arg-type]
+
+    def _updated(
+        self, state: LaCTState, row: int, net: int, query: Query, there: list[int], empty: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        assert query.k_BHNE is not None and query.v_BHNE is not None
+        fast, initial = self.fast, [t[net] for t in self.fast.initial]
+        used = self._read_with(state, row, net)
+        leaves = [t if t.requires_grad else t.clone().requires_grad_() for t in used]
+        steps = [torch.zeros_like(t) for t in used]
+        for t in there:
+            k, v = self._asking(query.k_BHNE[row, :, t], 1, net), F.silu(self._part(query.v_BHNE[row, :, t], net))
+            rates = F.softplus(fast.rates(query.x_BND[row, t])).view(3, fast.nets)[:, net]
+            with torch.enable_grad():
+                W0, W1, W2 = leaves
+                loss = -(v @ (W1 @ (F.silu(W0 @ k) * (W2 @ k))))
+                gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+            steps = [s - rate * g for s, rate, g in zip(steps, rates, gradients, strict=True)]
+        momentum: list[Tensor] = []
+        if fast.keeping is not None:
+            share = torch.stack([torch.sigmoid(fast.keeping(query.x_BND[row, t])[net]) for t in there]).mean()
+            if not empty:
+                steps = [s + share * p[row, net] for s, p in zip(steps, state.momentum, strict=True)]
+            momentum = steps
+        if fast.muon:
+            steps = [newton_schulz(s) for s in steps]
+        if fast.normed_when_read:
+            before = initial if empty else [t[row, net] for t in state.weights]
+            return [w + s for w, s in zip(before, steps, strict=True)], momentum
+        return [self._rows(w + s, i) for w, s, i in zip(used, steps, initial, strict=True)], momentum
+
+
+BOTH = {"muon": True, "momentum": True}
+KINDS = [
+    {"nets": 2, **BOTH},
+    {"nets": 1, "expansion": 2, "first": "apply", "keep": "sum", **BOTH},
+    {"nets": 2, "momentum": True, "rate": 0.3},
+    {"nets": 4, "keep": "sum", "rate": 1.0},
+    {"nets": 2, "muon": True},
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
+    model = build({"name": "lact", **options})
+    twin = copy.deepcopy(model)
+    for block in twin.stack.blocks:  # type: ignore[union-attr]
+        block.attention.memory = SlowLaCT(block.attention.memory)
+    given, padding = segments(4), paddings(4) if padded else [None] * 4
+    gradients, results = [], []
+    for one in (model, twin):
+        state, total, outs = None, 0.0, []
+        for ids, hidden in zip(given, padding, strict=True):
+            out = one(ids, state, padding=hidden)
+            state = out.state
+            shown = out.outputs if hidden is None else out.outputs.masked_fill(hidden[..., None], 0)
+            outs.append(shown)
+            total = total + (shown * torch.linspace(-1, 1, shown.numel(), dtype=shown.dtype).view_as(shown)).sum()
+        total.backward()  # type: ignore[union-attr]
+        gradients.append({k.replace(".fast.", "."): p.grad for k, p in one.named_parameters() if p.grad is not None})
+        results.append([*outs, *(t for _, t in states.named_tensors(state))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert gradients[0].keys() == gradients[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+# Golden values of the released function
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("kept", ["out", "prenorm_out"])
+@pytest.mark.parametrize("tag", ["plain", "momentum", "muon", "muon_momentum"])
+def test_chunks_read_and_write_as_the_released_function_does(shared: Path, tag: str, kept: str) -> None:
+    """Four chunks, of 4 tokens and the last one of 2, which is read alone."""
+    given = {k: torch.tensor(v) for k, v in np.load(shared / "golden/recurrent/lact.npz").items()}
+    initial = Nets(given["w0"], given["w1"], given["w2"])
+    nets, sums, momentum, outs = initial, initial, Nets(*map(torch.zeros_like, initial)), []
+    names = ("q", "k", "v", "lr0", "lr1", "lr2", "momentum")
+    for q, k, v, *rates, keeping in zip(*(given[n].split(int(given["chunk"]), 1) for n in names), strict=True):
+        outs.append(apply(nets, q))
+        steps = descent(nets, k, v, tuple(rates))
+        if "momentum" in tag:
+            share = keeping.mean(1, keepdim=True)
+            steps = momentum = Nets(*(g + share * p for g, p in zip(steps, momentum, strict=True)))
+        if "muon" in tag:
+            steps = Nets(*map(newton_schulz, steps))
+        sums = Nets(*(w + s for w, s in zip(sums if kept == "prenorm_out" else nets, steps, strict=True)))
+        nets = Nets(*map(rows_like, sums, initial))
+    torch.testing.assert_close(torch.cat(outs, 1), given[f"{tag}/{kept}"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.device
+def test_newton_schulz_gives_recorded_values(shared: Path) -> None:
+    given = np.load(shared / "golden/recurrent/lact.npz")
+    got = newton_schulz(torch.tensor(given["newton_schulz/in"]))
+    torch.testing.assert_close(got, torch.tensor(given["newton_schulz/out"]), rtol=0, atol=1e-12)
+    assert (torch.linalg.svdvals(got) - 1).abs().max() < 0.3
+    assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+# Limits
+
+
+def passed(memory: LaCT, count: int = 3, seed: int = 0) -> tuple[list[Tensor], LaCTState, Query]:
+    """What is read of each of some segments, the state behind them, and the last query."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = memory.norm.weight.dtype
+    state, outs = memory.init_state(ROWS, torch.zeros((), dtype=dtype)), []
+    for _ in range(count):
+        x_BND = torch.randn(ROWS, SEGMENT, WIDTH, generator=generator, dtype=dtype)
+        q, k, v = (
+            torch.randn(ROWS, HEADS, SEGMENT, WIDTH // HEADS, generator=generator, dtype=dtype) for _ in range(3)
+        )
+        query = Query(x_BND, q, k_BHNE=k, v_BHNE=v)
+        reading = memory.read(memory.open(state, None, None), query, None)
+        state = memory.write(state, Trace(x_BND, x_BND, query, reading))[0]
+        outs.append(reading.output_BHNE)
+    return outs, state, query
+
+
+@pytest.mark.parametrize("keep", ["rows", "sum"])
+def test_without_rates_it_is_a_gated_net_that_stays(keep: str) -> None:
+    """But for what is added to the lengths of rows."""
+    memory = layer(momentum=True, first="apply", keep=keep)
+    nn.init.zeros_(memory.rates.weight)
+    nn.init.constant_(memory.rates.bias, -1e4)
+    outs, state, query = passed(memory)
+    still = memory.read(memory.open(memory.init_state(ROWS, outs[0]), None, None), query, None).output_BHNE
+    torch.testing.assert_close(outs[-1], still, rtol=0, atol=1e-3)
+    for kept, initial in zip(memory.open(state, None, None).weights, memory.initial, strict=True):
+        torch.testing.assert_close(kept, initial.expand_as(kept), rtol=1e-4, atol=0)
+
+
+def test_steps_of_the_last_matrix_alone_are_linear_attention_to_the_chunks_before() -> None:
+    """Under keys silu(W_0 k) * W_2 k: rates of 0 for the other two, and no lengths of rows."""
+    generator = torch.Generator().manual_seed(0)
+    nets = Nets(*(torch.randn(2, 4, 4, generator=generator, **DOUBLE) for _ in range(3)))
+    nets = nets._replace(W_1=torch.zeros_like(nets.W_1))
+    q, k, v = (torch.randn(2, 12, 4, generator=generator, **DOUBLE) for _ in range(3))
+    rates = torch.rand(2, 12, 1, generator=generator, **DOUBLE)
+    now, outs = nets, []
+    for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
+        outs.append(apply(now, q[:, part]))
+        zero = torch.zeros_like(rates[:, part])
+        steps = descent(now, k[:, part], v[:, part], (zero, rates[:, part], zero))
+        now = Nets(*(w + s for w, s in zip(now, steps, strict=True)))
+    features = [F.silu(t @ nets.W_0.mT) * (t @ nets.W_2.mT) for t in (q, k)]
+    chunk = torch.arange(12) // 4
+    seen = (chunk[:, None] > chunk).double()
+    wanted = (features[0] @ features[1].mT * seen) @ (rates * v)
+    torch.testing.assert_close(torch.cat(outs, 1), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep", ["rows", "sum"])
+def test_rows_that_are_read_keep_their_length(keep: str) -> None:
+    memory = layer(keep=keep, **BOTH)
+    _, state, _ = passed(memory, 6)
+    for kept, initial in zip(memory.open(state, None, None).weights, memory.initial, strict=True):
+        torch.testing.assert_close(kept.norm(dim=-1), initial.norm(dim=-1).expand(ROWS, -1, -1), rtol=1e-3, atol=0)
+        assert (kept - initial).abs().max() > 0.1
+
+
+def test_with_muon_the_size_of_all_rates_counts_for_nothing() -> None:
+    """Only what they are to each other: momentum, too, has their size."""
+    small, large = layer(**BOTH), layer(**BOTH)
+    for memory, rate in ((small, 0.1), (large, 10.0)):
+        nn.init.zeros_(memory.rates.weight)
+        memory.rates.bias.data.fill_(rate).expm1_().log_()
+    for a, b in zip(passed(small)[1].weights, passed(large)[1].weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+# In a model
+
+
+def test_a_segment_is_read_before_it_is_written() -> None:
+    """No token hears of any other of its segment by the memory; all hear of those before it."""
+    memory = layer()
+    _, state, query = passed(memory)
+    opened = memory.open(state, None, None)
+    out = memory.read(opened, query, None).output_BHNE
+    changed = query._replace(**{n: t.clone() for n, t in zip(("k_BHNE", "v_BHNE"), query[5:7], strict=True)})
+    for t in (changed.k_BHNE, changed.v_BHNE):
+        assert t is not None
+        t[:, :, 1] += 1
+    assert torch.equal(memory.read(opened, changed, None).output_BHNE, out)
+    after = [memory.write(state, Trace(q.x_BND, q.x_BND, q, Reading()))[0] for q in (query, changed)]
+    outs = [memory.read(memory.open(one, None, None), query, None).output_BHNE for one in after]
+    assert (outs[0] - outs[1]).abs().amax((0, 1, 3)).min() > 1e-5
+
+
+def test_layers_may_work_on_different_segments_at_once() -> None:
+    model, tokens = build({"name": "lact", **BOTH}), torch.cat(segments(3), 1)
+    results = []
+    for schedule in ("segments", "diagonal"):
+        model.zero_grad()
+        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)  # Newton-Schulz makes more of a rounding
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
+    model, plain = build({"name": "lact", **options}), build(None)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
+        memory.close_gate()
+    state, bare = None, None
+    for ids in segments(3):
+        out, other = model(ids, state), plain(ids, bare)
+        state, bare = out.state, other.state
+        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
+
+
+def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
+    out = build({"name": "lact", **BOTH}).bfloat16()(segments(1)[0])
+    assert out.state.layers[0].weights.W_0.dtype == out.state.layers[0].momentum.W_1.dtype == torch.float32
+    memory = layer().float()
+    state = states.map_state(
+        lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, torch.zeros(()))
+    )
+    with pytest.raises(ValueError, match=r"state of torch.bfloat16 loses the small steps .* keep it in float32"):
+        memory.open(state, None, None)
+
+
+# Stability
+
+
+def drive(tokens: int, dtype: torch.dtype, seed: int, segment: int = 256, **options: Any) -> None:
+    """Streams of three tokens again and again, of new ones, and both a thousand times as large; the largest rates."""
+    torch.manual_seed(seed)
+    memory = LaCT(WIDTH, HEADS, nets=2, **options).to(dtype).eval()
+    generator, sizes = torch.Generator().manual_seed(seed), torch.tensor([1.0, 1000.0, 1.0, 1000.0])[:, None, None]
+    with torch.no_grad():
+        nn.init.constant_(memory.rates.bias, 50.0)
+        state = memory.init_state(4, torch.zeros((), dtype=dtype))
+        for _ in range(tokens // segment):
+            new = torch.randn(2, segment, 3 * WIDTH, generator=generator)
+            new[0] = new[0, :3].repeat(segment // 3 + 1, 1)[:segment]
+            given = (sizes * new.repeat_interleave(2, 0)).to(dtype)
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in given.chunk(3, -1))
+            query = Query(given[..., :WIDTH], q, k_BHNE=k, v_BHNE=v)
+            reading = memory.read(memory.open(state, None, None), query, None)
+            assert reading.output_BHNE is not None and reading.output_BHNE.isfinite().all()
+            state = memory.write(state, Trace(query.x_BND, query.x_BND, query, reading))[0]
+    for name, t in states.named_tensors(state):
+        assert t.isfinite().all(), name
+    for kept, initial in zip(memory.open(state, None, None).weights, memory.initial, strict=True):
+        assert (kept.norm(dim=-1) <= 1.001 * initial.float().norm(dim=-1)).all()
+
+
+HARD = [BOTH, {"keep": "sum", **BOTH}, {"momentum": True}, {"keep": "sum"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_repeated_inputs_of_any_size_leave_it_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    drive(4096, dtype, 0, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_64k_of_them_leave_it_finite(options: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
+    drive(65536, dtype, seed, **options)
+    drive(65536, dtype, seed, segment=16, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nets": 3}, "nets=3 must divide width=8"),
+        ({"nets": 0}, "nets=0 must be at least 1; a model without memory"),
+        ({"expansion": 0}, "expansion=0 must be at least 1"),
+        ({"rate": 0.0}, "rate=0.0 must be above 0 and finite"),
+        ({"keep": "all"}, "keep='all' must be one of rows, sum"),
+        ({"first": "gated"}, "first='gated' must be one of bypass, apply"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build({"name": "lact", **options})
+
+
+def test_nets_are_as_many_as_divide_the_width() -> None:
+    assert [LaCT(width, 1).nets for width in (8, 6, 5)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("options", [{"rate": 1.0}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
+def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
+    model = trained(LATCH, {"name": "lact", **options}, 600, depth=1)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4

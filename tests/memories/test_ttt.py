@@ -1,0 +1,540 @@
+"""TTT against a twin that takes one token after the other, golden values of the authors' layers, its limits, stability.
+
+Legend: B rows, H heads, N tokens, E head width, D model width, G heads of a model, P its numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memories.learning import LATCH, accuracy, trained
+from memories.ttt_twin import SlowTTT
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_transformers import state as states
+from cached_transformers.attentions.parts.scan import causal_scan
+from cached_transformers.memories.parts import fast_weights
+from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
+from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
+from cached_transformers.seam.memory import Query, Trace
+from cached_transformers.tasks import create_model
+from cached_transformers.training.segments import SegmentLoop
+
+VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
+DOUBLE = {"dtype": torch.float64}
+
+
+def layer(**options: Any) -> TTT:
+    """A memory whose parameters all differ from where they begin."""
+    torch.manual_seed(0)
+    memory = TTT(WIDTH, HEADS, **{"mini_batch": 4, **options}).double()
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return memory
+
+
+def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "heads": HEADS, "depth": 2, "feed_forward": 16}
+    model = create_model("language_model", **{**sizes, **options}, memory=memory).double()
+    with torch.no_grad():
+        for parameter in model.parameters() if wild else ():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def slowly(model: nn.Module) -> nn.Module:
+    """The same model with the twin in each layer."""
+    twin = copy.deepcopy(model)
+    for block in twin.stack.blocks:  # type: ignore[union-attr]
+        block.attention.memory = SlowTTT(block.attention.memory)
+    return twin
+
+
+def segments(count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
+
+
+def paddings(count: int) -> list[Tensor]:
+    """Behind, in front and in the middle of rows; a row that pauses; none."""
+    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
+    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
+    padding[1, 0, 1:3], padding[1, 1] = True, True
+    return list(padding)
+
+
+def passed(memory: Any, x_BND: Tensor, cuts: list[int], state: Any = None) -> tuple[Tensor, TTTState]:
+    """What is read, (B, H, N, E), of a stream that is cut into such pieces, and the state behind it."""
+    state = memory.init_state(len(x_BND), x_BND) if state is None else state
+    outs = []
+    for piece in x_BND.split(cuts, 1):
+        reading = memory.read(state, Query(piece))
+        state = memory.write(state, Trace(piece, piece, Query(piece), reading))[0]
+        outs.append(reading.output_BHNE)
+    return torch.cat(outs, 2), state
+
+
+KINDS = [
+    {"mini_batch": 4},
+    {"mini_batch": 1},
+    {"mini_batch": 16, "rotary": False},
+    {"model": "mlp", "mini_batch": 3, "rate": 1.0},
+    {"mini_batch": 2, "limit": 0.2},
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
+    model = build({"name": "ttt", **options})
+    twin = slowly(model)
+    given, padding = segments(3), paddings(3) if padded else [None] * 3
+    gradients, results = [], []
+    for one in (model, twin):
+        state, total, outs = None, 0.0, []
+        for ids, hidden in zip(given, padding, strict=True):
+            out = one(ids, state, padding=hidden)
+            state = out.state
+            shown = out.outputs if hidden is None else out.outputs.masked_fill(hidden[..., None], 0)
+            outs.append(shown)
+            total = total + (shown * torch.linspace(-1, 1, shown.numel(), dtype=shown.dtype).view_as(shown)).sum()
+        total.backward()  # type: ignore[union-attr]
+        gradients.append({k.replace(".fast.", "."): p.grad for k, p in one.named_parameters() if p.grad is not None})
+        results.append([*outs, *(t for _, t in states.named_tensors(state))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert gradients[0].keys() == gradients[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("cuts", [[1] * 13, [5, 5, 3], [4, 4, 5], [2, 11], [13]], ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_any_cut_of_a_stream_gives_the_whole_with_gradients(options: dict[str, Any], cuts: list[int]) -> None:
+    """By the twin in one piece: its loop knows of no pieces."""
+    memory = layer(**options)
+    results = []
+    for one, pieces in ((memory, cuts), (SlowTTT(memory), [13])):
+        x_BND = torch.randn(ROWS, 13, WIDTH, **DOUBLE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out, state = passed(one, x_BND, pieces)
+        loss = sum((t * torch.linspace(-1, 1, t.numel(), **DOUBLE).view_as(t)).sum() for t in (out, *state[:2]))
+        gradients = torch.autograd.grad(loss, [x_BND, *memory.inner.parameters(), *memory.step.parameters()])
+        results.append([out, *state, *gradients])
+    for a, b in zip(*results, strict=True):
+        assert b.abs().max() > 1e-3 or options["mini_batch"] == 1  # which leaves no sum
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# Golden values of the authors' layers
+
+
+def golden(shared: Path, tag: str) -> dict[str, Tensor]:
+    arrays = np.load(shared / "golden/recurrent/ttt_layers.npz")
+    return {k.removeprefix(f"{tag}/"): torch.tensor(arrays[k]) for k in arrays if k.startswith(tag)}
+
+
+def as_released(given: dict[str, Tensor], model: str) -> TTT:
+    """The memory with the parameters of the recorded layer."""
+    memory = TTT(12, HEADS, model=model, mini_batch=4).double()  # type: ignore[arg-type]
+    parameters = {k.removeprefix("param/"): v for k, v in given.items() if k.startswith("param/")}
+    matrices = [(parameters["W1"], parameters["b1"])]
+    if model == "mlp":
+        matrices.append((parameters["W2"], parameters["b2"]))
+    with torch.no_grad():
+        memory.inner.initial_GP.copy_(torch.cat([torch.cat(pair, 1).flatten(1) for pair in matrices], 1))
+        memory.inner.norm_weight_GV.copy_(parameters["ttt_norm_weight"])
+        memory.inner.norm_bias_GV.copy_(parameters["ttt_norm_bias"])
+        memory.inner.tau_C.copy_(parameters["learnable_token_idx"])
+        memory.step.weight.copy_(parameters["learnable_ttt_lr_weight"][:, 0])
+        memory.step.bias.copy_(parameters["learnable_ttt_lr_bias"][:, 0])
+        memory.norm.weight.copy_(parameters["post_norm.weight"])
+        memory.norm.bias.copy_(parameters["post_norm.bias"])
+        for name, linear in (("q", memory.query), ("k", memory.key), ("v", memory.value)):
+            if f"{name}_proj.weight" in parameters:
+                linear.weight.copy_(parameters[f"{name}_proj.weight"])
+    return memory
+
+
+def heads(t_BND: Tensor) -> Tensor:
+    return t_BND.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("tag", ["linear", "linear_mamba", "mlp"])
+def test_what_it_learns_is_what_the_authors_layers_learn(shared: Path, tag: str) -> None:
+    """Of recorded queries and keys: the rates, what is read, and the state behind the last whole mini-batch."""
+    given = golden(shared, tag)
+    memory = as_released(given, "mlp" if tag == "mlp" else "linear")
+    x_BND, q, k = given["x"][:, :8], given["XQ"][:, :, :8], given["XK"][:, :, :8]
+    v = heads(x_BND @ given["param/v_proj.weight"].T)
+    rate_BHN = memory.rate * memory.step(x_BND).sigmoid().mT
+    eta = (memory.inner.shares(x_BND.dtype)[:, None] * rate_BHN.unflatten(-1, (-1, 1, 4))).tril()
+    torch.testing.assert_close(eta, given["eta"].tril(), rtol=0, atol=1e-12)
+    none_B = torch.zeros(2, dtype=torch.long)
+    start = memory.inner.start(memory.inner.empty(2, x_BND), none_B == 0)
+    there_BN = torch.ones(2, 8, dtype=torch.bool)
+    f, after = memory.inner(start, none_B, q, k, v, rate_BHN, there_BN)
+    z_BND = (q + memory.inner.normed(f)).transpose(1, 2).flatten(2)
+    close = {"rtol": 0, "atol": 1e-9 if tag == "mlp" else 1e-12}  # their slope of gelu has constants of 8 digits
+    torch.testing.assert_close(z_BND, given["inner_out"], **close)
+    learned = [part for t in memory.inner.matrices(after.weights_BGP) for part in (t[..., :-1, :], t[..., -1:, :])]
+    for name, got in zip(("W1", "b1", "W2", "b2"), learned, strict=False):
+        torch.testing.assert_close(got, given[f"after/{name}"], **close)
+    assert not after.sums_BGP.any()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("cuts", [[11], [3, 6, 2], [1] * 11], ids=str)
+@pytest.mark.parametrize("tag", ["linear", "mlp"])
+def test_the_layer_is_that_of_the_authors_wherever_it_is_cut(shared: Path, tag: str, cuts: list[int]) -> None:
+    """With a projection behind it; its last mini-batch is open. Our rotation has angles in float32."""
+    given = golden(shared, tag)
+    memory, x_BND = as_released(given, tag), given["x"].requires_grad_()
+    out_BHNE, _ = passed(memory, x_BND, cuts)
+    out = out_BHNE.transpose(1, 2).flatten(2) @ given["param/o_proj.weight"].T
+    (gradient,) = torch.autograd.grad((out * given["grad_w_out"]).sum(), x_BND)
+    torch.testing.assert_close(out, given["out"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradient, given["grad_x"], rtol=1e-5, atol=1e-5 * given["grad_x"].abs().max().item())
+
+
+@pytest.mark.device
+def test_the_layer_of_the_mamba_backbone_is_it_with_convolutions_and_a_gate_around(shared: Path) -> None:
+    given = golden(shared, "linear_mamba")
+    memory, x_BND = as_released(given, "linear"), given["x"].requires_grad_()
+    shared_BDN = (x_BND @ given["param/q_proj.weight"].T).mT
+
+    def convolved(name: str) -> Tensor:
+        weight, bias = (given[f"param/conv_{name}.{part}"] for part in ("weight", "bias"))
+        return heads(F.conv1d(F.pad(shared_BDN, (3, 0)), weight, bias, groups=12).mT)
+
+    there_BN, none_B = torch.ones(2, 11, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
+    places_BN = memory.inner.places(none_B, there_BN)
+    q, k = (memory._turned(convolved(name), places_BN) for name in ("q", "k"))
+    torch.testing.assert_close(q, given["XQ"], rtol=0, atol=1e-5)
+    rate_BHN = memory.rate * memory.step(x_BND).sigmoid().mT
+    start = memory.inner.start(memory.inner.empty(2, x_BND), none_B == 0)
+    v = heads(x_BND @ given["param/v_proj.weight"].T)
+    f, _ = memory.inner(start, none_B, q, k, v, rate_BHN, there_BN)
+    z_BND = memory.norm((q + memory.inner.normed(f)).transpose(1, 2).flatten(2))
+    gate_BND = F.gelu(x_BND @ given["param/g_proj.weight"].T, approximate="tanh")
+    out = (gate_BND * z_BND) @ given["param/o_proj.weight"].T
+    (gradient,) = torch.autograd.grad((out * given["grad_w_out"]).sum(), x_BND)
+    torch.testing.assert_close(out, given["out"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradient, given["grad_x"], rtol=1e-5, atol=1e-5 * given["grad_x"].abs().max().item())
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(("tag", "size"), [("mb1", 1), ("whole", 4)])
+def test_chunks_give_golden_values_of_another_rule(shared: Path, tag: str, size: int) -> None:
+    """fla's reference: the rate of the token that reads counts for all gradients, and o + LN(o) is the output."""
+    given = {k: torch.tensor(v) for k, v in np.load(shared / "golden/recurrent/ttt_linear_core.npz").items()}
+    tokens = given[f"{tag}/out"].shape[1]
+    inner = InnerModel(2, 8, model="linear", mini_batch=size, limit=1e6).double()
+    with torch.no_grad():
+        inner.norm_weight_GV.copy_(given["norm_weight"])
+        inner.norm_bias_GV.copy_(given["norm_bias"])
+    first_BGP = torch.cat([given["weight0"], given["bias0"]], 2).flatten(2)
+    q, k, v, eta = (given[n][:, :tokens].transpose(1, 2).unflatten(2, (-1, size)) for n in ("q", "k", "v", "eta"))
+    coefficients = fast_weights.Reading(torch.ones_like(eta), eta, eta.expand(-1, -1, -1, -1, size).tril())
+    end = (torch.ones_like(eta), eta[..., -1:, :], torch.zeros_like(eta[..., -1:, :]))
+    learned = Learned(first_BGP, torch.zeros_like(first_BGP))
+    out, after = inner.through(learned, q * 8**-0.5, k, v - k, coefficients, end)
+    assert out is not None
+    out = out.flatten(2, 3)
+    torch.testing.assert_close((out + inner.normed(out)).transpose(1, 2), given[f"{tag}/out"], rtol=0, atol=1e-12)
+    state = inner.matrices(after.weights_BGP)[0]
+    torch.testing.assert_close(state[..., :-1, :], given[f"{tag}/state"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(state[..., -1:, :], given[f"{tag}/bias"], rtol=0, atol=1e-12)
+
+
+# Limits
+
+
+def run(inner: InnerModel, tokens: int = 11) -> tuple[list[Tensor], Tensor, Learned]:
+    """q, k, v and rates; f(q_i; W_i); and what is learned."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(ROWS, HEADS, tokens, 4, generator=generator, **DOUBLE) for _ in range(3))
+    rate_BHN = 0.2 * torch.rand(ROWS, HEADS, tokens, generator=generator, **DOUBLE)
+    none_B = torch.zeros(ROWS, dtype=torch.long)
+    learned = inner.start(inner.empty(ROWS, q), none_B == 0)
+    there_BN = torch.ones(ROWS, tokens, dtype=torch.bool)
+    return [q, k, v, rate_BHN], *inner(learned, none_B, q, k, v, rate_BHN, there_BN)
+
+
+def test_a_rate_of_0_is_a_map_that_stays() -> None:
+    memory = layer(rate=0.0)
+    x_BND = torch.randn(ROWS, 13, WIDTH, **DOUBLE)
+    out, state = passed(memory, x_BND, [5, 8])
+    q_BHNE = memory._turned(heads(memory.query(x_BND)), torch.arange(13).expand(ROWS, -1))
+    W, b = (
+        memory.inner.matrices(memory.inner.initial_GP[None])[0][0, :, part] for part in (slice(-1), slice(-1, None))
+    )
+    z_BND = (q_BHNE + memory.inner.normed(q_BHNE @ W + b)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out.transpose(1, 2).flatten(2), memory.norm(z_BND), rtol=0, atol=1e-12)
+    assert torch.equal(state.weights_BGP, memory.inner.initial_GP.expand_as(state.weights_BGP))
+    assert not state.sums_BGP.any()
+
+
+def test_without_norm_and_residual_tokens_of_their_own_are_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias is a channel of keys that is 1; the state before the first token holds the initial weights."""
+    monkeypatch.setattr(InnerModel, "error", lambda self, given, wanted: given - wanted)
+    inner = layer(mini_batch=1, limit=1e6).inner
+    nn.init.zeros_(inner.tau_C)
+    (q, k, v, rate_BHN), out, after = run(inner)
+    q, k = (F.pad(t, (0, 1), value=1.0) for t in (q, k))
+    first = inner.matrices(inner.initial_GP[None])[0].expand(ROWS, -1, -1, -1)
+    wanted, state = causal_scan(q, k, v - k[..., :-1], first, beta_BHN1=rate_BHN[..., None])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-11)
+    torch.testing.assert_close(inner.matrices(after.weights_BGP)[0], state, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_one_mini_batch_takes_all_gradients_where_it_began(model: str) -> None:
+    """Token i reads with the mean of the first i + 1 of them; nothing is in the weights before the last."""
+    inner = layer(model=model, mini_batch=16).inner
+    (q, k, v, rate_BHN), out, after = run(inner)
+    first = inner.initial_GP.detach().expand(ROWS, -1, -1).clone().requires_grad_()
+    sums = torch.zeros_like(first)
+    for i in range(11):
+        error = inner.normed(inner.read(first, k[:, :, i : i + 1])) - (v - k)[:, :, i : i + 1]
+        (gradient,) = torch.autograd.grad(error.square().sum() / 2, first)
+        sums = sums - rate_BHN[:, :, i, None] * gradient
+        share = (1 / (i + 1) + inner.tau_C[i]).clamp(min=0)
+        wanted = inner.read(first + share * sums, q[:, :, i : i + 1])
+        torch.testing.assert_close(out[:, :, i : i + 1], wanted, rtol=0, atol=1e-11)
+    assert torch.equal(after.weights_BGP, first)
+    torch.testing.assert_close(after.sums_BGP, sums, rtol=0, atol=1e-11)
+
+
+def test_a_token_behind_a_mini_batch_reads_its_mean_gradient() -> None:
+    """tau of 0: the weights behind it are those of one step with the mean, not the sum."""
+    inner = layer(mini_batch=4).inner
+    nn.init.zeros_(inner.tau_C)
+    (_, k, v, rate_BHN), _, after = run(inner, 4)
+    first = inner.initial_GP.detach().expand(ROWS, -1, -1).clone().requires_grad_()
+    losses = (inner.normed(inner.read(first, k)) - (v - k)).square().sum(-1) / 2
+    (gradient,) = torch.autograd.grad((rate_BHN * losses).sum() / 4, first)
+    torch.testing.assert_close(after.weights_BGP, first - gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+def test_slopes_are_those_of_autograd_and_finite_everywhere(kind: Any) -> None:
+    z = torch.linspace(-12, 12, 101, **DOUBLE).requires_grad_()
+    (wanted,) = torch.autograd.grad(activate(z, kind).sum(), z, create_graph=True)
+    torch.testing.assert_close(slope(z, kind), wanted, rtol=0, atol=1e-12)
+    second = [torch.autograd.grad(t.sum(), z, retain_graph=True)[0] for t in (slope(z, kind), wanted)]
+    torch.testing.assert_close(*second, rtol=0, atol=1e-11)
+    assert torch.equal(slope(torch.tensor([1e30, -1e30]), kind), torch.tensor([1.0, 0.0]))
+
+
+def test_a_repeated_pair_is_learned() -> None:
+    """What f says of the key goes to what was asked of it, as near as a layer norm can: LN(f) = v - k of unit size."""
+    memory = layer(mini_batch=2, rotary=False, rate=4.0)
+    inner = memory.inner
+    with torch.no_grad():
+        inner.norm_weight_GV.fill_(1)
+        inner.norm_bias_GV.zero_()
+    k = torch.randn(1, HEADS, 1, 4, **DOUBLE)
+    v = k + F.layer_norm(torch.randn(1, HEADS, 1, 4, **DOUBLE), (4,))
+    many = [t.expand(-1, -1, 400, -1) for t in (k, k, v)]
+    none_B = torch.zeros(1, dtype=torch.long)
+    learned = inner.start(inner.empty(1, k), none_B == 0)
+    rate_BHN, there_BN = torch.full((1, HEADS, 400), 0.2, **DOUBLE), torch.ones(1, 400, dtype=torch.bool)
+    f, _ = inner(learned, none_B, *many, rate_BHN, there_BN)
+    torch.testing.assert_close(inner.normed(f[:, :, -1:]), v - k, rtol=0, atol=1e-3)
+
+
+# In a model
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp"])
+def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(model: str) -> None:
+    one = build({"name": "ttt", "mini_batch": 3, "model": model}, positions="rotary", depth=1).eval()
+    first, second = segments(2)
+    before = one(first).state
+    changed = second.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % VOCABULARY
+    with torch.no_grad():
+        a, b = (one(ids, before).outputs for ids in (second, changed))
+    assert torch.equal(a[:, :2], b[:, :2]) and (a[:, 2:] - b[:, 2:]).abs().amax((0, 2)).min() > 1e-5
+
+
+def test_layers_may_work_on_different_segments_at_once() -> None:
+    model, tokens = build({"name": "ttt", "mini_batch": 4}), torch.cat(segments(3), 1)
+    results = []
+    for schedule in ("segments", "diagonal"):
+        model.zero_grad()
+        loss = SegmentLoop(model, SEGMENT, bptt=3, schedule=schedule)(tokens[:, :-1], tokens[:, 1:])[0]
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
+    """Those in front read what the last token before the segment has left, those behind what its last one leaves."""
+    memory = layer(mini_batch=3, rotary=False)
+    x_BND = torch.randn(ROWS, 9, WIDTH, **DOUBLE)
+    _, state = passed(memory, torch.randn(ROWS, 4, WIDTH, **DOUBLE), [4])
+    alone = memory.read(state, Query(x_BND[:, 2:6]))
+    around = memory.read(state, Query(x_BND, segment=(2, 4)))
+    assert alone.output_BHNE is not None and around.output_BHNE is not None
+    torch.testing.assert_close(around.output_BHNE[:, :, 2:6], alone.output_BHNE, rtol=0, atol=1e-12)
+    for one, other in zip(around.carry, alone.carry, strict=True):
+        assert torch.equal(one, other)
+    # A token that learns nothing reads with the mean of its mini-batch so far: of rate 0, tau as it is for each place.
+    nn.init.zeros_(memory.inner.tau_C)
+    nn.init.constant_(memory.step.bias, -1e9)
+    still = memory.read(state, Query(x_BND, segment=(2, 4)))
+    assert still.output_BHNE is not None
+    share = torch.tensor(1.0, **DOUBLE)  # four tokens before: the second mini-batch has one
+    weights_BGP = state.weights_BGP + share * state.sums_BGP
+    q_BHNE = heads(memory.query(x_BND[:, :2]))
+    z_BND = (q_BHNE + memory.inner.normed(memory.inner.read(weights_BGP, q_BHNE))).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(still.output_BHNE[:, :, :2].transpose(1, 2).flatten(2), memory.norm(z_BND))
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_a_closed_gate_is_the_model_without_memory(options: dict[str, Any]) -> None:
+    model, plain = build({"name": "ttt", **options}), build(None)
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    for memory in model.stack.layer_memories():  # type: ignore[union-attr, operator]
+        memory.close_gate()
+    state, bare = None, None
+    for ids in segments(3):
+        out, other = model(ids, state), plain(ids, bare)
+        state, bare = out.state, other.state
+        torch.testing.assert_close(out.outputs, other.outputs, rtol=0, atol=1e-14)
+
+
+def test_it_learns_in_evaluation_and_without_recorded_gradients_as_it_does_in_training() -> None:
+    model, states_after = build({"name": "ttt", "model": "mlp"}), []
+    for training, mode in ((True, torch.enable_grad), (False, torch.no_grad), (False, torch.inference_mode)):
+        with mode():
+            state = None
+            for ids in segments(3):
+                state = model.train(training)(ids, state).state
+        states_after.append([t.detach().clone() for _, t in states.named_tensors(state)])
+    for a, b, c in zip(*states_after, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_the_state_is_of_float32_in_a_model_of_bfloat16_and_stays_so() -> None:
+    out = build({"name": "ttt"}).bfloat16()(segments(1)[0])
+    assert out.state.layers[0].weights_BGP.dtype == out.state.layers[0].sums_BGP.dtype == torch.float32
+    memory, x_BND = TTT(WIDTH, HEADS), torch.randn(ROWS, 3, WIDTH)
+    state = states.map_state(lambda t: t.bfloat16() if t.is_floating_point() else t, memory.init_state(ROWS, x_BND))
+    with pytest.raises(ValueError, match=r"state of torch.bfloat16 loses the small steps .* keep it in float32"):
+        memory.read(state, Query(x_BND))
+
+
+# Stability
+
+
+def hard(tokens: int, seed: int) -> Tensor:
+    """Streams (5, N, D): three tokens again and again, new ones; both a thousand times as large; and in turns."""
+    generator = torch.Generator().manual_seed(seed)
+    new_ND = torch.randn(tokens, WIDTH, generator=generator)
+    few_ND = new_ND[:3].repeat(-(-tokens // 3), 1)[:tokens]
+    turns_N1 = 1 + 999 * (torch.arange(tokens) // 64 % 2)[:, None]
+    return torch.stack([few_ND, 1000 * few_ND, new_ND, 1000 * new_ND, turns_N1 * new_ND])
+
+
+def drive(tokens: int, dtype: torch.dtype, seed: int, **options: Any) -> Tensor:
+    """Read them at the largest rate; the root mean square (segments, 5) of the weights behind each 256 tokens."""
+    torch.manual_seed(seed)
+    memory, sizes = TTT(WIDTH, HEADS, **options).to(dtype).eval(), []
+    with torch.no_grad():
+        nn.init.zeros_(memory.step.weight)
+        nn.init.constant_(memory.step.bias, 50.0)
+        streams_BND = hard(tokens, seed).to(dtype)
+        state = memory.init_state(len(streams_BND), streams_BND)
+        for x_BND in streams_BND.split(256, 1):
+            reading = memory.read(state, Query(x_BND))
+            assert reading.output_BHNE is not None and reading.output_BHNE.isfinite().all()
+            state = memory.write(state, Trace(x_BND, x_BND, Query(x_BND), reading))[0]
+            sizes.append(state.weights_BGP.square().mean((1, 2)).sqrt())
+        assert state.sums_BGP.isfinite().all()
+    return torch.stack(sizes)
+
+
+HARD = [{}, {"mini_batch": 64}, {"model": "mlp"}, {"rate": 100.0}, {"model": "mlp", "rate": 100.0}, {"limit": 1.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", HARD, ids=str)
+def test_repeated_inputs_of_any_size_leave_it_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
+    drive(4096, dtype, 0, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [*HARD, {"mini_batch": 2}], ids=str)
+def test_64k_of_them_leave_it_finite_and_hardly_longer(options: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
+    """The second half lengthens the weights by a third at most; it has as many steps as the first."""
+    sizes = drive(65536, dtype, seed, **options)
+    assert (sizes[-1] < 4 / 3 * sizes[len(sizes) // 2]).all()
+    assert options.get("limit") is None or sizes.max() < 2 * options["limit"]
+
+
+def test_a_step_never_shortens_the_weights_of_a_linear_model() -> None:
+    """Its gradient is orthogonal to them, but for the epsilon of the norm: only the direction of f(k) counts."""
+    inner = layer().inner
+    generator = torch.Generator().manual_seed(0)
+    k, wanted = (torch.randn(ROWS, HEADS, 4, 4, generator=generator, **DOUBLE) for _ in range(2))
+    W = inner.matrices(inner.initial_GP[None].expand(ROWS, -1, -1))
+    inputs, errors = inner.surprise(W, k, wanted)
+    gradient = inputs[0].mT @ errors[0]
+    along = (gradient * W[0]).sum((-2, -1)) / gradient.norm(dim=(-2, -1)) / W[0].norm(dim=(-2, -1))
+    assert along.abs().max() < 1e-3 and gradient.abs().max() > 0.1
+
+
+def test_the_gradient_of_a_norm_is_large_where_the_model_gives_nothing() -> None:
+    """Hence where matrices begin: at 0 its deviation is 0, and the gradient is divided by the root of the epsilon."""
+    inner = InnerModel(HEADS, 4, model="linear", mini_batch=4, limit=None)
+    k, wanted = (torch.randn(1, HEADS, 8, 4) for _ in range(2))
+
+    def largest(scale: float) -> float:
+        return inner.surprise([scale * inner.matrices(inner.initial_GP[None])[0]], k, wanted)[1][0].abs().max().item()
+
+    assert 300 < largest(0) < 1e4 and largest(1) < 300 and largest(1) > 10 * largest(50)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "cnn"}, "model='cnn' must be one of linear, mlp"),
+        ({"mini_batch": 0}, "mini_batch=0 must be at least 1; a model without memory"),
+        ({"rate": -1.0}, "rate=-1.0 must be at least 0 and finite; 0 learns nothing"),
+        ({"rate": float("nan")}, "rate=nan must be at least 0"),
+        ({"limit": 0.0}, "limit=0.0 must be above 0 and finite; None for no limit"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build({"name": "ttt", **options})
+
+
+def test_widths_that_heads_do_not_share_out_are_named() -> None:
+    with pytest.raises(ValueError, match="width=8 must be a multiple of heads=3"):
+        TTT(8, 3)
+    with pytest.raises(ValueError, match=r"heads of 3 have one left; take rotary=False"):
+        TTT(6, 2)
+    assert TTT(6, 2, rotary=False)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"model": "mlp"}, marks=pytest.mark.slow)], ids=str)
+def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know(options: dict[str, Any]) -> None:
+    model = trained(LATCH, {"name": "ttt", **options}, 600, depth=1)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
