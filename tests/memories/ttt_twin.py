@@ -5,12 +5,31 @@ Legend: B rows, N tokens, H heads, E head width, D model width, P numbers of a h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+
+HEADS = 2
+
+
+def heads(t_BND: Tensor) -> Tensor:
+    return t_BND.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def passed(memory: Any, x_BND: Tensor, cuts: list[int], state: Any = None) -> tuple[Tensor, TTTState]:
+    """What is read, (B, H, N, E), of a stream that is cut into such pieces, and the state behind it."""
+    state = memory.init_state(len(x_BND), x_BND) if state is None else state
+    outs = []
+    for piece in x_BND.split(cuts, 1):
+        reading = memory.read(state, Query(piece))
+        state = memory.write(state, Trace(piece, piece, Query(piece), reading))[0]
+        outs.append(reading.output_BHNE)
+    return torch.cat(outs, 2), state
 
 
 def cut(inner: InnerModel, flat_P: Tensor) -> list[Tensor]:
