@@ -253,7 +253,7 @@ def test_a_t5_whose_heads_are_wider_than_its_model() -> None:
         wide.with_memory("grc", length=4, ratio=0.25, mix="outputs")
 
 
-CAUSAL = "memories that work here: .*'armt', .*'grc_stream', .*'memorizing', 'memory_transformer',.* 'rmt'"
+CAUSAL = "memories that work here: .*'armt', .*'grc_stream', .*'memorizing', .*'memory_transformer',.* 'rmt'"
 REFUSALS: list[tuple[Architecture, Any, dict[str, Any], str]] = [
     (BART, "grc", {}, r"BartAttention does not tell how many tokens .*length=64"),
     (T5, "grc", {}, r"T5Attention does not tell how many tokens"),

@@ -138,6 +138,8 @@ SETTINGS = {
     "streaming_llm": Setting(lambda setup: {"length": setup.length - 4}),
     "tova": Setting(),
     "transformer_xl": Setting(),
+    # Turned in pairs, queries and keys want heads of an even width, and those of XL-base have 41 channels.
+    "ttt": Setting(lambda setup: {"rotary": setup.head_width % 2 == 0}, "relative"),
 }
 """Language models: as many slots as the recipe's memory where a slot is a token, relative positions for all that have
 none of their own. Memory tokens are 10, beside a Transformer-XL cache of the recipe's length, as arXiv:2207.06881 has
