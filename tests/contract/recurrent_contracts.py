@@ -114,6 +114,12 @@ RECURRENT: dict[str, Contract] = {
         exempt={"empty": LEARNED},
         cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
     ),
+    "titans/layer": Contract(
+        options={"place": "layer", "chunk": 4},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"place": "layer", "chunk": 4}, lambda: LAYERS * titans(4)),
+    ),
     "ttt": Contract(
         options={"mini_batch": 3},
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) * (d // 2 + 1)) + 8,

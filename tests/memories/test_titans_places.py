@@ -15,6 +15,7 @@ from memories.titans_twin import SlowTitans
 from torch import Tensor, nn
 
 from cached_transformers import state as states
+from cached_transformers.memories.parts.side_by_side import SideBySide
 from cached_transformers.memories.titans.titans import Titans, TitansState
 from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.tasks import create_model
@@ -38,7 +39,11 @@ def slowly(model: nn.Module) -> nn.Module:
     """The same model with the twin in each layer."""
     twin = copy.deepcopy(model)
     for block in twin.stack.blocks:  # type: ignore[union-attr]
-        block.attention.memory = SlowTitans(block.attention.memory)
+        memory = block.attention.memory
+        if isinstance(memory, SideBySide):
+            memory.members[0] = SlowTitans(memory.members[0])
+        else:
+            block.attention.memory = SlowTitans(memory)
     return twin
 
 
@@ -61,6 +66,9 @@ PLACED = [
     {"mix": "sum", "layers": 2, "expansion": 2, "chunk": 2, "activation": "gelu", "nets": 1},
     {"place": "context", "chunk": 2},
     {"place": "context", "persistent": 2, "layers": 2, "expansion": 2, "loss": "huber", "bound": 0.3},
+    {"place": "layer", "chunk": 2},
+    {"place": "layer", "mix": "alone", "layers": 2, "expansion": 2, "nets": 4},
+    {"mix": "alone", "chunk": 3},
 ]
 
 
@@ -91,7 +99,7 @@ def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded
 
 
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
-@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}], ids=str)
+@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}, {"place": "layer"}], ids=str)
 def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(options: dict[str, Any], positions: str) -> None:
     model = build({"name": "titans", "chunk": 2, **options}, positions=positions, depth=1).eval()
     first, second = segments(2)
@@ -280,8 +288,8 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"place": "layer"}, "place='layer' must be one of 'gate', 'context'"),
-        ({"mix": "max"}, "mix='max'"),
+        ({"place": "front"}, "place='front' must be one of 'gate', 'context', 'layer'"),
+        ({"mix": "max"}, "mix='max' must be one of 'product', 'sum', 'alone'"),
         ({"nets": 3}, "nets=3 must divide width=8"),
         ({"nets": 0}, "nets=0 must be at least 1"),
         ({"layers": 0}, "layers=0 must be at least 1"),
@@ -290,7 +298,7 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
         ({"limit": float("inf")}, "limit=inf must be above 0 and finite"),
         ({"half_life": -1.0}, "half_life=-1.0 must be above 0"),
         ({"momentum": 1.0}, "momentum=1.0 must lie between 0 and 1"),
-        ({"persistent": 2}, "persistent=2 tokens .* take place='context'"),
+        ({"persistent": 2, "place": "layer"}, "persistent=2 tokens .* take place='context'"),
         ({"loss": "l1"}, "loss='l1'"),
         ({"activation": "relu"}, "activation='relu'"),
         ({"gates": "hard"}, "gates='hard'"),
