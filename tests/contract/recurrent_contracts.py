@@ -181,4 +181,13 @@ RECURRENT: dict[str, Contract] = {
             lambda: LAYERS * (titans(4, 2) + caching(4 * D * D / H)),
         ),
     ),
+    "memory_caching/ttt": Contract(
+        options={"slots": 2, "over": {"name": "ttt", "mini_batch": 3}},
+        bytes_per_row=lambda d: (2 * 2 + 2 * 2) * 4 * (d // 2) * (d // 2 + 1) + 8 + 2 * 4 * d + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost(
+            {"slots": K, "over": {"name": "ttt", "mini_batch": 3}},
+            lambda: LAYERS * (ttt(3) + caching(D * (D / H + 1))),
+        ),
+    ),
 }

@@ -35,13 +35,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, refuse_narrow, written
+from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, written
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.state import refuse_narrow
 
 from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
 
@@ -205,7 +206,7 @@ class Titans(Recurrent):
     def snapshot(self, state: TitansState) -> Tensor:
         return state.weights_BGP
 
-    def ask(self, query: Query) -> Asked:
+    def ask(self, opened: TitansState, query: Query) -> Asked:
         x_BND = query.x_BND
         if query.padding_BN is not None:
             x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
@@ -281,7 +282,7 @@ class Titans(Recurrent):
                 self.open_gate.fill_(False)
 
     def _learned(self, state: TitansState) -> Learned:
-        refuse_narrow(state.weights_BGP, "the nets of Titans")
+        refuse_narrow(state, "the small steps by which the nets of Titans learn")
         return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
 
     def _nets(self, t_BND: Tensor) -> Tensor:
