@@ -27,7 +27,6 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
 from cached_transformers.seam.probing import Probing, fixed
-from cached_transformers.state import refuse_narrow
 
 from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
@@ -193,7 +192,6 @@ class ARMT(ModelMemory):
         return AssociativeRead(self.width, self.key_width, self.nu, index)
 
     def open(self, state: Associations, *_: Any) -> tuple[Tensor, Tensor]:
-        refuse_narrow(state, "what ARMT adds to its sums")
         # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
         empty_B11 = (state.segments_B == 0)[:, None, None]
         return torch.where(empty_B11[..., None], 0, state.values_BLKD), torch.where(empty_B11, 0, state.mass_BLK)

@@ -35,7 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.linear_maps import Weights
 from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
-from cached_transformers.state import State, refuse_narrow
+from cached_transformers.state import State
 
 from .parts.gates import GATES, Gate, gated
 from .parts.options import NO_MEMORY, check_choices
@@ -212,7 +212,6 @@ class BlockRecurrent(LayerMemory):
     def open(self, state: State, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened | tuple[()]:
         if not self.here:
             return ()
-        refuse_narrow(state, "the little by which slow gates renew it")
         # Those at the start are made anew, so that a fresh state is no part of the graph, and never outdated.
         states_BSD = torch.where(
             state.segments_B[:, None, None] > 0, state.states_BSD, self.initial_SD.to(state.states_BSD.dtype)

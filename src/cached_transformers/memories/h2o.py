@@ -24,7 +24,6 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing, one_segment
-from cached_transformers.state import refuse_narrow
 
 from .parts.best import best, from_last, kept
 from .parts.options import NO_MEMORY
@@ -99,7 +98,6 @@ class H2O(LayerMemory):
 
     def open(self, state: HeavyHitters, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Context:
         assert first_B1P is not None
-        refuse_narrow(state.scores_BHM, "the small weights that H2O sums", "scores_BHM")
         place_M = torch.arange(-state.scores_BHM.shape[2], 0, device=first_B1P.device)
         positions_BMP = first_B1P + place_M[None, :, None]
         return Context(state.k_BHME, state.v_BHME, positions_BMP, state.valid_BM, consecutive=True)

@@ -28,7 +28,6 @@ from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
 from cached_transformers.seam.positions import Positions, RelativePositions
 from cached_transformers.seam.probing import Probing
-from cached_transformers.state import refuse_narrow
 
 from . import continuous_signal as signal
 
@@ -207,9 +206,6 @@ class InfinityFormer(LayerMemory):
     def open(self, state: InfinityState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> InfinityOpened:
         assert project_kv is not None
         recent = state.recent
-        refuse_narrow(
-            state.coefficients_BCD, "the digits of a signal that is fitted again and again", "coefficients_BCD"
-        )
         k_BHME, v_BHME = project_kv(recent.clean_BMD)
         context = Context(k_BHME, v_BHME, recent.positions_BMP, recent.valid_BM, consecutive=True, clean=True)
         with torch.autocast(recent.hidden_BMD.device.type, enabled=False):
