@@ -16,9 +16,11 @@ from memories.learning import LATCH, accuracy, trained
 from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH, build, segments
 from torch import Tensor, nn
 
-from cached_transformers import add_memory
+from cached_transformers import add_memory, create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.titans.titans import Titans
+from cached_transformers.models.generation import ReadsAgain
+from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, Query, Reading, look
 from cached_transformers.training.segments import SegmentLoop
 
@@ -143,6 +145,9 @@ class Doubling(LayerMemory):
 
     needs = frozenset({"in_front"})
 
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+
     def read(self, opened: Any, query: Query, project_kv: Any) -> Reading:
         return Reading(carry=query.x_BND)
 
@@ -154,25 +159,18 @@ class Doubling(LayerMemory):
         return state
 
 
-def test_a_memory_of_yours_stands_there_with_two_words_and_generates() -> None:
-    """One that could be read token by token, too, which the layer cannot: it reads the open segment again, and says so."""
-    from cached_transformers import create_model
-    from cached_transformers.models.generation import ReadsAgain
-    from cached_transformers.registry import MEMORIES
-
-    MEMORIES.register("doubling", paper="arXiv:0000.00000", title="Doubling")(lambda width, heads: Doubling())
-    try:
-        torch.manual_seed(0)
-        sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
-        model = create_model("language_model", memory="doubling", **sizes).eval()
-    finally:
-        MEMORIES._entries.pop("doubling")
+def test_a_memory_of_yours_stands_there_with_one_word_and_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that a token can be read alone, which the layer cannot: the open segment is read again, and said."""
+    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
+    MEMORIES.register("doubling")(Doubling)
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
+    model = create_model("language_model", memory="doubling", **sizes).eval()
     plain = create_model("language_model", **sizes).eval()
     plain.load_state_dict(model.state_dict())
     for block in plain.stack.blocks:  # type: ignore[union-attr]
-        block.attention.norm.weight.data.mul_(2)
-        if getattr(block.attention.norm, "bias", None) is not None:
-            block.attention.norm.bias.data.mul_(2)
+        for parameter in block.attention.norm.parameters():
+            parameter.data.mul_(2)
     prompt = segments(1)[0]
     with pytest.warns(ReadsAgain, match="memory Doubling stands in front of queries and keys"):
         found = model.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT)

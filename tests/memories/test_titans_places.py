@@ -143,7 +143,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
         assert torch.equal(one, other)
     padding = torch.ones(ROWS, 3, dtype=torch.bool)  # what writes nothing reads what is there
     assert not around.output_BHNE[:, :, :2].any()  # the nets begin with 0
-    later = memory.answer(memory.snapshot(a), memory.ask(Query(x_BND[:, 6:])))
+    later = memory.answer(memory.snapshot(a), memory.ask(a, Query(x_BND[:, 6:])))
     torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
     after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
     assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.momentum_BGP)
@@ -251,6 +251,7 @@ def drive(tokens: int, dtype: torch.dtype, **options: Any) -> None:
 
 
 HARD = [{}, {"chunk": 64}, {"chunk": 1}, {"layers": 2}, {"layers": 2, "chunk": 64, "rate": 64.0}, {"rate": 1000.0}]
+HARD += [{"loss": "lp"}, {"loss": "lp", "layers": 2, "chunk": 64}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -300,6 +301,7 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
         ({"momentum": 1.0}, "momentum=1.0 must lie between 0 and 1"),
         ({"persistent": 2, "place": "layer"}, "persistent=2 tokens .* take place='context'"),
         ({"loss": "l1"}, "loss='l1'"),
+        ({"loss": "lp", "power": 1.0}, "power=1.0 must be at least 2"),
         ({"activation": "relu"}, "activation='relu'"),
         ({"gates": "hard"}, "gates='hard'"),
     ],

@@ -28,6 +28,8 @@ def _limited(t: Tensor, limit: float) -> Tensor:
 
 
 def _loss(error_K: Tensor, memory: NeuralMemory) -> Tensor:
+    if memory.loss == "lp":
+        return error_K.abs().pow(memory.power).sum() / memory.power
     length, bound = error_K.square().sum().sqrt(), memory.bound * len(error_K) ** 0.5
     if memory.loss == "huber" and length > bound:
         return bound * (length - bound / 2)

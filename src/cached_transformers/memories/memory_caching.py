@@ -123,8 +123,8 @@ def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
     "c the segment's mean key; residual: g = 1; sparse: the best k; soup: states are mixed, then read",
     state="per row and layer: that of the memory `over`, 8 bytes, and S snapshots of 4 (D E + D) bytes over infini, "
     "4 G P over titans and ttt; and 4 S D but for residual",
-    cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans and ttt; and "
-    "D^2 + S D (gates) but for residual multiply-adds",
+    cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans and ttt; "
+    "and D^2 + S D (gates) but for residual multiply-adds",
     reach="that of the memory `over`; with start='restart' S segments a layer",
     gradient="through online state, snapshots and contexts, over `bptt` segments",
     probe=Probing(lambda segment, distance, depth: {"slots": distance + 1}, _one_snapshot),

@@ -113,8 +113,8 @@ class Titans(Recurrent):
             D / G.
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks begin anew with each segment, whose last one may be short.
-        loss, bound, limit: see `NeuralMemory`.
-        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above).
+        loss, bound, power, limit: see `NeuralMemory`.
+        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
         persistent: of place="context": learned tokens in front of every segment, which are no memory.
@@ -124,7 +124,8 @@ class Titans(Recurrent):
 
     Raises:
         ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
-            0, a momentum outside of (0, 1), persistent tokens for place="gate"; when it reads, a state below float32.
+            0, a power below 2, a momentum outside of (0, 1), persistent tokens but for place="context"; when it reads,
+            a state below float32.
     """
 
     needs = frozenset({"state", "head"})
@@ -144,6 +145,7 @@ class Titans(Recurrent):
         chunk: int = 16,
         loss: Loss = "l2",
         bound: float = 1.0,
+        power: float = 3.0,
         limit: float = 10.0,
         rate: float = 1.0,
         momentum: float = 0.5,
@@ -167,6 +169,8 @@ class Titans(Recurrent):
             loss=(loss, LOSSES),
             gates=(gates, GATES),
         )
+        if not 2 <= power < math.inf:
+            raise ValueError(f"power={power} must be at least 2, which is loss='l2', and finite")
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
@@ -180,6 +184,7 @@ class Titans(Recurrent):
             activation=activation,
             loss=loss,
             bound=bound,
+            power=power,
             limit=limit,
         )
         self.query, self.key, self.value = (nn.Linear(channels, width, bias=False) for _ in range(3))
