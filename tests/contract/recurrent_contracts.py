@@ -114,6 +114,12 @@ RECURRENT: dict[str, Contract] = {
         exempt={"empty": LEARNED},
         cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
     ),
+    "titans/layer": Contract(
+        options={"place": "layer", "chunk": 4},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost({"place": "layer", "chunk": 4}, lambda: LAYERS * titans(4)),
+    ),
     "ttt": Contract(
         options={"mini_batch": 3},
         bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) * (d // 2 + 1)) + 8,
@@ -173,6 +179,15 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost(
             {"slots": K, "over": {"name": "titans", "chunk": 4, "layers": 2, "expansion": 2}, "read": "soup"},
             lambda: LAYERS * (titans(4, 2) + caching(4 * D * D / H)),
+        ),
+    ),
+    "memory_caching/ttt": Contract(
+        options={"slots": 2, "over": {"name": "ttt", "mini_batch": 3}},
+        bytes_per_row=lambda d: (2 * 2 + 2 * 2) * 4 * (d // 2) * (d // 2 + 1) + 8 + 2 * 4 * d + 8,
+        exempt={"empty": READS_ITS_OWN},
+        cost=Cost(
+            {"slots": K, "over": {"name": "ttt", "mini_batch": 3}},
+            lambda: LAYERS * (ttt(3) + caching(D * (D / H + 1))),
         ),
     ),
 }

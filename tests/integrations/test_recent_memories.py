@@ -10,6 +10,7 @@ import torch
 from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, Architecture, awaken, by_hand, differences, words
 
 from cached_transformers import add_memory, load_pretrained
+from cached_transformers.seam.memory import LayerMemory
 
 CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "armt/gpt2": (GPT2, {"name": "armt", "length": 3, "key_width": 6}),
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "block_recurrent/llama": (LLAMA, {"name": "block_recurrent", "length": 4, "layers": "all", "gate": "lstm"}),
     "memory_caching/gpt2": (GPT2, {"name": "memory_caching", "over": {"name": "titans", "chunk": 4}, "slots": 2}),
     "memory_caching/llama": (LLAMA, {"name": "memory_caching", "slots": 3, "start": "restart"}),
+    "memory_caching/ttt": (LLAMA, {"name": "memory_caching", "over": {"name": "ttt", "mini_batch": 4}, "slots": 2}),
     "ttt/gpt2": (GPT2, {"name": "ttt", "mini_batch": 4, "model": "mlp"}),
     "ttt/llama": (LLAMA, {"name": "ttt", "mini_batch": 3}),
     "lact/gpt2": (GPT2, {"name": "lact", "rate": 0.1}),
@@ -72,3 +74,60 @@ def test_a_decoder_trains_and_generates_with_it(case: str, tmp_path: Path) -> No
 def test_a_table_of_positions_is_no_place_for_what_titans_keys_are_made_of() -> None:
     with pytest.raises(ValueError, match=r"memory 'titans' needs .*positions are a table .*rotary"):
         add_memory(GPT2.build(), CASES["titans/context"][1], segment_length=SEGMENT)
+
+
+WIDER = [
+    {"name": "titans", "chunk": 4},
+    {"name": "titans", "chunk": 4, "place": "context", "persistent": 2, "nets": 3},
+    {"name": "ttt", "mini_batch": 3},
+    {"name": "lact", "momentum": True},
+    {"name": "infini"},
+    {"name": "block_recurrent", "length": 2},
+    {"name": "memory_caching", "slots": 2},
+    {"name": "memory_caching", "slots": 2, "over": {"name": "titans", "layers": 2}, "read": "soup"},
+    {"name": "memory_caching", "slots": 2, "over": "ttt"},
+]
+
+
+@pytest.mark.parametrize("head_dim", [8, 4])
+@pytest.mark.parametrize("memory", WIDER, ids=str)
+def test_heads_that_are_wider_or_narrower_together_than_the_layers_input(memory: dict[str, Any], head_dim: int) -> None:
+    """As in Qwen3 and Gemma: 4 heads of 8, or of 4, for 24 channels."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    model, ids = LLAMA.build(**sizes), words(2, 3 * SEGMENT)
+    before = model(ids[:, :SEGMENT]).logits
+    add_memory(model, memory, segment_length=SEGMENT)
+    outs = model(ids, labels=ids)
+    outs.loss.backward()
+    own = {name: p for name, p in model.named_parameters() if ".memory." in name}
+    assert own and all(p.grad is not None and p.grad.isfinite().all() for p in own.values())
+    state = model(ids[:, :SEGMENT]).memory_state
+    later = model(ids[:, SEGMENT : 2 * SEGMENT], memory_state=state).logits
+    torch.testing.assert_close(later, outs.logits[:, SEGMENT : 2 * SEGMENT], rtol=0, atol=1e-4)
+    for layer in model.modules():
+        if isinstance(getattr(layer, "memory", None), LayerMemory):
+            layer.memory.close_gate()
+    torch.testing.assert_close(model(ids[:, :SEGMENT]).logits, before, rtol=0, atol=1e-5)
+
+
+STORES = [
+    {"name": "streaming_llm", "length": 4, "sinks": 2, "relative": False},
+    {"name": "streaming_llm", "length": 4, "keep": "kv", "relative": False},
+    {"name": "tova", "length": 4, "relative": False},
+    {"name": "h2o", "length": 4, "relative": False},
+    {"name": "expire_span", "length": 8, "relative": False, "price": 0},
+    {"name": "transformer_xl", "length": 4, "relative": False},
+]
+
+
+@pytest.mark.parametrize("memory", STORES, ids=str)
+def test_learned_positions_that_are_added_to_tokens_leave_no_place_for_sinks_and_windows(
+    memory: dict[str, Any],
+) -> None:
+    """Stored states have such a position in them, and there is none for a token behind the table's end."""
+    message = (
+        rf"memory '{memory['name']}' needs \w+ .*GPT2LMHeadModel does not give; its positions are a table .*"
+        r"take a decoder with rotary positions .*; memories that work here: .*'infini'.*'titans'"
+    )
+    with pytest.raises(ValueError, match=message):
+        add_memory(GPT2.build(), memory, segment_length=4)

@@ -9,13 +9,16 @@ import math
 from typing import Any
 
 import torch
+from memories import ttt_twin
 from memories.titans_twin import SlowTitans, cut, slow_learn, slow_net
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infini import Infini
 from cached_transformers.memories.memory_caching import MemoryCaching
 from cached_transformers.memories.titans.titans import Titans
+from cached_transformers.memories.ttt import TTT
 
 
 def lifted(t: Tensor) -> Tensor:
@@ -96,12 +99,51 @@ class SlowCachedTitans:
         return mixed
 
 
+class SlowCachedTTT:
+    """A state is what a head's model is read with, and its weights, open sums and tokens; it says f of the query.
+
+    Queries are turned by the place of their token, which is known by the vector that is asked with.
+    """
+
+    def __init__(self, layer: SelfAttention, memory: TTT) -> None:
+        self.memory, self.slow, self.groups = memory, ttt_twin.SlowTTT(memory), memory.heads
+        self.tokens: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self.asked: dict[int, Tensor] = {}
+
+    def begin(self, group: int) -> tuple[Any, ...]:
+        initial_P = self.memory.inner.initial_GP[group]
+        return initial_P, initial_P, torch.zeros_like(initial_P), 0
+
+    def key(self, x_D: Tensor, group: int) -> Tensor:
+        return self.memory.key(x_D).chunk(self.groups)[group]  # type: ignore[no-any-return]
+
+    def ask(self, state: tuple[Tensor, ...], x_D: Tensor, group: int) -> Tensor:
+        self.asked[group] = self.tokens[id(x_D), group][0]
+        return ttt_twin.model(ttt_twin.cut(self.memory.inner, state[0]), self.asked[group])
+
+    def segment(self, state: tuple[Any, ...], xs: list[Tensor], group: int) -> tuple[list[Any], tuple[Any, ...]]:
+        inner, (_, *learned, seen), within = self.memory.inner, state, []
+        tokens = [self.slow._token(x, group, (seen + i) % inner.mini_batch) for i, x in enumerate(xs)]
+        self.tokens |= {(id(x), group): token for x, token in zip(xs, tokens, strict=True)}
+        _, *after = ttt_twin.slow_learn(inner, group, *learned, seen, tokens, within)
+        return [(weights_P,) for weights_P in within], (within[-1], *after, seen + len(xs))
+
+    def combine(self, y: list[Tensor], answers: list[Tensor]) -> list[Tensor]:
+        fast = self.memory
+        z_D = torch.cat([self.asked[g] + ttt_twin.normed(f, fast.inner, g) for g, f in enumerate(answers)])
+        out = F.layer_norm(z_D, z_D.shape, fast.norm.weight, fast.norm.bias, 1e-6).chunk(fast.heads)
+        return [y[h] + fast.share_H[h] * out[h] for h in range(fast.heads)]
+
+
+SLOW: dict[type, Any] = {Infini: SlowInfini, Titans: SlowCachedTitans, TTT: SlowCachedTTT}
+
+
 def slowly(layer: SelfAttention, segments: list[Tensor], padding: list[Tensor]) -> list[dict[tuple[int, int], Tensor]]:
     """Of each segment the layer's outputs (D) by row and place, where there is no padding."""
     memory: Any = layer.memory
     outs: list[dict[tuple[int, int], Tensor]] = [{} for _ in segments]
     for row in range(len(segments[0])):
-        below: Any = (SlowInfini if isinstance(memory.over, Infini) else SlowCachedTitans)(layer, memory.over)
+        below: Any = SLOW[type(memory.over)](layer, memory.over)
         states = [below.begin(g) for g in range(below.groups)]
         kept: list[tuple[list[Any], list[Tensor]]] = []  # the states and mean keys of each group, newest last
         for index, (x_BND, hidden_BN) in enumerate(zip(segments, padding, strict=True)):

@@ -32,7 +32,10 @@ STARTS, READS = ("checkpoint", "restart"), ("residual", "gated", "sparse", "soup
 INFINI = {"name": "infini", "initial_gate": 0.4}
 TITANS = {"name": "titans", "chunk": 2}
 DEEP = {"name": "titans", "chunk": 2, "layers": 2, "expansion": 2, "nets": 4, "mix": "sum"}
-over_each = pytest.mark.parametrize("over", [INFINI, TITANS, DEEP], ids=["infini", "titans", "deep"])
+TTT = {"name": "ttt", "mini_batch": 3}
+MLP = {"name": "ttt", "mini_batch": 2, "model": "mlp", "rotary": False}
+BELOW = {"infini": INFINI, "titans": TITANS, "deep": DEEP, "ttt": TTT, "mlp": MLP}
+over_each = pytest.mark.parametrize("over", BELOW.values(), ids=list(BELOW))
 
 
 def layer_of(memory: Any, wild: float = 0.5) -> SelfAttention:
@@ -214,16 +217,17 @@ def test_a_sum_over_segments_that_begin_empty_is_plain_linear_infini_until_one_i
 @pytest.mark.parametrize("start", STARTS)
 def test_a_soup_of_matrices_is_gated_and_one_of_nets_is_not(start: str) -> None:
     inputs = segments(4, 5, 3, 4)
-    for over in (INFINI, TITANS, TITANS | {"layers": 2}):
+    for over in (INFINI, TITANS, TTT, TITANS | {"layers": 2}, MLP):
         soup, gated = (run(layer_of(caching(over, read=read, start=start)), inputs)[0] for read in ("soup", "gated"))
-        if "layers" in over:
+        if "layers" in over or over is MLP:
             assert (soup[-1] - gated[-1]).abs().max() > 1e-3
         else:
             close(soup, gated)
 
 
-def test_a_soup_of_a_linear_net_asked_as_nets_are_is_the_mix_of_answers() -> None:
-    layer = layer_of(caching(TITANS, slots=2, read="soup"))
+@pytest.mark.parametrize("over", [TITANS, TTT], ids=["titans", "ttt"])
+def test_a_soup_of_a_linear_net_asked_as_nets_are_is_the_mix_of_answers(over: dict[str, Any]) -> None:
+    layer = layer_of(caching(over, slots=2, read="soup"))
     inputs = segments(5, 4, 3, 5)
     gated = run(layer, inputs)[0]
     assert not layer.memory.soup  # type: ignore[union-attr]
@@ -384,13 +388,15 @@ class Unmixed(Recurrent):
 
 
 WRONG = [
-    ({"over": "transformer_xl"}, r"over='transformer_xl' has no recurrent state .*; take one of infini, titans"),
+    ({"over": "transformer_xl"}, r"over='transformer_xl' has no recurrent state .*; take one of infini, titans, ttt"),
     ({"over": {"name": "memorizing"}}, r"over='memorizing' has no recurrent state .*infini, titans"),
     ({"over": "rmt"}, r"over='rmt' has no recurrent state"),
     ({"over": "memory_caching"}, r"over='memory_caching' has no recurrent state"),
     ({"over": {"name": "titans", "place": "context"}}, r"over='titans' .*place='context'.*take place='gate'"),
-    ({"over": "titan"}, r"unknown memory 'titan'; did you mean 'titans'\? \(known: .*infini"),
-    ({"over": {"name": "infini", "updat": "delta"}}, r"unknown option of memory 'infini' 'updat'; did you mean"),
+    ({"over": "titan"}, r"over='titan': unknown memory .* mean 'titans'\? .*; take one of infini, titans, ttt"),
+    ({"over": {"name": "infini", "updat": "delta"}}, r"over={.*}: unknown option of memory 'infini' 'updat'; did you"),
+    ({"over": {"slots": 2}}, r"over={'slots': 2}: .* have the key 'name' .*; take one of infini, titans, ttt"),
+    ({"over": 3}, r"over=3: .* must be a name, .*; take one of infini"),
     ({"over": None}, r"over=None names no memory .*infini, titans"),
     ({"over": ["infini", "titans"]}, r"several"),
     ({"slots": -1}, r"slots=-1 must not be negative; slots=0 keeps no snapshot"),
@@ -410,7 +416,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 def test_a_memory_of_yours_below_is_one_that_says_what_its_states_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
     MEMORIES.register("unmixed")(Unmixed)
-    assert snapshot_memories() == ["infini", "titans", "unmixed"]
+    assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
     with pytest.raises(ValueError, match=r"read='soup' mixes states .* Unmixed .*take read='gated'"):
         MemoryCaching(WIDTH, HEADS, over="unmixed", read="soup")

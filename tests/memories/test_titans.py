@@ -75,6 +75,8 @@ def slow(memory: NeuralMemory, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Te
         {"layers": 3},
         {"layers": 2, "loss": "huber", "bound": 0.5},
         {"layers": 2, "limit": 0.3},
+        {"loss": "lp"},
+        {"layers": 2, "loss": "lp", "power": 2.5},
     ],
     ids=str,
 )
@@ -220,6 +222,12 @@ def test_products_and_scans_are_their_loops() -> None:
         for got, wanted in zip(scan, (b[..., None], f[..., None], G_j, m[..., None], n_j), strict=True):
             torch.testing.assert_close(got[..., i, :], wanted, rtol=0, atol=1e-14)
     assert torch.equal(products(torch.zeros(3, **DOUBLE)), torch.eye(3, **DOUBLE))
+
+
+def test_the_second_power_is_the_square() -> None:
+    found = [learn(build(layers=2, **options), given()) for options in ({}, {"loss": "lp", "power": 2})]
+    for a, b in zip((found[0][0], *found[0][1]), (found[1][0], *found[1][1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_an_odd_value_moves_weights_no_farther_than_the_bound() -> None:

@@ -15,6 +15,7 @@ from memories.titans_twin import SlowTitans
 from torch import Tensor, nn
 
 from cached_transformers import state as states
+from cached_transformers.memories.parts.side_by_side import SideBySide
 from cached_transformers.memories.titans.titans import Titans, TitansState
 from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.tasks import create_model
@@ -38,7 +39,11 @@ def slowly(model: nn.Module) -> nn.Module:
     """The same model with the twin in each layer."""
     twin = copy.deepcopy(model)
     for block in twin.stack.blocks:  # type: ignore[union-attr]
-        block.attention.memory = SlowTitans(block.attention.memory)
+        memory = block.attention.memory
+        if isinstance(memory, SideBySide):
+            memory.members[0] = SlowTitans(memory.members[0])
+        else:
+            block.attention.memory = SlowTitans(memory)
     return twin
 
 
@@ -61,6 +66,9 @@ PLACED = [
     {"mix": "sum", "layers": 2, "expansion": 2, "chunk": 2, "activation": "gelu", "nets": 1},
     {"place": "context", "chunk": 2},
     {"place": "context", "persistent": 2, "layers": 2, "expansion": 2, "loss": "huber", "bound": 0.3},
+    {"place": "layer", "chunk": 2},
+    {"place": "layer", "mix": "alone", "layers": 2, "expansion": 2, "nets": 4},
+    {"mix": "alone", "chunk": 3},
 ]
 
 
@@ -91,7 +99,7 @@ def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded
 
 
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
-@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}], ids=str)
+@pytest.mark.parametrize("options", [{"place": "gate"}, {"place": "context"}, {"place": "layer"}], ids=str)
 def test_no_token_hears_of_a_later_one_and_all_hear_of_earlier_ones(options: dict[str, Any], positions: str) -> None:
     model = build({"name": "titans", "chunk": 2, **options}, positions=positions, depth=1).eval()
     first, second = segments(2)
@@ -135,7 +143,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
         assert torch.equal(one, other)
     padding = torch.ones(ROWS, 3, dtype=torch.bool)  # what writes nothing reads what is there
     assert not around.output_BHNE[:, :, :2].any()  # the nets begin with 0
-    later = memory.answer(memory.snapshot(a), memory.ask(Query(x_BND[:, 6:])))
+    later = memory.answer(memory.snapshot(a), memory.ask(a, Query(x_BND[:, 6:])))
     torch.testing.assert_close(around.output_BHNE[:, :, 6:], later, rtol=0, atol=1e-12)
     after = memory.read(a, Query(x_BND[:, 6:], padding_BN=padding)).carry
     assert torch.equal(after.weights_BGP, a.weights_BGP) and torch.equal(after.sums_BGP, a.momentum_BGP)
@@ -243,6 +251,7 @@ def drive(tokens: int, dtype: torch.dtype, **options: Any) -> None:
 
 
 HARD = [{}, {"chunk": 64}, {"chunk": 1}, {"layers": 2}, {"layers": 2, "chunk": 64, "rate": 64.0}, {"rate": 1000.0}]
+HARD += [{"loss": "lp"}, {"loss": "lp", "layers": 2, "chunk": 64}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -280,8 +289,8 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"place": "layer"}, "place='layer' must be one of 'gate', 'context'"),
-        ({"mix": "max"}, "mix='max'"),
+        ({"place": "front"}, "place='front' must be one of 'gate', 'context', 'layer'"),
+        ({"mix": "max"}, "mix='max' must be one of 'product', 'sum', 'alone'"),
         ({"nets": 3}, "nets=3 must divide width=8"),
         ({"nets": 0}, "nets=0 must be at least 1"),
         ({"layers": 0}, "layers=0 must be at least 1"),
@@ -290,8 +299,9 @@ def test_a_matrix_with_the_largest_rate_learns_what_is_repeated_without_its_limi
         ({"limit": float("inf")}, "limit=inf must be above 0 and finite"),
         ({"half_life": -1.0}, "half_life=-1.0 must be above 0"),
         ({"momentum": 1.0}, "momentum=1.0 must lie between 0 and 1"),
-        ({"persistent": 2}, "persistent=2 tokens .* take place='context'"),
+        ({"persistent": 2, "place": "layer"}, "persistent=2 tokens .* take place='context'"),
         ({"loss": "l1"}, "loss='l1'"),
+        ({"loss": "lp", "power": 1.0}, "power=1.0 must be at least 2"),
         ({"activation": "relu"}, "activation='relu'"),
         ({"gates": "hard"}, "gates='hard'"),
     ],

@@ -28,6 +28,8 @@ def _limited(t: Tensor, limit: float) -> Tensor:
 
 
 def _loss(error_K: Tensor, memory: NeuralMemory) -> Tensor:
+    if memory.loss == "lp":
+        return error_K.abs().pow(memory.power).sum() / memory.power
     length, bound = error_K.square().sum().sqrt(), memory.bound * len(error_K) ** 0.5
     if memory.loss == "huber" and length > bound:
         return bound * (length - bound / 2)
@@ -123,7 +125,7 @@ class SlowTitans(LayerMemory):
     def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         fast, x_BND = self.fast, query.x_BND
         rows, n, width = x_BND.shape
-        if fast.place == "gate":
+        if fast.place != "context":
             outputs, after = self._learn(opened, x_BND, query.padding_BN)
             zero = torch.zeros(width, dtype=x_BND.dtype)
             m_BND = torch.stack([torch.stack([outs.get(t, zero) for t in range(n)]) for outs in outputs])
@@ -161,11 +163,13 @@ class SlowTitans(LayerMemory):
         m_BHNE = normed(reading.output_BHNE, fast.norm)
         if fast.mix == "sum":
             return y_BHNE + share_H11 * m_BHNE
+        if fast.mix == "alone":
+            return (1 - share_H11) * y_BHNE + share_H11 * m_BHNE
         assert fast.attention_norm is not None
         return (1 - share_H11) * y_BHNE + share_H11 * normed(y_BHNE, fast.attention_norm) * torch.sigmoid(m_BHNE)
 
     def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
-        if self.fast.place == "gate":
+        if self.fast.place != "context":
             return trace.reading.carry, None
         y_BND = trace.y_BND / (trace.y_BND.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         return self._learn(state, y_BND, trace.query.padding_BN)[1], None

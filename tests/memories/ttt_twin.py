@@ -65,8 +65,9 @@ def slow_learn(
     sums_P: Tensor,
     seen: int,
     tokens: list[tuple[Tensor, ...]],
+    within: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """f(q_i; W_i) of each token (q, k, v, lr) of one head, and its W and S behind them."""
+    """f(q_i; W_i) of each token (q, k, v, lr) of one head, and its W and S behind them; each W_i goes to `within`."""
     base, outputs = cut(inner, weights_P), []
     sums = cut(inner, sums_P)
     for t, (q, k, v, rate) in enumerate(tokens):
@@ -81,6 +82,8 @@ def slow_learn(
         share = (1 / (place + 1) + inner.tau_C[place]).clamp(min=0)
         now = [w + share * s for w, s in zip(base, sums, strict=True)]
         outputs.append(model(now, q))
+        if within is not None:
+            within.append(joined(now))
         if place == inner.mini_batch - 1:
             base, sums = now, [torch.zeros_like(s) for s in sums]
     return outputs, joined(base), joined(sums)

@@ -2,6 +2,8 @@
 
     x -> norm -> q, k, v -> memory.read -> core -> memory.project (combine, output projection)
 
+A memory that stands in front ("in_front") reads and combines between norm and projections.
+
 Legend: B rows, N tokens, M slots, H heads, E head width, D model width (H * E unless said otherwise), P position
 channels.
 """
@@ -19,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
-from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.memories.parts.side_by_side import SideBySide, members_of, stands_in_front
 from cached_transformers.seam.attention import Attention, AttentionOutput
 from cached_transformers.seam.contexts import join, logits_of, widened
 from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
@@ -132,6 +134,8 @@ class SelfAttention(nn.Module):
         self.output: nn.Module = nn.Linear(self.inner, width, bias=output_bias) if project_output else nn.Identity()
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
+        if stands_in_front(self.memory) and not isinstance(self.memory, SideBySide):
+            self.memory = SideBySide([self.memory])
         self.positions = positions if positions is not None else Positions()
         self.reduction = reduction
         self.dropout = nn.Dropout(dropout)
@@ -265,22 +269,29 @@ class SelfAttention(nn.Module):
             others: what the tokens round the segment have in place of norm and projections; None for the same.
             keep: takes what later tokens of the segment need; the state is then not written.
         """
+        norm: Linear = self.norm
+        qkv: Linear | None = None
         output: Linear = functools.partial(mapped, self.output)
-        if segment is None or others is None:
-            h_BND = self.norm(x_BND)
-            q, k, v = self._project(h_BND, size)
-        else:
-            h_BND = by_place(x_BND, segment, self.norm, others.norm)
-            q, k, v = self._split(by_place(h_BND, segment, self.qkv, others.qkv))
+        if segment is not None and others is not None:
+            norm = functools.partial(by_place, segment=segment, inside=self.norm, outside=others.norm)
+            qkv = functools.partial(by_place, segment=segment, inside=self.qkv, outside=others.qkv)
             output = functools.partial(by_place, segment=segment, inside=self.output, outside=others.output)
+        memory_state, core_state = state if self.core.carry and len(state) else (state, ())
+        h_BND = norm(x_BND)
+        in_front: list[Reading | None] = []
+        if isinstance(self.memory, SideBySide) and stands_in_front(self.memory):
+            asked = Query(h_BND, None, positions_BNP, padding_BN, size, segment=segment)
+            h_BND, in_front = self.memory.read_in_front(memory_state, asked, self.heads)
+        q, k, v = self._project(h_BND, size) if qkv is None else self._split(qkv(h_BND))
         if self.query_factor != 1:
             q = q * self.query_factor
         query = Query(h_BND, q, positions_BNP, padding_BN, size, k, v, segment)
-        memory_state, core_state = state if self.core.carry and len(state) else (state, ())
         if keep is None:
             reading = look(self.memory, memory_state, query, self.project_kv)
         else:
             reading = keep.open(memory_state, query)
+        if in_front:
+            reading = reading._replace(carry=tuple(f or r for f, r in zip(in_front, reading.carry, strict=True)))
         context = join(reading.context, context(self.project_kv) if callable(context) else context)
         causal = self.causal and visible_NN is None
         run = causal and consecutive and (context is None or context.consecutive)

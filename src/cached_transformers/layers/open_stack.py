@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.memories.parts.side_by_side import members_of, stands_in_front
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
 from cached_transformers.seam.positions import Positions, alike
 
@@ -178,6 +178,8 @@ def _layer_in_one_piece(layer: SelfAttention) -> str | None:
     for member in members_of(layer.memory):
         if not reads_alone(member):
             return f"memory {type(member).__name__} has no open() for tokens that come one at a time"
+        if stands_in_front(member):
+            return f"memory {type(member).__name__} stands in front of queries and keys, of a whole segment"
     if layer.core.steps_from is None:
         return f"{layer.core.title} has no form for tokens that come one at a time"
     if not layer.causal or layer.reduction is not None:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.state import refuse_narrow
 
 from .parts.options import one_of
 from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
@@ -173,11 +174,12 @@ class Infini(Recurrent):
         return torch.cat([state.matrix_BHEF, state.mass_BHE[..., None]], -1)
 
     def open(self, state: Associations, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
+        refuse_narrow(state, "what Infini-attention adds to its sums")
         # where, not multiplication: nothing that stands in an empty state may reach a result, not even NaN
         any_B = state.tokens_B > 0
         return Opened(torch.where(any_B[:, None, None, None], self.snapshot(state), 0), any_B)
 
-    def ask(self, query: Query) -> Asked:
+    def ask(self, opened: Opened, query: Query) -> Asked:
         assert query.q_BHNE is not None and query.k_BHNE is not None
         return Asked(sigma(wide(_shown(query.q_BHNE, query.padding_BN))), query.k_BHNE)
 

@@ -33,9 +33,9 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.state import map_state
+from cached_transformers.state import map_state, refuse_narrow
 
-from .parts.fast_weights import refuse_narrow, slope, written
+from .parts.fast_weights import slope, written
 from .parts.options import NO_MEMORY, one_of
 from .parts.recurrent import wide
 
@@ -139,6 +139,7 @@ class LaCT(LayerMemory):
         rate: lr at first; without `muon`, the size of the steps.
         first: what a row without a past reads: nothing ("bypass"), or the initial weights ("apply"), as in the paper.
         initial_scale: bias of u . x at first.
+        channels: of the layer's input, where they are not D. The model gives them.
 
     Raises:
         ValueError: a width that nets or heads do not divide, sizes below 1, unknown names, a rate that is not above 0;
@@ -160,6 +161,7 @@ class LaCT(LayerMemory):
         rate: float = 0.001,
         first: Literal["bypass", "apply"] = "bypass",
         initial_scale: float = 1.0,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
         nets = next(n for n in (4, 2, 1) if width % n == 0) if nets is None else nets
@@ -176,10 +178,11 @@ class LaCT(LayerMemory):
         shapes = Nets((f, k), (k, f), (f, k))  # type: ignore[arg-type]
         self.initial = nn.ParameterList(torch.randn(nets, o, i) / i**0.5 for o, i in shapes)
         self.scale_2D, self.offset_2D = nn.Parameter(torch.ones(2, width)), nn.Parameter(torch.zeros(2, width))
-        self.rates = nn.Linear(width, 3 * nets)
-        self.keeping = nn.Linear(width, nets) if momentum else None
+        channels = channels or width
+        self.rates = nn.Linear(channels, 3 * nets)
+        self.keeping = nn.Linear(channels, nets) if momentum else None
         self.norm = nn.RMSNorm(k, eps=EPSILON)
-        self.scale = nn.Linear(width, nets)
+        self.scale = nn.Linear(channels, nets)
         with torch.no_grad():
             self.rates.bias.fill_(rate + math.log(-math.expm1(-rate)))  # the inverse of softplus
             self.scale.bias.fill_(initial_scale)
@@ -191,7 +194,7 @@ class LaCT(LayerMemory):
         return LaCTState(zeros, momentum, torch.zeros(batch_size, dtype=torch.long, device=like.device))
 
     def open(self, state: LaCTState, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> Opened:
-        refuse_narrow(state.weights.W_0, "the nets of LaCT")
+        refuse_narrow(state, "the small steps by which the nets of LaCT learn")
         any_B = state.tokens_B > 0
         initial = self._initial(state)
         weights = _where(any_B, state.weights, initial)

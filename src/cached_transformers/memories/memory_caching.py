@@ -35,7 +35,7 @@ from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.linear_maps import Weights
 from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing
-from cached_transformers.state import State, may_change, reset
+from cached_transformers.state import State, may_change, refuse_narrow, reset
 
 from .parts.building import create_memory, memory_spec
 from .parts.options import check_choices
@@ -122,9 +122,9 @@ def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
     equations="y = g_t M_t(q) + sum_i g_i M^i(q), M^i the state that segment i has left, g = softmax(<x W_u, c>), "
     "c the segment's mean key; residual: g = 1; sparse: the best k; soup: states are mixed, then read",
     state="per row and layer: that of the memory `over`, 8 bytes, and S snapshots of 4 (D E + D) bytes over infini, "
-    "4 G P over titans; and 4 S D but for residual",
-    cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans; and "
-    "D^2 + S D (gates) but for residual multiply-adds",
+    "4 G P over titans and ttt; and 4 S D but for residual",
+    cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans and ttt; "
+    "and D^2 + S D (gates) but for residual multiply-adds",
     reach="that of the memory `over`; with start='restart' S segments a layer",
     gradient="through online state, snapshots and contexts, over `bptt` segments",
     probe=Probing(lambda segment, distance, depth: {"slots": distance + 1}, _one_snapshot),
@@ -133,7 +133,7 @@ class MemoryCaching(LayerMemory):
     """A recurrent memory of a layer whose states at segment ends are kept, and read beside the one that goes on.
 
     With no snapshot, in a row's first segment, or with slots=0, it is the memory below. A segment of padding alone is
-    not stored. The contexts are means of the memory's own keys: of infini the layer's, of titans its projection.
+    not stored. The contexts are means of the memory's own keys: of infini the layer's, of others their projection.
 
     All snapshots are read in one batched product. "sparse" reads them all, too, and weights all but k with 0: tokens
     choose each for themselves, and to gather a matrix for each would cost more than to ask it.
@@ -142,20 +142,20 @@ class MemoryCaching(LayerMemory):
     (`ReadsAgain`), though the memory below may promise not to.
 
     State: that of the memory below, 8 bytes per row for a count, and S snapshots: over infini 4 (D E + D) bytes each,
-    over titans 4 G P (weights, no momentum); and 4 S D for the contexts, which "residual" has not. In float32 at least.
+    over titans and ttt 4 G P, of weights alone; and 4 S D for contexts, which "residual" has not. In float32 at least.
     Training keeps the S answers to each token, S N D numbers a row and layer; to mix them takes S D multiply-adds a
     token beside the products of matrices that `cost` counts.
 
     Args:
         width: D. heads: H.
-        over: the memory below, a name or {"name": ..., option: value}: one whose states can be asked (infini, or titans
-            with place="gate").
+        over: the memory below, a name or {"name": ..., option: value}: one whose states can be asked (infini, ttt, or
+            titans but with place="context").
         slots: S, snapshots that are kept; the oldest is dropped.
         read: how snapshots and online state are mixed: "residual", "gated", "soup" or "sparse".
         start: with which state a segment begins: that of the last one's end ("checkpoint"), or an empty one
             ("restart").
         topk: k, snapshots that "sparse" mixes.
-        facts: of the model, which hands them over for the memory below.
+        channels: of the layer's input, where they are not D. facts: for the memory below. The model gives them.
 
     Raises:
         ValueError: a memory below that does not exist or has no states that could be asked, negative slots, k below 1,
@@ -174,6 +174,7 @@ class MemoryCaching(LayerMemory):
         read: Literal["residual", "gated", "soup", "sparse"] = "gated",
         start: Literal["checkpoint", "restart"] = "checkpoint",
         topk: int = 2,
+        channels: int | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -191,7 +192,9 @@ class MemoryCaching(LayerMemory):
         self.needs, self.slots, self.restarts = self.over.needs, slots, start == "restart"
         self.topk = topk if read == "sparse" else None
         self.key_width = 0 if read == "residual" else self.over.key_width
-        self.look_for = nn.Linear(width, self.over.groups * self.key_width, bias=False) if self.key_width else None
+        self.look_for = (
+            nn.Linear(channels or width, self.over.groups * self.key_width, bias=False) if self.key_width else None
+        )
 
     def init_state(self, batch_size: int, like: Tensor) -> CachedStates:
         online = self.over.init_state(batch_size, like)
@@ -205,6 +208,7 @@ class MemoryCaching(LayerMemory):
         )
 
     def read(self, opened: CachedStates, query: Query, project_kv: ProjectKV | None) -> Reading:
+        refuse_narrow(opened, "the digits of the sums that Memory Caching keeps")
         slots = opened.snapshots_BS.shape[1]
         valid_BS = torch.arange(slots, device=opened.segments_B.device) < opened.segments_B[:, None]
         # where, not multiplication: nothing that stands in an empty slot may reach a result, not even NaN
@@ -213,8 +217,8 @@ class MemoryCaching(LayerMemory):
             for t in (opened.snapshots_BS, opened.contexts_BSGK)
         )
         first_B1P = None if query.positions_BNP is None else query.positions_BNP[:, :1]
-        asked = self.over.ask(query)
         online = self.over.open(opened.online, first_B1P, project_kv)
+        asked = self.over.ask(online, query)
         means_BGNK = running_means(wide(asked.k_BGNK[..., : self.key_width]), _shown(query))
         if self.look_for is None:
             weights_BGNS = F.pad(valid_BS, (0, 1), value=True)[:, None, None].to(snapshots_BS.dtype)
@@ -263,7 +267,11 @@ def _memory_below(over: str | dict[str, Any], width: int, heads: int, facts: Map
     Raises:
         ValueError: there is none of this name, its options do not fit, or it has no states that could be asked.
     """
-    spec, fit = memory_spec(over), f"take one of {', '.join(snapshot_memories())}"
+    fit = f"take one of {', '.join(snapshot_memories())}"
+    try:
+        spec = memory_spec(over)
+    except ValueError as wrong:
+        raise ValueError(f"over={over!r}: {wrong}; {fit}") from None
     if spec is None:
         raise ValueError(f"over={over!r} names no memory whose states could be kept; {fit}")
     name, options = spec

@@ -43,13 +43,14 @@ from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.seam.positions import RotaryPositions
+from cached_transformers.state import refuse_narrow
 
 from .parts import fast_weights
-from .parts.fast_weights import FastWeights, Learned, Step, behind, refuse_narrow, written
+from .parts.fast_weights import FastWeights, Learned, Soup, Step, behind, written
 from .parts.options import NO_MEMORY, one_of
-from .parts.recurrent import wide
+from .parts.recurrent import Answer, Asked, Recurrent, beside, wide
 
 RATES = {"linear": 1.0, "mlp": 0.1}
 """Of the inner step, where none is given."""
@@ -121,12 +122,14 @@ class InnerModel(FastWeights):
         v_BGNV: Tensor,
         rate_BGN: Tensor,
         there_BN: Tensor,
+        soup: Soup | None = None,
     ) -> tuple[Tensor, Learned]:
         """f(q_i; W_i) of each token, (B, G, N, V), and what is learned behind the last; 0 for tokens of padding.
 
         Args:
             learned: as `start` gives it. tokens_B: what the rows have written before.
             rate_BGN: lr_j. there_BN: bool, tokens that are none of padding.
+            soup: what is mixed into the models that are read.
         """
         tokens, b, width = k_BGNK.shape[2], self.mini_batch, k_BGNK.shape[-1]
         if tokens == 0:
@@ -139,16 +142,18 @@ class InnerModel(FastWeights):
         slot_BN = torch.where(there_BN, place_BN // b * size + within_BN, pieces * size)
         share_C = self.shares(v_BGNV.dtype)
         share_BGN = share_C[place_BN % b][:, None].expand_as(rate_BGN)
-        given = torch.cat([q_BGNK, k_BGNK, v_BGNV, rate_BGN[..., None], share_BGN[..., None]], -1)
+        mixed = [] if soup is None else [soup.weights]
+        given = torch.cat([q_BGNK, k_BGNK, v_BGNV, rate_BGN[..., None], share_BGN[..., None], *mixed], -1)
         slots = slot_BN[:, None, :, None]
         laid = given.new_zeros(*given.shape[:2], pieces * size + 1, given.shape[-1])
         laid = laid.scatter(2, slots.expand_as(given), given)[:, :, :-1].unflatten(2, (pieces, size))
-        q, k, v, rate, share = laid.split([width, width, width, 1, 1], -1)
+        q, k, v, rate, share, *mixed = laid.split([width, width, width, 1, 1, *(t.shape[-1] for t in mixed)], -1)
+        soup = soup and Soup(soup.matrices, mixed[0])
         reading = fast_weights.Reading(torch.ones_like(share), share, (share * rate.mT).tril())
         ends_Q = torch.arange(1, pieces + 1, device=tokens_B.device) * b
         full_BQ = (tokens_B % b + there_BN.sum(1))[:, None] >= ends_Q
         full = full_BQ.to(v.dtype)[:, None, :, None, None]
-        out, after = self.through(learned, q, k, v - k, reading, (rate, full * share_C[-1], 1 - full))
+        out, after = self.through(learned, q, k, v - k, reading, (rate, full * share_C[-1], 1 - full), soup)
         assert out is not None
         out = F.pad(out.flatten(2, 3), (0, 0, 0, 1))
         return out.gather(2, slots.expand(-1, out.shape[1], -1, out.shape[-1])), after
@@ -174,7 +179,7 @@ class InnerModel(FastWeights):
     reach="unbounded; a linear model holds as many keys as E are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
 )
-class TTT(LayerMemory):
+class TTT(Recurrent):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
 
     It reads token by token: what a token wrote is there for itself and all behind it, in its segment, too. Keys,
@@ -199,6 +204,7 @@ class TTT(LayerMemory):
         limit: ours: no matrix begins a mini-batch with a root mean square above it, so that long streams do not wear
             out its learning; None for no limit.
         initial_share: s at first.
+        channels: of the layer's input, where they are not D. The model gives them.
 
     Raises:
         ValueError: a width that the heads do not divide, an odd head width with `rotary`, an unknown model, sizes below
@@ -218,6 +224,7 @@ class TTT(LayerMemory):
         rotary: bool = True,
         limit: float | None = None,
         initial_share: float = 1.0,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
         at_least_one(NO_MEMORY, heads=heads, mini_batch=mini_batch)
@@ -234,10 +241,12 @@ class TTT(LayerMemory):
                 f"rotary=True turns pairs of channels, and heads of {size} have one left; take rotary=False"
             )
         self.heads, self.rate = heads, rate / size
+        self.groups, self.key_width, self.linear = heads, size, model == "linear"
         self.inner = InnerModel(heads, size, model=model, mini_batch=mini_batch, limit=limit)
         self.positions = RotaryPositions(size) if rotary else None
-        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
-        self.step = nn.Linear(width, heads)
+        channels = channels or width
+        self.query, self.key, self.value = (nn.Linear(channels, width, bias=False) for _ in range(3))
+        self.step = nn.Linear(channels, heads)
         nn.init.normal_(self.step.weight, std=0.02)
         nn.init.zeros_(self.step.bias)
         self.norm = nn.LayerNorm(width, eps=EPSILON)
@@ -247,18 +256,59 @@ class TTT(LayerMemory):
         tokens_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         return TTTState(*self.inner.empty(batch_size, like), tokens_B)
 
-    def read(self, opened: TTTState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        refuse_narrow(opened.weights_BGP, "the models of TTT")
+    def snapshot(self, state: TTTState) -> Tensor:
+        """Weights as the last token has left them: an open mini-batch counts as what it is."""
+        return self.inner.current(Learned(*state[:2]), state.tokens_B)
+
+    def ask(self, opened: TTTState, query: Query) -> Asked:
+        """Queries, turned by their place in the mini-batch, and keys, not turned."""
+        x_BND = query.x_BND
+        if query.padding_BN is not None:
+            x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
+        q_BGNK, k_BGNK = self._heads(self.query(x_BND)), self._heads(self.key(x_BND))
+        return Asked(self._turned(q_BGNK, opened.tokens_B[:, None] + _there(query).cumsum(1) - 1), k_BGNK)
+
+    def online(self, opened: TTTState, query: Query, asked: Asked) -> Answer:
+        return self._online(opened, query, asked)
+
+    def soup(self, opened: TTTState, query: Query, asked: Asked, snapshots_BS: Tensor, weights_BGNS: Tensor) -> Answer:
+        return self._online(opened, query, asked, Soup(self.inner.matrices(snapshots_BS), weights_BGNS))
+
+    def _online(self, opened: TTTState, query: Query, asked: Asked, soup: Soup | None = None) -> Answer:
+        """f of all tokens, with what is learned behind the last and the queries, to which it is to be added."""
+        refuse_narrow(opened, "the small steps by which the models of TTT learn")
         learned = self.inner.start(Learned(*opened[:2]), opened.tokens_B == 0)
-        start, length = query.segment or (0, query.x_BND.shape[1])
-        back = query.x_BND.shape[1] - start - length
-        front_BND, x_BND, back_BND = query.x_BND.split([start, length, back], 1)
-        padding_BN = None if query.padding_BN is None else query.padding_BN[:, start : start + length]
-        z_BHNE, after, tokens_B = self._learn(learned, opened.tokens_B, x_BND, padding_BN)
-        if start + back:  # a model memory's own tokens write nothing
-            asked = (self._asked(learned, opened.tokens_B, front_BND), self._asked(after, tokens_B, back_BND))
-            z_BHNE = torch.cat([asked[0], z_BHNE, asked[1]], 2)
-        z_BND = self.norm(z_BHNE.transpose(1, 2).flatten(2).to(self.norm.weight.dtype))
+        n, there_BN = query.x_BND.shape[1], _there(query)
+        start, length = query.segment or (0, n)
+        x_BND, there_BN = query.x_BND.narrow(1, start, length), there_BN.narrow(1, start, length)
+        x_BND = x_BND.masked_fill(~there_BN[..., None], 0)
+        v_BGNV, rate_BGN = self._heads(self.value(x_BND)), self.rate * wide(self.step(x_BND)).sigmoid().mT
+
+        def cut(first: int, tokens: int) -> tuple[Tensor, Soup | None]:
+            part = None if soup is None else Soup(soup.matrices, soup.weights.narrow(2, first, tokens))
+            return asked.q_BGNK.narrow(2, first, tokens), part
+
+        with torch.autocast(x_BND.device.type, enabled=False):
+            (q_BGNK, within), k_BGNK = cut(start, length), asked.k_BGNK.narrow(2, start, length)
+            k_BGNK = self._turned(k_BGNK, self.inner.places(opened.tokens_B, there_BN))
+            f_BGNV, after = self.inner(learned, opened.tokens_B, q_BGNK, k_BGNK, v_BGNV, rate_BGN, there_BN, within)
+            if length < n:  # a model memory's own tokens write nothing
+                weights = self.inner.current(learned, opened.tokens_B)
+                front = self.inner.read(weights, *cut(0, start))
+                weights = self.inner.current(after, opened.tokens_B + there_BN.sum(1))
+                back = self.inner.read(weights, *cut(start + length, n - start - length))
+                f_BGNV = torch.cat([front, f_BGNV, back], 2)
+        return Answer(f_BGNV, carry=(after, asked.q_BGNK))
+
+    def answer(self, snapshot: Tensor, asked: Asked) -> Tensor:
+        with torch.autocast(snapshot.device.type, enabled=False):
+            return self.inner.read(snapshot, beside(asked.q_BGNK, snapshot.dim() + 1))
+
+    def settle(self, found: Answer) -> Reading:
+        after, q_BGNK = found.carry
+        with torch.autocast(q_BGNK.device.type, enabled=False):
+            z_BGNV = q_BGNK + self.inner.normed(found.answer_BGNF)
+        z_BND = self.norm(z_BGNV.transpose(1, 2).flatten(2).to(self.norm.weight.dtype))
         return Reading(output_BHNE=z_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=after)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -279,28 +329,14 @@ class TTT(LayerMemory):
     def _turned(self, t_BHNE: Tensor, places_BN: Tensor) -> Tensor:
         if self.positions is None:
             return t_BHNE
-        return self.positions.rotate(t_BHNE, (places_BN % self.inner.mini_batch)[..., None])
+        return self.positions.rotate(t_BHNE, (places_BN.clamp(min=0) % self.inner.mini_batch)[..., None])
 
-    def _learn(
-        self, learned: Learned, tokens_B: Tensor, x_BND: Tensor, padding_BN: Tensor | None
-    ) -> tuple[Tensor, Learned, Tensor]:
-        """z of each token, (B, H, N, E), what is learned behind the last, and how many tokens have been written."""
-        if padding_BN is None:
-            there_BN = torch.ones_like(x_BND[..., 0], dtype=torch.bool)
-        else:
-            there_BN, x_BND = ~padding_BN, x_BND.masked_fill(padding_BN[..., None], 0)
-        q, k, v = (self._heads(linear(x_BND)) for linear in (self.query, self.key, self.value))
-        rate_BHN = self.rate * wide(self.step(x_BND)).sigmoid().mT
-        with torch.autocast(x_BND.device.type, enabled=False):
-            places_BN = self.inner.places(tokens_B, there_BN)
-            q, k = self._turned(q, places_BN), self._turned(k, places_BN)
-            f_BHNE, after = self.inner(learned, tokens_B, q, k, v, rate_BHN, there_BN)
-            return q + self.inner.normed(f_BHNE), after, tokens_B + there_BN.sum(1)
 
-    def _asked(self, learned: Learned, tokens_B: Tensor, x_BND: Tensor) -> Tensor:
-        """z (B, H, N, E) of tokens that stand where the last one was written, and write nothing."""
-        q_BHNE = self._heads(self.query(x_BND))
-        with torch.autocast(x_BND.device.type, enabled=False):
-            q_BHNE = self._turned(q_BHNE, (tokens_B - 1).clamp(min=0)[:, None].expand(-1, x_BND.shape[1]))
-            weights_BGP = self.inner.current(learned, tokens_B)
-            return q_BHNE + self.inner.normed(self.inner.read(weights_BGP, q_BHNE))
+def _there(query: Query) -> Tensor:
+    """(B, N): tokens of the segment that are none of padding."""
+    there_BN = torch.ones_like(query.x_BND[..., 0], dtype=torch.bool)
+    if query.segment is not None:
+        start, length = query.segment
+        place_N = torch.arange(there_BN.shape[1], device=there_BN.device)
+        there_BN = there_BN & (place_N >= start) & (place_N < start + length)
+    return there_BN if query.padding_BN is None else there_BN & ~query.padding_BN

@@ -28,6 +28,7 @@ CORE_WORDS: dict[str, str] = {
 PLACE_WORDS: dict[str, str] = {
     "state": "a state that is carried from segment to segment",
     "head": "a second result per head, mixed with the attention's",
+    "in_front": "a result per head, mixed with the layer's input before queries, keys and values are made of it",
     "context_alone": "layers whose tokens attend the memory and nothing of their own segment",
     "kv_projection": "keys and values made of stored hidden states by the layer's own projections",
     "stored_kv": "keys and values, of as many heads as the queries, to be stored in the place of hidden states",
@@ -57,7 +58,7 @@ PHRASES: dict[str, str] = {
 """The words of a core, in a list for people."""
 
 STANDS: dict[str, str] = {
-    **{"tokens_round": "input", "context": "kv", "head": "head"},
+    **{"tokens_round": "input", "context": "kv", "head": "head", "in_front": "head"},
     **{"slots": "sublayer", "slots_in_front": "sublayer"},
 }
 """The usual names of the four places, by the word of `needs` that asks for them."""

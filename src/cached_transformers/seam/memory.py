@@ -7,6 +7,8 @@ it says in `needs`, in the words of `fit.py`. Four places cover the literature:
 * "tokens_round": the model memory puts tokens round the segment (`enter`, `exit`);
 * "context": `Context`, extra keys and values for the attention core, from `read` or `Entry.contexts`;
 * "head": `read` returns a second per-head result, which `combine` mixes with the core's before the output projection;
+  "in_front": likewise, but it is asked before there are queries, keys and values, and what `combine` mixes with its
+  result is the layer's input, head by head, of which these are made then;
 * "slots": the model memory offers slots, over which blocks run a cross-attention (`slot_attention`) behind their own;
   "slots_in_front": likewise, in front of themselves.
 

@@ -67,6 +67,19 @@ def to(state: State, device: torch.device | str) -> State:
     return map_state(lambda t: t.to(device), state)
 
 
+def refuse_narrow(state: State, what: str, name: str = "state") -> None:
+    """Refuse (ValueError) a state of sums of which a part is narrower than float32: it would lose `what`."""
+    if isinstance(state, Tensor):
+        if state.is_floating_point() and torch.finfo(state.dtype).bits < 32:
+            raise ValueError(
+                f"a state of {state.dtype} loses {what}: {name} of it; keep it in float32, as init_state makes it for "
+                "every model"
+            )
+        return
+    for part, child in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
+        refuse_narrow(child, what, str(part))
+
+
 def nbytes(state: State) -> int:
     """Bytes that the state occupies."""
     return sum(t.numel() * t.element_size() for _, t in named_tensors(state))

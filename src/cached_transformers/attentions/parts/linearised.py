@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from cached_transformers.seam.attention import Attention, AttentionOutput, Call, is_nothing
 from cached_transformers.seam.linear_maps import matrix_of
 from cached_transformers.seam.memory import Context
-from cached_transformers.state import State
+from cached_transformers.state import State, refuse_narrow
 
 from .building_blocks import wide
 
@@ -175,6 +175,7 @@ class LinearisedAttention(Attention):
         x_BND: Tensor | None,
         maps: Tensor | None,
     ) -> tuple[Tensor, State]:
+        refuse_narrow(state, f"what {self.title} adds to its sums")
         with torch.autocast(q_BHNE.device.type, enabled=False):
             q_BHNF, k_BHNF = (self.features(wide(t), maps) for t in (q_BHNE, k_BHNE))
             seen_BN = None if key_padding_mask is None else ~key_padding_mask

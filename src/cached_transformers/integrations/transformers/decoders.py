@@ -72,7 +72,7 @@ def causal_host(
         lacks = dict.fromkeys(("bias", *BESIDE), no_masks(kind))
     lacks["weights"] = f"attn_implementation={kind!r} gives none; call model.set_attn_implementation('eager')"
     if isinstance(beside, str):
-        lacks.update(dict.fromkeys((*BESIDE, "weights"), beside))
+        lacks.update(dict.fromkeys((*BESIDE, "weights", "stored_kv"), beside))
     attends = BESIDE if kind in TAKE_MASKS and not isinstance(beside, str) else frozenset()
     if attends and kind == "eager":
         attends |= {"weights"}

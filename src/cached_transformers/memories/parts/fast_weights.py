@@ -57,15 +57,6 @@ class Soup(NamedTuple):
         return mix(x[:, None] @ self.matrices[layer], own, self.weights)
 
 
-def refuse_narrow(t: Tensor, whose: str) -> None:
-    """Refuse (ValueError) weights that are learned in less than float32."""
-    if torch.finfo(t.dtype).bits < 32:
-        raise ValueError(
-            f"a state of {t.dtype} loses the small steps by which {whose} learn; keep it in float32, as init_state "
-            "makes it for every model"
-        )
-
-
 def written(padding_BN: Tensor | None, x_BND: Tensor) -> Tensor:
     """(B,): tokens of each row that are none of padding."""
     if padding_BN is None:

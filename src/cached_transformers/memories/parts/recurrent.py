@@ -47,8 +47,12 @@ class Recurrent(LayerMemory):
     linear: bool = True
     no_snapshots: str | None = None
 
-    def ask(self, query: Query) -> Asked:
-        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding."""
+    def ask(self, opened: Any, query: Query) -> Asked:
+        """Queries (B, G, N, K) of all tokens, and keys, which mean nothing at padding.
+
+        Args:
+            opened: the state that the segment goes on from.
+        """
         raise NotImplementedError
 
     def online(self, opened: Any, query: Query, asked: Asked) -> Answer:
@@ -77,7 +81,7 @@ class Recurrent(LayerMemory):
         raise NotImplementedError
 
     def read(self, opened: Any, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        return self.settle(self.online(opened, query, self.ask(query)))
+        return self.settle(self.online(opened, query, self.ask(opened, query)))
 
 
 def mix(answers_BSGNF: Tensor, online_BGNF: Tensor, weights_BGNS: Tensor) -> Tensor:

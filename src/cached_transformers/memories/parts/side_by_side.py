@@ -1,7 +1,8 @@
 """Several memories in one place: the layer memories of a layer side by side, perhaps beside one that spans the layers.
 
 Each is asked, read and written as if it were alone. Attention gets their contexts one behind the other, in one softmax;
-results per head are mixed in one after the other, in the order of the list.
+results per head are mixed in one after the other, in the order of the list. Those that stand in front of the layer's
+projections ("in_front") act there, in this order, too; what the others are asked with is made of their result.
 
 Legend: B rows, N tokens, M slots, L = M + N, H heads, E head width, D model width, P position channels.
 """
@@ -25,6 +26,7 @@ from cached_transformers.seam.memory import (
     Reading,
     Trace,
     Weights,
+    look,
 )
 from cached_transformers.seam.positions import Positions, alike
 from cached_transformers.state import State, named_tensors
@@ -62,9 +64,23 @@ class SideBySide(LayerMemory):
         pairs = zip(self.members, self._states(state), strict=True)
         return tuple(member.open(part, first_B1P, project_kv) for member, part in pairs)
 
+    def read_in_front(self, state: State, query: Query, heads: int) -> tuple[Tensor, list[Reading | None]]:
+        """The layer's input (B, N, D) with what the members in front have read, and these readings, by member."""
+        readings: list[Reading | None] = []
+        for member, part in zip(self.members, self._states(state), strict=True):
+            reading = look(member, part, query, None) if stands_in_front(member) else None
+            if reading is not None:
+                x_BHNE = query.x_BND.unflatten(-1, (heads, -1)).transpose(1, 2)
+                x_BND = member.combine(x_BHNE, query, reading).transpose(1, 2).flatten(2)
+                query = query._replace(x_BND=x_BND)
+            readings.append(reading)
+        return query.x_BND, readings
+
     def read(self, opened: tuple[Any, ...], query: Query, project_kv: ProjectKV | None) -> Reading:
         pairs = zip(self.members, opened, strict=True)
-        readings = tuple(member.read(part, query, project_kv) for member, part in pairs)
+        readings = tuple(
+            Reading() if stands_in_front(member) else member.read(part, query, project_kv) for member, part in pairs
+        )
         context: Context | None = None
         for reading in readings:
             context = join(context, reading.context)
@@ -75,24 +91,29 @@ class SideBySide(LayerMemory):
         pairs = zip(self.members, reading.carry, strict=True)
         return [part._replace(lse_BHN=reading.lse_BHN) if "lse" in m.needs else part for m, part in pairs]
 
+    def _behind(self, reading: Reading) -> list[tuple[LayerMemory, Reading]]:
+        """The members that act behind the core, each with what it has read."""
+        pairs = zip(self.members, self._readings(reading), strict=True)
+        return [(member, part) for member, part in pairs if not stands_in_front(member)]
+
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
-        for member, part in zip(self.members, self._readings(reading), strict=True):
+        for member, part in self._behind(reading):
             y_BHNE = member.combine(y_BHNE, query, part)
         return y_BHNE
 
     def project(self, y_BHNE: Tensor, query: Query, reading: Reading, linear: Linear, weights: Weights) -> Tensor:
-        readings = self._readings(reading)
+        behind = self._behind(reading) or [(LayerMemory(), Reading())]
 
         def project_from(index: int, t_BHNE: Tensor) -> Tensor:
             # What follows a member is its output projection, so that it may act before and behind that.
-            member, last = self.members[index], index == len(readings) - 1
+            (member, part), last = behind[index], index == len(behind) - 1
             if last:
-                return member.project(t_BHNE, query, readings[index], linear, weights)
+                return member.project(t_BHNE, query, part, linear, weights)
 
             def rest(merged_BND: Tensor) -> Tensor:
                 return project_from(index + 1, merged_BND.unflatten(-1, (t_BHNE.shape[1], -1)).transpose(1, 2))
 
-            return member.project(t_BHNE, query, readings[index], rest, None)
+            return member.project(t_BHNE, query, part, rest, None)
 
         return project_from(0, y_BHNE)
 
@@ -128,6 +149,11 @@ def _by_member(weights_BHNL: Tensor | None, readings: Sequence[Reading], tokens:
     return parts
 
 
+def stands_in_front(memory: LayerMemory) -> bool:
+    """Whether it acts on what queries, keys and values are made of."""
+    return "in_front" in memory.needs
+
+
 def members_of(memory: LayerMemory) -> list[LayerMemory]:
     """The memories of a layer, one by one."""
     return list(memory.members) if isinstance(memory, SideBySide) else [memory]
@@ -137,7 +163,8 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
     """One layer memory of several; of one it is that one, and memories that remember nothing are left out.
 
     Raises:
-        ValueError: they store positions of different channels, of which no layer could make distances.
+        ValueError: they store positions of different channels, of which no layer could make distances; or one stands in
+            front of the projections whose keys another one stores.
     """
     kept = [memory for memory in memories if type(memory) is not LayerMemory or memory.needs]
     if len(kept) < 2:
@@ -149,6 +176,14 @@ def side_by_side(memories: Sequence[LayerMemory]) -> LayerMemory:
         raise ValueError(
             f"memories {first} and {second} cannot stand in one layer: the positions that they store have {many} "
             f"channels and {few}; leave one of them out"
+        )
+    front = next((type(memory).__name__ for memory in kept if stands_in_front(memory)), None)
+    stored = next((type(memory).__name__ for memory in kept if "stored_kv" in memory.needs), None)
+    if front and stored:
+        # In training such a memory keeps hidden states, whose keys are made without what stands in front.
+        raise ValueError(
+            f"memory {stored} keeps keys and values, which are made behind memory {front}, and hidden states in "
+            "training, whose keys are not; take keep='hidden'"
         )
     return SideBySide(kept)
 

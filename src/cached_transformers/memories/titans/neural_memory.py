@@ -35,8 +35,8 @@ from cached_transformers.memories.parts.recurrent import wide
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS = ("gelu", "silu")
-Loss = Literal["l2", "huber"]
-LOSSES = ("l2", "huber")
+Loss = Literal["l2", "huber", "lp"]
+LOSSES = ("l2", "huber", "lp")
 
 
 class Gates(NamedTuple):
@@ -96,8 +96,9 @@ class NeuralMemory(FastWeights):
             call, the last one may be short: a stream that is cut at multiples of C gives the results of the whole.
         activation: f, between the matrices.
         loss: "l2", or "huber" (Yaad, arXiv:2504.13173): the length of an error counts up to `bound`, so that one odd
-            value moves the weights no farther than others.
-        bound: of the error's length, as multiple of sqrt(V).
+            value moves the weights no farther than others; or "lp" (Moneta, in the same paper): sum |error|^p / p.
+        bound: of the error's length, as multiple of sqrt(V). power: p, at least 2. Steps grow with the error's power
+            p - 1, so that no rate is small enough for all; the limit holds them.
         limit: ours: no matrix begins a chunk with a root mean square above it, whatever gates and inputs are. Weights
             that hold K values under independent keys have that of the values.
 
@@ -119,16 +120,19 @@ class NeuralMemory(FastWeights):
         activation: Activation = "silu",
         loss: Loss = "l2",
         bound: float = 1.0,
+        power: float = 3.0,
         limit: float = 10.0,
     ) -> None:
         shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
         first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
         first.append(torch.zeros(nets, *shapes[-1]))
         super().__init__(shapes, torch.cat([t.flatten(1) for t in first], 1), activation=activation, limit=limit)
-        self.chunk, self.loss, self.bound = chunk, loss, bound
+        self.chunk, self.loss, self.bound, self.power = chunk, loss, bound, power
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         error = given - wanted
+        if self.loss == "lp":
+            return error.sign() * error.abs().pow(self.power - 1)
         if self.loss == "huber":
             bound = self.bound * wanted.shape[-1] ** 0.5
             error = error * bound * error.square().sum(-1, keepdim=True).clamp(min=bound**2).rsqrt()

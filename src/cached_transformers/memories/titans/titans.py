@@ -1,5 +1,5 @@
 """Titans (Behrouz, Zhong and Mirrokni 2024, arXiv:2501.00663): a neural memory, which learns as it reads, beside
-attention. The authors have published no code.
+attention or in front of it. The authors have published no code.
 
 `neural_memory.py` has how the memory learns. Of what stands behind the layer's norm, x_t:
 
@@ -9,6 +9,8 @@ attention. The authors have published no code.
     place="gate" (MAG): m_t = M_t(q_t) of each token, M_t after its own write. With the attention's y_t, head by head,
         mix="product":  o = norm(y) * sigmoid(norm(m)),   and s o + (1 - s) y of that
         mix="sum":      o = y + s norm(m)                 one learned share s a head, 1 at first; 0 closes the gate
+        mix="alone":    o = s norm(m) + (1 - s) y         with s = 1 the memory without attention (LMM)
+    place="layer" (MAL): the same, of y = x_t, channels by heads: what attention makes queries, keys and values of is o.
     place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
         sees all persistent tokens P, and h_j for j <= i. What the layer makes of a segment is written when it ends.
 
@@ -33,18 +35,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, refuse_narrow, written
+from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, written
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.state import refuse_narrow
 
 from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory
 
-PLACES = ("gate", "context")
-MIXES = ("product", "sum")
+PLACES = ("gate", "context", "layer")
+MIXES = ("product", "sum", "alone")
 EPSILON = 1e-5
 """Of root mean squares."""
 LONG = {"gates": "stretched"}
@@ -72,14 +75,15 @@ def logit(share: float, gate: Gate) -> float:
     carries="weights and momentum of small nets, which learn by gradient descent while they read",
     purpose="associations, as many as keys are wide",
     equations="S_t = eta S_{t-1} - theta grad |M(k_t) - v_t|^2 / 2, M_t = (1 - alpha) M_{t-1} + S_t; "
-    "o = norm(y) sigmoid(norm(M_t(q_t))), or M(q) of the memory before the segment as keys and values",
+    "o = norm(y) sigmoid(norm(M_t(q_t))), or M(q) of the memory before the segment as keys and values; or attention of "
+    "x + norm(M_t(q_t))",
     state="per row: 8 bytes, and 8 G P, P = (D / G)^2, or 2 expansion (D / G)^2 with layers=2",
     cost="per token and layer, K = D / G: 3 D^2 + 3 D G (projections, gates) + G (5 P + 2 C K + C^2 + C) "
     "multiply-adds, with layers=2 G (5.5 P + 2 C K (expansion + 1) + C^2 + C); place='context': "
     "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C)",
     reach="unbounded, as far as forgetting lets it; with layers=1 as many keys as K are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
-    without={"bias": "place='gate'", "context": "place='gate'"},
+    without={"bias": "place='gate'", "context": "place='gate'", "in_front": "place='gate'"},
     probe=Probing(farther=fixed(**LONG)),
     presets={"long": LONG},
 )
@@ -87,13 +91,14 @@ class Titans(Recurrent):
     """Small nets of each row that learn online what value stands under what key, in training and evaluation alike.
 
     place="gate" reads token by token: what a token wrote is there for itself and all behind it, in its segment, too.
-    place="context" reads what was there before the segment; a row that has written nothing reads nothing.
+    place="layer" does so in front of attention, whose window may then be short: what it attends has been through the
+    memory. place="context" reads what was there before the segment; a row that has written nothing reads nothing.
 
     What differs from the paper: no convolution on keys, queries and values (`short_convolution` of a model is one in
     front of the layer); rates are bounded and weights limited (see above). MAC writes what the whole layer makes of the
     segment, since the attention's own result is not handed to `write`, and has no second gate y M_t(y): M_t has seen
-    the rest of the segment. MAL, the memory in front of attention, is not here: a layer memory is asked when queries,
-    keys and values are made already.
+    the rest of the segment. MAL has the block's norm alone in front of the memory, and the residual round it that the
+    paper has round all blocks (mix="sum"); its attention is the model's.
 
     What a token reads depends on the open segment, so that generation reads that again (`ReadsAgain`).
 
@@ -101,24 +106,26 @@ class Titans(Recurrent):
 
     Args:
         width: D. heads: H.
-        place: "gate" or "context".
-        mix: of place="gate": "product" as in the paper, or "sum".
+        place: "gate", "context" or "layer".
+        mix: of "gate" and "layer": "product", "sum" or "alone"; "product" for a gate and "sum" for a layer when None.
         nets: G, nets side by side, each D / G wide; one a head when None.
         layers: L, 1 for a matrix; more help with length, the paper finds. expansion: width of the layers between, over
             D / G.
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks begin anew with each segment, whose last one may be short.
-        loss, bound, limit: see `NeuralMemory`.
-        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above).
+        loss, bound, power, limit: see `NeuralMemory`.
+        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges (see above), but for loss="lp".
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
         persistent: of place="context": learned tokens in front of every segment, which are no memory.
-        initial_share: s, at first, of place="gate".
+        initial_share: s, at first, of "gate" and "layer".
+        channels: of the layer's input, where they are not D. The model gives them.
         causal: of the model, which hands it over: whether token i is kept from h_j, j > i.
 
     Raises:
         ValueError: sizes below 1, nets that do not divide the width, unknown names, rates or limits that are not above
-            0, a momentum outside of (0, 1), persistent tokens for place="gate"; when it reads, a state below float32.
+            0, a power below 2, a momentum outside of (0, 1), persistent tokens but for place="context"; when it reads,
+            a state below float32.
     """
 
     needs = frozenset({"state", "head"})
@@ -129,8 +136,8 @@ class Titans(Recurrent):
         width: int,
         heads: int,
         *,
-        place: Literal["gate", "context"] = "gate",
-        mix: Literal["product", "sum"] = "product",
+        place: Literal["gate", "context", "layer"] = "gate",
+        mix: Literal["product", "sum", "alone"] | None = None,
         nets: int | None = None,
         layers: int = 1,
         expansion: int = 4,
@@ -138,6 +145,7 @@ class Titans(Recurrent):
         chunk: int = 16,
         loss: Loss = "l2",
         bound: float = 1.0,
+        power: float = 3.0,
         limit: float = 10.0,
         rate: float = 1.0,
         momentum: float = 0.5,
@@ -146,9 +154,13 @@ class Titans(Recurrent):
         persistent: int = 0,
         initial_share: float = 1.0,
         causal: bool = True,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
         nets = heads if nets is None else nets
+        channels = channels or width
+        width = width if place == "gate" else channels  # as wide as what it is mixed with, or stands for
+        mix = ("sum" if place == "layer" else "product") if mix is None else mix
         at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
         check_choices(
             place=(place, PLACES),
@@ -157,6 +169,8 @@ class Titans(Recurrent):
             loss=(loss, LOSSES),
             gates=(gates, GATES),
         )
+        if not 2 <= power < math.inf:
+            raise ValueError(f"power={power} must be at least 2, which is loss='l2', and finite")
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
@@ -170,15 +184,17 @@ class Titans(Recurrent):
             activation=activation,
             loss=loss,
             bound=bound,
+            power=power,
             limit=limit,
         )
-        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
-        self.gate = nn.Linear(width, 3 * nets)
+        self.query, self.key, self.value = (nn.Linear(channels, width, bias=False) for _ in range(3))
+        self.gate = nn.Linear(channels, 3 * nets)
         at_first = (logit(0.5, gates), logit(1 - 0.5 ** (1 / half_life), gates), logit(momentum, "sigmoid"))
         with torch.no_grad():
             self.gate.weight.mul_(0.1)
             self.gate.bias.copy_(torch.tensor(at_first)[:, None].expand(-1, nets).flatten())
-        if place == "gate":
+        if place != "context":
+            self.needs = frozenset({"state", "head" if place == "gate" else "in_front"})
             self.share_H = nn.Parameter(torch.full((heads,), float(initial_share)))
             self.norm = nn.RMSNorm(width // heads, eps=EPSILON)
             self.attention_norm = nn.RMSNorm(width // heads, eps=EPSILON) if mix == "product" else None
@@ -195,7 +211,7 @@ class Titans(Recurrent):
     def snapshot(self, state: TitansState) -> Tensor:
         return state.weights_BGP
 
-    def ask(self, query: Query) -> Asked:
+    def ask(self, opened: TitansState, query: Query) -> Asked:
         x_BND = query.x_BND
         if query.padding_BN is not None:
             x_BND = x_BND.masked_fill(query.padding_BN[..., None], 0)
@@ -235,7 +251,7 @@ class Titans(Recurrent):
         return Reading(output_BHNE=m_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2), carry=found.carry)
 
     def read(self, opened: TitansState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
-        if self.place == "gate":
+        if self.place != "context":
             return super().read(opened, query)
         assert project_kv is not None
         context = self._context(opened, self._learned(opened), query, project_kv)
@@ -246,11 +262,12 @@ class Titans(Recurrent):
             return y_BHNE
         m_BHNE = self.norm(reading.output_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
         share_H11 = self.share_H.to(y_BHNE.dtype)[:, None, None]
-        if self.attention_norm is None:
+        if self.mix == "sum":
             return y_BHNE + share_H11 * m_BHNE
-        normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
-        product_BHNE = normed_BHNE * m_BHNE.sigmoid()
-        return y_BHNE + share_H11 * (product_BHNE - y_BHNE)
+        if self.attention_norm is not None:
+            normed_BHNE = self.attention_norm(y_BHNE.to(self.norm.weight.dtype)).to(y_BHNE.dtype)
+            m_BHNE = normed_BHNE * m_BHNE.sigmoid()
+        return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
     def write(self, state: TitansState, trace: Trace) -> tuple[TitansState, None]:
         padding_BN = trace.query.padding_BN
@@ -264,13 +281,13 @@ class Titans(Recurrent):
 
     def close_gate(self) -> None:
         with torch.no_grad():
-            if self.place == "gate":
+            if self.place != "context":
                 self.share_H.zero_()
             else:
                 self.open_gate.fill_(False)
 
     def _learned(self, state: TitansState) -> Learned:
-        refuse_narrow(state.weights_BGP, "the nets of Titans")
+        refuse_narrow(state, "the small steps by which the nets of Titans learn")
         return self.memory.start(Learned(*state[:2]), state.tokens_B == 0)
 
     def _nets(self, t_BND: Tensor) -> Tensor:

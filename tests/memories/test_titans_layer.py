@@ -1,0 +1,219 @@
+"""Titans in front of attention (MAL): where it stands, beside what, and what a cut of the stream changes.
+
+`test_titans_places.py` holds it to its twin, and its gate, causality and schedules to the rules of the other places.
+
+Legend: B rows, N tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.transformers_hosts import LLAMA
+from memories.learning import LATCH, accuracy, trained
+from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH, build, segments
+from torch import Tensor, nn
+
+from cached_transformers import add_memory, create_model
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.memories.titans.titans import Titans
+from cached_transformers.models.generation import ReadsAgain
+from cached_transformers.registry import MEMORIES
+from cached_transformers.seam.memory import LayerMemory, Query, Reading, look
+from cached_transformers.training.segments import SegmentLoop
+
+MAL: dict[str, Any] = {"name": "titans", "place": "layer", "chunk": 2}
+WINDOW: dict[str, Any] = {"name": "transformer_xl", "length": 4}
+
+
+@pytest.mark.parametrize("mix", ["sum", "product", "alone"])
+def test_queries_keys_and_values_are_made_of_what_it_gives(mix: Any) -> None:
+    torch.manual_seed(0)
+    memory, norm = Titans(WIDTH, HEADS, place="layer", mix=mix, chunk=2, initial_share=0.75), nn.LayerNorm(WIDTH)
+    layer = SelfAttention(WIDTH, HEADS, memory=memory, norm=norm, causal=True).double()
+    plain = SelfAttention(WIDTH, HEADS, causal=True).double()
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if k in plain.state_dict()})
+    x_BND, state = torch.randn(ROWS, 7, WIDTH).double(), layer.init_state(ROWS, torch.zeros(()).double())
+    read = look(memory, state[0], Query(layer.norm(x_BND)), None).output_BHNE
+    assert read is not None
+    m_BND = (read / (read.square().mean(-1, keepdim=True) + 1e-5).sqrt()).transpose(1, 2).flatten(2)
+    given_BND, y = layer.norm(x_BND), layer.norm(x_BND).unflatten(-1, (HEADS, -1))
+    normed_BND = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(2)
+    mixed = {"sum": given_BND + 0.75 * m_BND, "alone": 0.25 * given_BND + 0.75 * m_BND}
+    mixed["product"] = 0.25 * given_BND + 0.75 * normed_BND * m_BND.sigmoid()
+    torch.testing.assert_close(layer(x_BND, state=state).y_BND, plain(mixed[mix]).y_BND, rtol=0, atol=1e-12)
+
+
+def test_the_memory_alone_leaves_nothing_of_attention() -> None:
+    """mix="alone" behind attention with a full share is the neural memory by itself (LMM)."""
+    model = build({"name": "titans", "mix": "alone"}, wild=False)
+    out = model(segments(1)[0]).outputs
+    for block in model.stack.blocks:  # type: ignore[union-attr]
+        nn.init.normal_(block.attention.qkv.weight)
+    assert torch.equal(model(segments(1)[0]).outputs, out)
+    for block in model.stack.blocks:  # type: ignore[union-attr]
+        nn.init.normal_(block.attention.memory.key.weight)
+    assert (model(segments(1)[0]).outputs - out).abs().amax((0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("cut", [2, 4, 6])
+def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int) -> None:
+    """Of a stream whose attention goes on across them."""
+    model = build(MAL, attention={"name": "delta_net", "carry": True}, positions="none")
+    tokens_BN = torch.cat(segments(5), 1)[:, :24]
+    whole, state, parts = model(tokens_BN).outputs, None, []
+    for ids in tokens_BN.split(cut, 1):
+        out = model(ids, state)
+        state = out.state
+        parts.append(out.outputs)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-9)
+
+
+def test_kept_keys_of_another_memory_would_differ_between_training_and_evaluation() -> None:
+    for order in (1, -1):
+        with pytest.raises(
+            ValueError, match=r"TransformerXL keeps keys and values, .* behind memory Titans, .*'hidden'"
+        ):
+            build([{**WINDOW, "keep": "kv"}, MAL][::order])
+
+
+def test_a_short_window_behind_it_hears_of_everything() -> None:
+    """One layer whose tokens see one neighbour: what is farther, in its segment and before, has come by the memory."""
+    first, second = segments(2)
+    reached = []
+    for memory in (None, MAL):
+        model = build(memory, depth=1, attention={"name": "longformer", "window": 2}, positions="none").eval()
+        state = model(first).state
+        outs = []
+        for ids, before in ((second, first), (_changed(second, 0), first), (second, _changed(first, 0))):
+            outs.append(model(ids, state if before is first else model(before).state).outputs[:, -1])
+        reached.append([float((out - outs[0]).detach().abs().max()) for out in outs[1:]])
+    assert reached[0] == [0, 0] and min(reached[1]) > 1e-4
+
+
+def _changed(ids: Tensor, place: int) -> Tensor:
+    ids = ids.clone()
+    ids[:, place] = (ids[:, place] + 1) % VOCABULARY
+    return ids
+
+
+def test_what_was_padded_changes_nothing_behind_it() -> None:
+    model = build(MAL, positions="none").eval()
+    first, second = segments(2)
+    padding = torch.zeros(ROWS, SEGMENT + 3, dtype=torch.bool)
+    padding[:, 1:3], padding[:, -1] = True, True
+    padded = torch.full((ROWS, SEGMENT + 3), 5)
+    padded[~padding] = first.flatten()
+    plain, other = model(first), model(padded, padding=padding)
+    shown = other.outputs[~padding].view_as(plain.outputs)
+    torch.testing.assert_close(shown, plain.outputs, rtol=0, atol=1e-12)
+    after = (model(second, out.state).outputs for out in (plain, other))
+    torch.testing.assert_close(*after, rtol=0, atol=1e-12)
+
+
+BESIDE: list[Any] = [
+    WINDOW,
+    {"name": "infini"},
+    {"name": "grc_stream", "length": 4},
+    {"name": "rmt", "length": 2},
+    {"name": "armt", "length": 2, "key_width": 4},
+    {"name": "feedback", "length": 6},
+]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other", BESIDE, ids=lambda other: other["name"])
+def test_beside_others_a_closed_gate_leaves_these_alone_and_an_open_one_does_not(other: Any, first: bool) -> None:
+    both, alone = build([MAL, other] if first else [other, MAL]), build(other)
+    tokens = torch.cat(segments(3), 1)
+
+    def loss(model: nn.Module) -> Tensor:
+        return SegmentLoop(model, SEGMENT, bptt=3)(tokens[:, :-1], tokens[:, 1:])[0]
+
+    missing = alone.load_state_dict(_of_others(both), strict=False)
+    assert not missing.missing_keys
+    alone.load_state_dict({k: v for k, v in _of_others(both).items() if k in alone.state_dict()})
+    opened = loss(both)
+    opened.backward()
+    for member in _fronts(both):
+        assert member.share_H.grad.abs().max() > 0 and member.key.weight.grad.abs().max() > 0
+        member.close_gate()
+    assert (opened - loss(alone)).abs() > 1e-4
+    torch.testing.assert_close(loss(both), loss(alone), rtol=0, atol=1e-12)
+
+
+def _fronts(model: nn.Module) -> list[Titans]:
+    return [module for module in model.modules() if isinstance(module, Titans)]
+
+
+def _of_others(model: nn.Module) -> dict[str, Tensor]:
+    """Weights without those of Titans, under the names that they have where there is one memory less."""
+    names = {name for name, module in model.named_modules() if isinstance(module, Titans)}
+    kept: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if any(name.startswith(one + ".") for one in names):
+            continue
+        parts = name.split(".memory.members.")
+        kept[name if len(parts) == 1 else f"{parts[0]}.memory.{parts[1].split('.', 1)[1]}"] = tensor
+    return kept
+
+
+class Doubling(LayerMemory):
+    """In front of attention: twice its input, and nothing remembered."""
+
+    needs = frozenset({"in_front"})
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+
+    def read(self, opened: Any, query: Query, project_kv: Any) -> Reading:
+        return Reading(carry=query.x_BND)
+
+    def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
+        assert torch.equal(reading.carry, query.x_BND)
+        return 2 * y_BHNE
+
+    def open(self, state: Any, first_B1P: Tensor | None, project_kv: Any) -> Any:
+        return state
+
+
+def test_a_memory_of_yours_stands_there_with_one_word_and_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that a token can be read alone, which the layer cannot: the open segment is read again, and said."""
+    monkeypatch.setattr(MEMORIES, "_entries", dict(MEMORIES._entries))
+    MEMORIES.register("doubling")(Doubling)
+    torch.manual_seed(0)
+    sizes = {"vocabulary": VOCABULARY, "width": WIDTH, "depth": 2, "heads": HEADS, "feed_forward": 16}
+    model = create_model("language_model", memory="doubling", **sizes).eval()
+    plain = create_model("language_model", **sizes).eval()
+    plain.load_state_dict(model.state_dict())
+    for block in plain.stack.blocks:  # type: ignore[union-attr]
+        for parameter in block.attention.norm.parameters():
+            parameter.data.mul_(2)
+    prompt = segments(1)[0]
+    with pytest.warns(ReadsAgain, match="memory Doubling stands in front of queries and keys"):
+        found = model.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT)
+    assert torch.equal(found.tokens, plain.generate(prompt, tokens=8, temperature=0, segment_length=SEGMENT).tokens)
+
+
+def test_caching_goes_over_it_wherever_it_stands() -> None:
+    plain = build(MAL)
+    cached = build({"name": "memory_caching", "over": MAL, "slots": 2, "read": "residual"})
+    weights = {k.replace(".members.0.over.", ".members.0."): v for k, v in cached.state_dict().items()}
+    plain.load_state_dict(weights)
+    first, second = segments(2)
+    a, b = plain(first), cached(first)
+    assert torch.equal(a.outputs, b.outputs)
+    assert (plain(second, a.state).outputs - cached(second, b.state).outputs).abs().max() > 1e-4
+
+
+def test_a_host_whose_projections_are_its_own_takes_it_behind_attention_alone() -> None:
+    with pytest.raises(ValueError, match=r"memory 'titans' needs in_front \(a result per head, .*take place='gate'"):
+        add_memory(LLAMA.build(), {"name": "titans", "place": "layer"}, segment_length=8)
+
+
+def test_it_carries_a_symbol_that_a_model_without_memory_cannot_know() -> None:
+    model = trained(LATCH, {"name": "titans", "place": "layer"}, 600, depth=1)
+    assert accuracy(model, LATCH) > 0.95
+    assert accuracy(model, LATCH, forget=True) < 0.4 and accuracy(model, LATCH, shuffle=True) < 0.4
