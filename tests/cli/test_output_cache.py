@@ -144,7 +144,10 @@ def test_it_is_printed_for_people(trained: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("neural.size=3",), "'neural.size=3' is an option of --output-cache or --with-memory, neither of which is given"),
+        (
+            ("neural.size=3",),
+            "'neural.size=3' is an option of --output-cache or --with-memory, neither of which is given",
+        ),
         ((*NEURAL, "knn.k=3"), "'knn.k=3' sets an option of 'knn', and the output cache is 'neural'"),
         ((*NEURAL, "neural.width=3"), "unknown option of the output cache 'neural' 'width'"),
         ((*NEURAL, "neural.size=big"), "neural.size='big' must be a whole number"),
