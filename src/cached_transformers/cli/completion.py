@@ -128,6 +128,7 @@ def _modes() -> list[str]:
 
 NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("train", "recipe"): _recipes,
+    ("plan", "recipe"): _recipes,
     ("compare", "recipe"): _recipes,
     ("compare", "variants"): lambda: ["plain", *_memories()],
     ("compare", "control"): lambda: ["conv", "flops"],

@@ -18,12 +18,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from cached_transformers.experiments.build import without_checkpoint
 from cached_transformers.experiments.costs.flops import flops_of
@@ -75,6 +76,7 @@ class Bytes:
         optimizer: state of the optimiser. average: the moving average of the weights with its buffers.
         remembered: the copies of buffers that a step holds, to put them back where its values are not finite.
         state: what the rows of the micro-batch carry to the next step.
+        inputs: the micro-batch itself.
         activations: alive when the forward pass is over, for the backward pass.
         forward, backward, update: the most that was alive, beside what was there before the step, in each phase.
     """
@@ -86,6 +88,7 @@ class Bytes:
     average: int
     remembered: int
     state: int
+    inputs: int
     activations: int
     forward: int
     backward: int
@@ -146,7 +149,7 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
     bare = bare_model(config)
     with FakeTensorMode(allow_non_fake_inputs=True), _explained(config):
         model = without_values(bare)
-        step = training_step(config, shape, model, rows)
+        step, inputs = training_step(config, shape, model, rows)
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups if gpu else ():
             group[MULTI_TENSOR] = True
@@ -173,16 +176,14 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
             loss.backward()
             del loss
             backward = live.peak - before
-            after = live.now()
             live.restart()
             live.updating = True
             limit = math.inf if config.training.clip_norm is None else config.training.clip_norm
             nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             update = live.peak - before
-            made = sum(p.grad.nbytes for p in trained if p.grad is not None)
-            state = after - before - (0 if gradients_held else made)
-        del keep, carried
+        del keep
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(carried)}
         buffers = sum(b.nbytes for b in model.buffers())
         weights = sum(p.nbytes for p in model.parameters())
     return Bytes(
@@ -192,7 +193,8 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
         optimizer=states,
         average=0 if config.training.ema_decay is None else weights + buffers,
         remembered=copies,
-        state=max(0, state),
+        state=sum(kept.values()),
+        inputs=sum(t.nbytes for t in inputs),
         activations=activations,
         forward=forward,
         backward=backward,
@@ -213,7 +215,7 @@ def step_flops(config: RunConfig, shape: Shape, rows: int) -> int:
     bare = bare_model(config)
     with FakeTensorMode(allow_non_fake_inputs=True), _explained(config):
         model = without_values(bare)
-        step = training_step(config, shape, model, rows)
+        step, _ = training_step(config, shape, model, rows)
         with Rehearsed(model):
             return flops_of(run)
 
@@ -245,27 +247,29 @@ def without_values(model: nn.Module) -> nn.Module:
     return model
 
 
-def training_step(
-    config: RunConfig, shape: Shape, model: nn.Module, rows: int
-) -> Callable[[], tuple[Tensor, Any]]:
-    """What makes the loss of a micro-batch as the task of the recipe does, and what its rows carry on."""
+Step: TypeAlias = Callable[[], tuple[Tensor, Any]]
+"""Makes a loss, and what the rows carry to the next step."""
+
+
+def training_step(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Step, list[Tensor]]:
+    """What makes the loss of a micro-batch as the task of the recipe does, and the tensors of the micro-batch."""
     settings = config.training
     kinds = {"language": _language, "documents": _documents, "translation": _pairs, "classification": _labels}
-    forward = kinds[shape.task](config, shape, model, rows)
+    forward, inputs = kinds[shape.task](config, shape, model, rows)
 
     def step() -> tuple[Tensor, Any]:
         with settings.autocast(torch.device("cpu")):
             out, carried = forward()
         return out(), carried
 
-    return step
+    return step, inputs
 
 
-Forward = Callable[[], tuple[Callable[[], Tensor], Any]]
+Forward: TypeAlias = Callable[[], tuple[Callable[[], Tensor], Any]]
 """Runs the model under autocast; returns what makes the loss outside of it, and the state."""
 
 
-def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> Forward:
+def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     sizes = (settings.segment_length, settings.bptt, settings.passes)
     scoring = Recall(settings.recall) if settings.recall else None
@@ -278,22 +282,22 @@ def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> F
         loss, carried = loop(inputs_BN, targets_BN, state, reset, None)
         return lambda: loss * 1.0, carried
 
-    return forward
+    return forward, [inputs_BN, targets_BN]
 
 
-def _documents(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> Forward:
+def _documents(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     loop = DocumentLoop(model, shape.segment_length, shape.segments, settings.passes, settings.replay)
     inputs_BN, padding_BN = _tokens(rows, shape.tokens), _padding(rows, shape)
 
     def forward() -> tuple[Callable[[], Tensor], Any]:
         logits_BK, auxiliary = loop(inputs_BN, padding_BN)
-        return lambda: _cross_entropy(config, logits_BK) + auxiliary, None
+        return lambda: _cross_entropy(config, logits_BK) + auxiliary, ()
 
-    return forward
+    return forward, [inputs_BN, padding_BN]
 
 
-def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> Forward:
+def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     inputs = _tokens(rows, shape.tokens) if shape.image is None else torch.empty(rows, *shape.image)
     given = {"padding": _padding(rows, shape)} if shape.padded else {}
 
@@ -305,21 +309,21 @@ def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> For
             value = _cross_entropy(config, logits_BK)
             return (value if auxiliary is None else value + auxiliary) / config.training.accumulate
 
-        return loss, None
+        return loss, ()
 
-    return forward
+    return forward, [inputs, *given.values()]
 
 
-def _pairs(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> Forward:
+def _pairs(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     source, decoder, targets = (_tokens(rows, shape.tokens) for _ in range(3))
     padding, smoothing = _padding(rows, shape), config.training.label_smoothing
 
     def forward() -> tuple[Callable[[], Tensor], Any]:
         output = model(source, decoder, padding=padding, targets=targets, label_smoothing=smoothing)
         loss = output.outputs.sum() * 1.0
-        return lambda: loss if output.auxiliary_loss is None else loss + output.auxiliary_loss, None
+        return lambda: loss if output.auxiliary_loss is None else loss + output.auxiliary_loss, ()
 
-    return forward
+    return forward, [source, decoder, targets, padding]
 
 
 def _cross_entropy(config: RunConfig, logits_BK: Tensor) -> Tensor:
