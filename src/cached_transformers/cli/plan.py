@@ -142,5 +142,7 @@ def sentences(plan: Plan) -> list[str]:
     lines.append(f"{plan.steps:,} steps: about {plan.hours:,.1f} hours, without evaluation and loading")
     if plan.assumed:
         lines.append(f"assumed: {'; '.join(plan.assumed)}")
-    lines.append("not counted: CUDA's context, workspaces of cuBLAS and cuDNN, fragments of the allocator (the reserve)")
+    lines.append(
+        "not counted: CUDA's context, workspaces of cuBLAS and cuDNN, fragments of the allocator (the reserve)"
+    )
     return lines

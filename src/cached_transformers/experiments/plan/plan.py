@@ -79,7 +79,9 @@ class Machine:
         if not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu {self.mfu} is a share of the peak: it must lie in (0, 1]")
         if not 0 <= self.reserve_gib < self.memory:
-            raise ValueError(f"--reserve-gib {self.reserve_gib} must lie in [0, {self.memory:g}), the memory of the GPU")
+            raise ValueError(
+                f"--reserve-gib {self.reserve_gib} must lie in [0, {self.memory:g}), the memory of the GPU"
+            )
 
     @property
     def memory(self) -> float:
@@ -291,5 +293,3 @@ def _sent(machine: Machine, weights: int, gradients: int, buffers: int, pieces: 
     if machine.parallel == "fsdp":
         return share * pieces * (2 * weights + gradients)
     return 2 * share * gradients + (share * pieces * buffers if machine.gpus > 1 else 0.0)
-
-

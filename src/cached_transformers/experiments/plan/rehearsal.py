@@ -22,11 +22,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from cached_transformers.experiments.build import without_checkpoint
+from cached_transformers.experiments.build import memory_name, without_checkpoint
 from cached_transformers.experiments.costs.flops import flops_of
 from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.models.adaptive import AdaptiveSoftmax
@@ -123,6 +128,21 @@ class Rehearsed(LiveBytes):
         self.peak = self.now()
 
 
+class FusedDropout(TorchFunctionMode):
+    """Leaves dropout out of `scaled_dot_product_attention`.
+
+    The fused kernels of a GPU draw it inside and keep the seed; those of a CPU know none, so that torch would take the
+    form that keeps whole matrices of weights.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4] + (0.0,) * (len(args) > 4) + args[5:], {**kwargs}
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
 def zipf(bounds: list[int]) -> list[float]:
     """Shares of the targets in the clusters behind the first, were word r as common as 1 / r."""
     whole = _harmonic(bounds[-1])
@@ -141,7 +161,7 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
         shape: of a row.
         rows: of the micro-batch.
         gradients_held: whether the gradients of an earlier piece of the batch are there already.
-        gpu: whether the optimiser takes the form that it has on a GPU.
+        gpu: whether optimiser and attention take the forms that they have on a GPU.
 
     Raises:
         ValueError: the model asks for values of tensors, which a rehearsal does not have.
@@ -155,7 +175,7 @@ def rehearse(config: RunConfig, shape: Shape, rows: int, *, gradients_held: bool
             group[MULTI_TENSOR] = True
         trained = [p for p in model.parameters() if p.requires_grad]
         live = Rehearsed(model)
-        with live:
+        with FusedDropout() if gpu else contextlib.nullcontext(), live:
             live.updating = True
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
@@ -345,8 +365,9 @@ def _explained(config: RunConfig) -> Iterator[None]:
     """Say which model cannot be rehearsed, and what can be done."""
     try:
         yield
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"model {config.model['name']!r} with this memory decides by the values of tensors ({error.func}), which a "
-            "plan does not have; measure a few steps instead: cached train ... training.steps=10"
+            f"model {config.model['name']!r} with memory {memory_name(config)!r} decides by the values of tensors "
+            f"({error.func}), which a plan does not have; plan it without (model.memory=null), or measure a few steps: "
+            "cached train ... training.steps=10"
         ) from None

@@ -31,6 +31,8 @@ KNOWN: dict[str, dict[str, int]] = {
     "listops_tsv": {"classes": 10, "vocabulary": 16, "max_length": 2000},
 }
 """Of published data sets in the form in which they are usually read."""
+ALIKE = ("planted_documents",)
+"""Data whose rows are all as long, so that no mask of padding is made."""
 SENTENCE = 32
 """Tokens of a pair's longer side where batches are made of so many tokens, and the rows are as many as fit."""
 SPECIAL = 4 + 100
@@ -106,8 +108,15 @@ def _facts(config: RunConfig, given: Given, task: str) -> tuple[dict[str, Any], 
     if task in ("classification", "documents") and config.model.get("classes") is None:
         wanted = [*dict.fromkeys([*wanted, "classes"])]
     for key in wanted:
-        own = getattr(given, "length" if key == "max_length" else key, None)
-        for value, source in ((own, ""), (said.get(key), ""), (foretold.get(key), ""), (known.get(key), "known")):
+        values = [
+            (getattr(given, key, None), ""),
+            (said.get(key), ""),
+            (foretold.get(key), ""),
+            (known.get(key), "known"),
+        ]
+        if key == "max_length":  # rows may be shorter than the longest that there may be
+            values.append((given.length, ""))
+        for value, source in values:
             if value is not None:
                 facts[key] = value
                 if source:
@@ -159,7 +168,8 @@ def _shape(config: RunConfig, given: Given, task: str, facts: Mapping[str, Any])
             raise ValueError(
                 f"data {config.data['name']!r} are read as long as they are; give --length N, the tokens of the longest"
             )
-        return Shape(task, segments * each, classes, each, segments, padded=True), settings.batch_size, []
+        padded = config.data["name"] not in ALIKE
+        return Shape(task, segments * each, classes, each, segments, padded=padded), settings.batch_size, []
     if task == "translation":
         length, rows, assumed = given.length or data["max_length"] or facts.get("max_length"), settings.batch_size, []
         if settings.batch_tokens is not None:
