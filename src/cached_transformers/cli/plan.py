@@ -1,4 +1,4 @@
-"""`cached plan RECIPE --gpus N`: memory, traffic and hours that a recipe would take, without its data and without a GPU."""
+"""`cached plan RECIPE --gpus N`: memory, traffic and hours that a recipe would take, without its data or a GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def add_parser(subparsers: Any) -> None:
         "and counts what would be alive: weights, gradients, optimiser, the states of the rows, activations and "
         "temporaries. Says whether that fits, in which pieces, and for about how long the recipe would train. Neither "
         "data nor a GPU are needed.",
-        epilog="examples: cached plan imagenet_pvt_small_grc --gpus 8; cached plan gpt2 --gpus 4 --card h100 --parallel "
-        "fsdp model.depth=24",
+        epilog="examples: cached plan imagenet_pvt_small_grc --gpus 8; cached plan gpt2 --gpus 4 --card h100 "
+        "--parallel fsdp model.depth=24. The exit status is 1 where a recipe does not fit.",
     )
-    add_recipe(parser, "e.g. training.batch_size=256 training.precision=bfloat16")
+    add_recipe(parser, "e.g. training.batch_size=256 training.precision=bfloat16", several=True)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="processes, a GPU each (default: 1)")
     parser.add_argument("--card", default="a100", help="a100 (the default), h100, h200, v100, l4 or rtx4090")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory of a GPU (default: the card's)")

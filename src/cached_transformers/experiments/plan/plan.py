@@ -227,9 +227,9 @@ class _Search:
         """Pieces of so many rows that make the rows of a GPU."""
         return -(-self.mine // micro)
 
-    def parts(self, micro: int) -> dict[str, int]:
-        """Bytes by what they are, with so many rows in a piece."""
-        machine, pieces = self.machine, self.pieces(micro)
+    def parts(self, micro: int, pieces: int | None = None) -> dict[str, int]:
+        """Bytes by what they are, with so many rows in a piece; `pieces` where they do not follow from that."""
+        machine, pieces = self.machine, pieces or self.pieces(micro)
         key = (micro, pieces > 1 or machine.shards > 1)
         if key not in self._found:
             self._found[key] = rehearse(self.recipe.config, self.recipe.shape, micro, gradients_held=key[1])
@@ -237,32 +237,28 @@ class _Search:
         copies = counted.gradients if machine.parallel == "ddp" and machine.gpus > 1 else 0
         return parts_of(counted, pieces, machine.shards, copies, self.unit)
 
-    def total(self, micro: int) -> int:
-        return sum(self.parts(micro).values())
+    def total(self, micro: int, pieces: int | None = None) -> int:
+        """Bytes of a GPU."""
+        return sum(self.parts(micro, pieces).values())
 
     def largest(self) -> tuple[int, int | None]:
-        """The largest micro-batch that fits (else the smallest), and how many rows the line through two sizes allows."""
-        whole = self.total(self.mine)
+        """The largest micro-batch that fits, else the smallest; and how many rows the line through two sizes allows.
+
+        The line says where to look. What it finds is rehearsed, and the next smaller one where it does not fit.
+        """
         if self.mine == 1:
             return 1, None
+        whole = self.total(self.mine)
         if whole <= self.budget:
             half = self.mine // 2
-            at_half = rehearse(self.recipe.config, self.recipe.shape, half, gradients_held=self.machine.shards > 1)
-            settings = parts_of(at_half, 1, self.machine.shards, self._copies(at_half), self.unit)
-            return self.mine, self._room(half, sum(settings.values()), self.mine, whole)
+            return self.mine, self._room(half, self.total(half, pieces=1), self.mine, whole)
         sizes = self._sizes()
-        smallest = self.total(sizes[0])
-        if smallest > self.budget or len(sizes) == 1:
+        least = self.total(sizes[0])
+        if least > self.budget:
             return sizes[0], None
-        room = self._room(sizes[0], smallest, self.mine, whole)
-        fitting = [size for size in sizes if room is None or size <= room] or sizes[:1]
-        for size in reversed(fitting):
-            if self.total(size) <= self.budget:
-                return size, room
-        return sizes[0], room
-
-    def _copies(self, counted: Bytes) -> int:
-        return counted.gradients if self.machine.parallel == "ddp" and self.machine.gpus > 1 else 0
+        room = self._room(sizes[0], least, sizes[-1], self.total(sizes[-1])) if len(sizes) > 1 else None
+        likely = [size for size in sizes if room is None or size <= room]
+        return next((size for size in reversed(likely) if self.total(size) <= self.budget), sizes[0]), room
 
     def _sizes(self) -> list[int]:
         """Sizes of pieces, from the smallest: all pieces of a step are alike."""
@@ -286,8 +282,8 @@ def _unit(model: nn.Module) -> int:
 def _sent(machine: Machine, weights: int, gradients: int, buffers: int, pieces: int) -> float:
     """Bytes that a GPU sends in a step, with rings.
 
-    DDP: an all-reduce of the gradients, 2 (N - 1) / N of them, at the last piece, and the buffers before each. FSDP: two
-    all-gathers of the weights and a reduce-scatter of the gradients for each piece, (N - 1) / N each.
+    DDP: an all-reduce of the gradients, 2 (N - 1) / N of them, at the last piece, and the buffers before each. FSDP:
+    two all-gathers of the weights and a reduce-scatter of the gradients for each piece, (N - 1) / N each.
     """
     share = (machine.gpus - 1) / machine.gpus
     if machine.parallel == "fsdp":

@@ -171,7 +171,8 @@ def _shape(config: RunConfig, given: Given, task: str, facts: Mapping[str, Any])
         padded = config.data["name"] not in ALIKE
         return Shape(task, segments * each, classes, each, segments, padded=padded), settings.batch_size, []
     if task == "translation":
-        length, rows, assumed = given.length or data["max_length"] or facts.get("max_length"), settings.batch_size, []
+        length: int = given.length or data["max_length"] or facts["max_length"]
+        rows, assumed = settings.batch_size, list[str]()
         if settings.batch_tokens is not None:
             length = given.length or SENTENCE
             rows = max(1, settings.batch_tokens // length)
