@@ -15,7 +15,7 @@ from cached_transformers.experiments.costs.live_bytes import LiveBytes
 from cached_transformers.experiments.plan.plan import CARDS, GIB, Machine, make_plan, parts_of
 from cached_transformers.experiments.plan.rehearsal import bare_model, rehearse, step_flops, zipf
 from cached_transformers.experiments.plan.sizes import Given, Sized, sized
-from cached_transformers.registry import MODELS
+from cached_transformers.registry import MEMORIES, MODELS
 from cached_transformers.state import nbytes
 from cached_transformers.tasks.recipes import load_config
 
@@ -79,6 +79,16 @@ def test_the_plan_is_what_a_training_takes(run: str, folder: Path) -> None:
     ratio = planned(name, overrides, given) / peak
     print(f"{run}: measured {peak / 2**20:.2f} MiB, planned / measured {ratio:.4f}")
     assert abs(ratio - 1) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory", sorted({*MEMORIES.names()} - {"attention_cache", "convolution", "grc", "memorizing"})
+)
+def test_every_causal_memory_takes_what_is_planned(memory: str, folder: Path) -> None:
+    overrides = [f"data.path={folder}/text.txt", f"model.memory={{name: {memory}}}"]
+    peak, _ = measured("demo_text", overrides, folder / "run")
+    assert abs(planned("demo_text", overrides, {}) / peak - 1) < CLOSE
 
 
 PLAIN = ["data.name=enwik8", "data.path=x", "model.memory=null"]
@@ -190,6 +200,10 @@ def test_a_peak_with_slack_is_hardly_lower() -> None:
         (["demo_text", "--length", "7"], "set training.segment_length"),
         (["demo_text", "--vocabulary", "0"], "--vocabulary 0 must be at least 1"),
         (["demo_text", "data={name: text, path: x, tokenizer: bpe}"], "give --vocabulary N, or set model.vocabulary=N"),
+        (["digits_vit_grc", "--vocabulary", "9"], "--vocabulary 9 is nothing that model 'vision_transformer' takes"),
+        (["digits_vit_grc", "--length", "9"], "--length 9 is nothing that model 'vision_transformer' takes"),
+        (["gpt_small", "--image-size", "9"], "--image-size 9 is nothing that model 'language_model' takes"),
+        (["demo_listops", "--classes", "9", "model.classes=12"], "the recipe says model.classes=12"),
         (["ernie_doc_documents"], "give --classes N, or set model.classes=N"),
         (["coco_mini_retinanet"], "images with objects"),
         (["lm_wikitext2_small_memorizing"], "with memory 'transformer_xl+memorizing' decides by the values of tensors"),

@@ -308,13 +308,13 @@ def _language(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> t
 def _documents(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:
     settings = config.training
     loop = DocumentLoop(model, shape.segment_length, shape.segments, settings.passes, settings.replay)
-    inputs_BN, padding_BN = _tokens(rows, shape.tokens), _padding(rows, shape)
+    inputs_BN, padding_BN = _tokens(rows, shape.tokens), _padding(rows, shape) if shape.padded else None
 
     def forward() -> tuple[Callable[[], Tensor], Any]:
         logits_BK, auxiliary = loop(inputs_BN, padding_BN)
         return lambda: _cross_entropy(config, logits_BK) + auxiliary, ()
 
-    return forward, [inputs_BN, padding_BN]
+    return forward, [t for t in (inputs_BN, padding_BN) if t is not None]
 
 
 def _labels(config: RunConfig, shape: Shape, model: nn.Module, rows: int) -> tuple[Forward, list[Tensor]]:

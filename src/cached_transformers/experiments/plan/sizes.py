@@ -7,7 +7,7 @@ generated data foretell. Whatever is left open is asked for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,7 @@ def _facts(config: RunConfig, given: Given, task: str) -> tuple[dict[str, Any], 
     wanted = [key for key in LEARNED_FROM_DATA if key in options and key not in config.model]
     if task in ("classification", "documents") and config.model.get("classes") is None:
         wanted = [*dict.fromkeys([*wanted, "classes"])]
+    _refuse_unused(config, given, wanted)
     for key in wanted:
         values = [
             (getattr(given, key, None), ""),
@@ -132,6 +133,25 @@ def _facts(config: RunConfig, given: Given, task: str) -> tuple[dict[str, Any], 
     for part, _ in memory_specs(config.model.get("memory")):
         facts |= {key: [1] for key in MEMORY_LEARNS_FROM_DATA if key in MEMORIES.entry(part).options}
     return facts, assumed
+
+
+def _refuse_unused(config: RunConfig, given: Given, wanted: Sequence[str]) -> None:
+    """Refuse sizes that would change nothing (ValueError)."""
+    images = "vocabulary" not in MODELS.entry(config.model["name"]).options
+    for name, value in dataclasses.asdict(given).items():
+        if value is None or name in wanted:
+            continue
+        if name in config.model:
+            raise ValueError(
+                f"{option(name)} {value}: the recipe says model.{name}={config.model[name]}; change that, or leave "
+                "the option out"
+            )
+        fits = name in ("image_size", "channels") if images else name == "length"
+        if not fits:
+            raise ValueError(
+                f"{option(name)} {value} is nothing that model {config.model['name']!r} takes from its data; leave it "
+                "out"
+            )
 
 
 def _of_data(config: RunConfig, task: str) -> dict[str, Any]:
