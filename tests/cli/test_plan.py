@@ -204,6 +204,7 @@ def test_a_peak_with_slack_is_hardly_lower() -> None:
         (["digits_vit_grc", "--length", "9"], "--length 9 is nothing that model 'vision_transformer' takes"),
         (["gpt_small", "--image-size", "9"], "--image-size 9 is nothing that model 'language_model' takes"),
         (["demo_listops", "--classes", "9", "model.classes=12"], "the recipe says model.classes=12"),
+        (["lm_wikitext2_small_xl", "data={name: wikitext2, path: x, tokenizer: bpe}"], "give --vocabulary N"),
         (["ernie_doc_documents"], "give --classes N, or set model.classes=N"),
         (["coco_mini_retinanet"], "images with objects"),
         (["lm_wikitext2_small_memorizing"], "with memory 'transformer_xl+memorizing' decides by the values of tensors"),
@@ -217,14 +218,13 @@ def test_what_cannot_be_planned_is_said(words: list[str], said: str, capsys: pyt
 
 
 def test_the_command_says_it_for_people_programs_and_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "demo_text,digits_vit_grc", "--gpus", "2"]
-    assert main(words) == 0
+    assert main(["plan", "digits_vit_grc", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
-    assert "fits (80 GiB less 4 in reserve): micro-batch 8 rows" in out and "classes 10, as digits has" in out
-    assert main([*words, "--json"]) == 0
-    text, digits = json.loads(capsys.readouterr().out)
-    assert text["name"] == "demo_text" and digits["rows"] == 64 and text["machine"]["gpus"] == 2
-    assert main([*words, "--markdown"]) == 0
+    assert "fits (80 GiB less 4 in reserve): micro-batch 32 rows" in out and "classes 10, as digits has" in out
+    assert main(["plan", "demo_text", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["name"] == "demo_text" and found["rows"] == 16 and found["total"] == sum(found["parts"].values())
+    assert main(["plan", "demo_text,digits_vit_grc", "--gpus", "2", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and lines[2].startswith("| `demo_text` | 0.1 M | 8 x 1 |")
     assert main(["plan", "demo_listops", "--memory-gib", "0.001", "--reserve-gib", "0"]) == 1
@@ -236,6 +236,8 @@ def test_a_row_may_be_shorter_than_the_longest() -> None:
     whole, short = sized(config, Given()), sized(config, Given(length=20))
     assert (whole.shape.tokens, short.shape.tokens) == (64, 20)
     assert whole.config.model["max_length"] == short.config.model["max_length"]
+    words = sized(load_config("table5_paper", []), Given())
+    assert words.config.model["vocabulary"] == 267_735 and "vocabulary 267,735, as wikitext103 has" in words.assumed
     pairs = sized(load_config("iwslt14_de_en_grc", []), Given(length=64))
     assert (pairs.rows, pairs.shape.tokens, pairs.config.model["vocabulary"]) == (64, 64, 10_000)
 

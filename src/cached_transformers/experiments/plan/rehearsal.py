@@ -241,9 +241,12 @@ def step_flops(config: RunConfig, shape: Shape, rows: int) -> int:
 
 
 def bare_model(config: RunConfig) -> nn.Module:
-    """The model of a recipe in training mode, on the meta device."""
+    """The model of a recipe in training mode, on the meta device; published weights are not read."""
+    options = without_checkpoint(config).model
+    if options.get("pretrained"):
+        options = {**options, "pretrained": False}
     with torch.device("meta"):
-        model: nn.Module = MODELS.create(**without_checkpoint(config).model)
+        model: nn.Module = MODELS.create(**options)
     if config.training.activation_checkpointing:
         enable_activation_checkpointing(model)
     return model.train()

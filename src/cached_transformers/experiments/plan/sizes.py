@@ -98,7 +98,9 @@ def sized(config: RunConfig, given: Given) -> Sized:
 def _facts(config: RunConfig, given: Given, task: str) -> tuple[dict[str, Any], list[str]]:
     """Stand-in for what the data describe, as far as the model wants it, and what of it was assumed."""
     name, options = config.data["name"], MODELS.entry(config.model["name"]).options
-    known, said = KNOWN.get(name, {}), _of_data(config, task)
+    known, said = dict(KNOWN.get(name, {})), _of_data(config, task)
+    if config.data.get("tokenizer", "word") != "word":  # another vocabulary than that of its words
+        known.pop("vocabulary", None)
     foretold: Mapping[str, Any] = {}
     if foretell := getattr(DATASETS.entry(name).factory, "foretell", None):
         foretold = foretell(**{key: value for key, value in config.data.items() if key != "name"})
@@ -124,7 +126,7 @@ def _facts(config: RunConfig, given: Given, task: str) -> tuple[dict[str, Any], 
                     assumed.append(f"{key.replace('_', ' ')} {value:,}, as {name} has")
                 break
         else:
-            if options[key].default is options[key].empty if key in options else True:
+            if key not in options or options[key].default is options[key].empty:
                 place = "length" if key == "max_length" else key
                 raise ValueError(
                     f"the recipe does not say {key}, which data {name!r} would tell; give {option(place)} N, or set "
