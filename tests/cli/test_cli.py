@@ -40,6 +40,7 @@ def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsy
         "list",
         "explain",
         "train",
+        "plan",
         "evaluate",
         "compare",
         "plot",

@@ -27,6 +27,7 @@ NOT_RUN = {
     "cached evaluate runs/multi30k": "needs a trained translator; tests/translation/test_training.py",
     "cached evaluate RUN": "needs two trained runs; tests/analysis/test_cache_use.py",
     "cached leaderboard": "trains for minutes; tests/probes/test_board.py",
+    "cached plan imagenet": "rehearses for a minute; tests/cli/test_plan.py",
     "cached plot fig1": "needs a finished comparison; tests/analysis/test_paper_figures.py",
     "cached probe all": "trains for hours; tests/probes/test_probe.py",
     "cached probe armt armt.length=4": "trains for days at the paper's sizes; tests/probes/test_far.py",
@@ -84,11 +85,11 @@ def test_every_command_is_run_or_has_its_reason() -> None:
     lines = [" ".join(words) for words in COMMANDS]
     assert [begin for begin in NOT_RUN if not any(line.startswith(begin) for line in lines)] == []
     assert [why for why in NOT_RUN.values() if not (PROJECT / why.rpartition(" ")[2]).is_file()] == []
-    kinds = {"list", "explain", "train", "compare", "reproduce"}
+    kinds = {"list", "explain", "plan", "train", "compare", "reproduce"}
     assert {words[1] for words in HERE if words not in (*OF_TEXT, *OF_DIGITS, *chosen("cached probe"))} == kinds
 
 
-@pytest.mark.parametrize("words", chosen("cached list", "cached explain"), ids=" ".join)
+@pytest.mark.parametrize("words", chosen("cached list", "cached explain", "cached plan"), ids=" ".join)
 def test_it_answers(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words[1:]) == 0 and len(capsys.readouterr().out.splitlines()) > 5
 

@@ -7,9 +7,10 @@ import shlex
 import sys
 
 
-def add_recipe(parser: argparse.ArgumentParser, changes: str) -> None:
-    """A recipe and changes to it; `changes` says of what."""
-    parser.add_argument("recipe", help="a path, or a name from `cached list recipes`")
+def add_recipe(parser: argparse.ArgumentParser, changes: str, several: bool = False) -> None:
+    """A recipe and changes to it; `changes` says of what. `several`: there may be more, with commas between them."""
+    more = "; several with commas between them" if several else ""
+    parser.add_argument("recipe", help=f"a path, or a name from `cached list recipes`{more}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=changes)
 
 

@@ -120,6 +120,12 @@ def _tables() -> list[str]:
     return [*REPRODUCTIONS, *MEASURED]
 
 
+def _cards() -> list[str]:
+    from cached_transformers.experiments.plan.plan import CARDS
+
+    return list(CARDS)
+
+
 def _modes() -> list[str]:
     from .evaluate import MEMORY_MODES
 
@@ -128,6 +134,8 @@ def _modes() -> list[str]:
 
 NAMES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("train", "recipe"): _recipes,
+    ("plan", "recipe"): _recipes,
+    ("plan", "card"): _cards,
     ("compare", "recipe"): _recipes,
     ("compare", "variants"): lambda: ["plain", *_memories()],
     ("compare", "control"): lambda: ["conv", "flops"],

@@ -28,6 +28,7 @@ from . import (
     explain,
     generate,
     leaderboard,
+    plan,
     plot,
     probe,
     reproduce,
@@ -43,6 +44,7 @@ examples:
   cached explain grc                                       what one of them does, and its options
   cached explain bp_transformer --plot tree.png            which keys each query attends
   cached train digits_vit_grc training.steps=200           train a recipe with one value changed
+  cached plan imagenet_pvt_small_grc --gpus 8              whether it fits, in which pieces, for how long
   cached evaluate runs/digits_vit_grc --memory carry,reset,shuffle
   cached detect runs/coco_mini_mask_rcnn photo.jpg         boxes and masks drawn into images
   cached translate runs/multi30k_en_de_plain < english.txt > german.txt
@@ -99,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, compare, reproduce, plot, probe, leaderboard, stream, generate, benchmark, completion):
+    for module in (*shown, plan, compare, reproduce, plot, probe, leaderboard, stream, generate, benchmark, completion):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)

@@ -14,13 +14,18 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations inside the `with` made and that are still alive.
 
+    Args:
+        slack: share by which the peak may be stated too low. Whether storages are alive is asked only where they could
+            make a peak that is higher by more, which for a long step is much less often than at every operator.
+
     Attributes:
         peak: the most that were alive at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float = 0.0) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak, self.slack = 0, slack
+        self._most = 0  # bytes alive if none has gone since they were counted
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,14 +35,22 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
                 if storage._cdata not in given:
-                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now())
+                    self._hold(storage)
+        if self._most > self.peak * (1 + self.slack):
+            self.peak = max(self.peak, self.now())
         return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage; one whose address another had before it takes that one's place."""
+        before = self._storages.get(storage._cdata)
+        self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._most += storage.nbytes() - (0 if before is None else before[1])
 
     def now(self) -> int:
         """Bytes alive."""
         self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
-        return sum(size for _, size in self._storages.values())
+        self._most = sum(size for _, size in self._storages.values())
+        return self._most
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
