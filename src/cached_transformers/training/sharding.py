@@ -12,6 +12,10 @@ wherever it uses them: in a memory that asks a layer's projections from outside,
 checkpoint or a `ReplayLoop`, in a window that slides. Between steps a process has 1 / P of weights, gradients,
 optimiser states and averaged weights; within a step it has all weights, and at its end all gradients.
 
+With bfloat16, weights of linear layers are gathered in it, which is what autocast makes of them before each use, so
+that they cost half the bytes and change nothing; gradients are added up over processes in float32. All other parameters
+are gathered as they are: a norm takes a float32 stream and float32 weights, and states take their type from both.
+
 Parameters that several blocks share are in the outermost group, with embeddings and head. Buffers, shared caches among
 them, are whole on every process, and those of the first are sent to the others before each forward, as DDP does.
 """
@@ -67,15 +71,16 @@ class Shards:
 
     Args:
         model: on its device, with plain parameters; those of the first process count. world: of two processes or more.
+        half: the type in which autocast computes; None for full precision.
 
     Attributes:
-        blocks: how many groups there are beside the outermost one.
+        groups: how many groups of weights there are beside the outermost one.
 
     Raises:
         ValueError: a parameter that cannot be cut up, or a version of torch that cannot do it.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, half: torch.dtype | None = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         _check(model)
@@ -88,16 +93,13 @@ class Shards:
                 cache.propose_current()
         self._outline = _without_weights(model)
         mesh = init_device_mesh(world.device.type, (world.size,))
-        held = [_Held(block) for block in blocks(model)]
-        uses = Counter(id(p) for part in held for p in part.parameters())
-        outside = _outside(model, [part.part for part in held])
-        shared = {p for part in held for p in part.parameters() if uses[id(p)] > 1 or id(p) in outside}
-        held = [part for part in held if any(p not in shared for p in part.parameters())]
-        for part in held:
-            _fully_shard(part, mesh, shared)
-        taken = {p for part in held for p in part.parameters() if p not in shared}
-        self._root: Any = _fully_shard(_Root(model, held), mesh, taken)
-        self.blocks = len(held)
+        held: list[Any] = []
+        for block, names, kind in _groups(model, half):
+            group = {p for name, p in block.named_parameters() if name in names}
+            held.append(_fully_shard(_Held(block), mesh, set(block.parameters()) - group, kind))
+        taken = {p for p in model.parameters() if is_cut(p)}
+        self._root: Any = _fully_shard(_Root(model, held), mesh, taken, None)
+        self.groups = len(held)
 
     def round(self, loop: nn.Module) -> Sharded:
         """What is called in the place of `loop`, a module round the model, or of the model itself."""
@@ -234,10 +236,31 @@ def whole_norm(norm: Tensor) -> float:
     return float(together(norm))
 
 
-def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
-    from torch.distributed.fsdp import fully_shard
+def _fully_shard(module: nn.Module, mesh: Any, ignored: set[nn.Parameter], half: torch.dtype | None) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    return fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+    policy = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=None if half is None else torch.float32, cast_forward_inputs=False
+    )
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+
+
+def _groups(model: nn.Module, half: torch.dtype | None) -> list[tuple[nn.Module, set[str], torch.dtype | None]]:
+    """Blocks, names of parameters of theirs that are gathered together, and in which type (None: their own)."""
+    parts = blocks(model)
+    uses = Counter(id(p) for part in parts for p in part.parameters())
+    outside = _outside(model, parts)
+    found: list[tuple[nn.Module, set[str], torch.dtype | None]] = []
+    for part in parts:
+        own = {name for name, p in part.named_parameters() if uses[id(p)] == 1 and id(p) not in outside}
+        linear = {
+            f"{name}.{kind}".lstrip(".")
+            for name, module in part.named_modules()
+            if half is not None and type(module) is nn.Linear
+            for kind in ("weight", "bias")
+        }
+        found += [(part, names, kind) for names, kind in ((own & linear, half), (own - linear, None)) if names]
+    return found
 
 
 def _outside(model: nn.Module, parts: list[nn.Module]) -> set[int]:
@@ -247,7 +270,7 @@ def _outside(model: nn.Module, parts: list[nn.Module]) -> set[int]:
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have shapes and no values."""
+    """A copy of a model whose parameters have shapes and no values; buffers are copied."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 

@@ -103,7 +103,9 @@ class Trainer:
                 f"training.parallel='none' with {size} processes would train {size} models into one folder; take ddp "
                 "or fsdp, or start one process"
             )
-        return Shards(self.model, self.world) if size > 1 and parallel == "fsdp" else None
+        if size == 1 or parallel != "fsdp":
+            return None
+        return Shards(self.model, self.world, torch.bfloat16 if self.settings.precision == "bfloat16" else None)
 
     def join(self) -> None:
         """Give every process the whole model again, when training is over; it cannot go on."""
