@@ -11,6 +11,7 @@ number of processes goes on with the same values, and one process alone reads al
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def read_cut(folder: Path, like: Callable[[str], Tensor | None] = lambda name: N
             same = own is not None and own.shape == size and own.dtype == dtype
             found[name] = torch.empty_like(own) if own is not None and same else torch.empty(size, dtype=dtype)
         alone = {"no_dist": True} if dist.is_initialized() else {}
-        dcp.load(found, storage_reader=_reader(folder, metadata), **alone)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+            dcp.load(found, storage_reader=_reader(folder, metadata), **alone)  # type: ignore[arg-type]
     except Exception as error:  # torch raises a wide choice for what it did not write, wrapped in its own
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{folder} is damaged, or not one of ours: {type(error).__name__}: {reason}") from None

@@ -205,7 +205,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def cut_like(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by name, with those cut up that are cut up in the model; every process must ask."""
+    """Whole tensors by name, which every process has, with those cut up that are cut up in the model."""
     own = model.state_dict()
     return {name: cut_as(tensor, own.get(name)) for name, tensor in weights.items()}
 
@@ -217,7 +217,7 @@ def cut_as(tensor: Tensor, like: Tensor | None) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     like_cut: Any = like
-    return distribute_tensor(tensor.to(like.device), like_cut.device_mesh, like_cut.placements)
+    return distribute_tensor(tensor.to(like.device), like_cut.device_mesh, like_cut.placements, src_data_rank=None)
 
 
 def is_cut(tensor: Tensor) -> bool:
