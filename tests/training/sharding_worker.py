@@ -88,11 +88,12 @@ def stream_gradients(
     return {name: together(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def vision(world: World | None) -> dict[str, Tensor]:
+def vision(world: World | None, replicated: bool = False, **options: str) -> dict[str, Tensor]:
     """Weights and caches of an image model after three steps, with sync="mean"."""
-    model = VISION.build(options={"sync": "mean"})
-    shards = None if world is None else Shards(model, world)
-    called = model if shards is None else shards.round(model)
+    model = VISION.build(options={"sync": "mean", **options})
+    called: nn.Module = model
+    if world is not None:
+        called = nn.parallel.DistributedDataParallel(model) if replicated else Shards(model, world).round(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(3):
         images = VISION.segments(1, rows=ROWS, seed=step)[0]
@@ -170,7 +171,8 @@ def train_all(world: World) -> dict[str, Any]:
     for name, loop in LOOPS.items():
         seen[name] = stream_gradients(STREAM, loop, world)
     seen["bfloat16"] = stream_gradients(STREAM, LOOPS["blocks"], world, torch.bfloat16)
-    seen["vision"] = vision(world)
+    seen["sample"] = vision(world, attend="sample")
+    seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
     for precision in ("float32", "bfloat16"):
         options = (*CARRIED, f"training.precision={precision}", "training.parallel=fsdp", "model.memory.length=6")
         fitted(folder / precision, text, world, *options, "training.steps=8")
