@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import launch
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree
 from sharding_worker import CARRIED, LOOPS, MEMORIES, STREAM, fitted, make, of_memory, stored, stream_gradients, vision
+from small_language import recipe
 from torch import Tensor, nn
 
 from cached_transformers.cli.main import main
@@ -177,3 +180,26 @@ def test_blocks_are_what_lists_hold() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.ModuleDict({"stem": nn.Linear(2, 2), "body": nn.ModuleList([inner, nn.Linear(2, 2), nn.ReLU()])})
     assert blocks(model) == [inner, model["body"][1]]  # type: ignore[index]
+
+
+def test_a_run_of_two_processes_is_read_like_any_other(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From `cached train` under torchrun to `evaluate`, `generate` and `convert` of one process."""
+    tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
+    words = ["train", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "training.parallel=fsdp"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    launch.python("-m", "cached_transformers.cli.main", *words, processes=2)
+    run = tmp_path / "run"
+    assert (Checkpoints(run / "checkpoints").named("best") / SHARDS).is_dir()
+    assert main(["train", str(words[1]), "--out", str(tmp_path / "alone"), "training.parallel=fsdp"]) == 0
+    tested = [json.loads((at / "summary.json").read_text(encoding="utf-8")) for at in (run, tmp_path / "alone")]
+    assert tested[0]["test"]["loss"] == pytest.approx(tested[1]["test"]["loss"], abs=1e-6)
+    assert tested[0]["parameters"] == tested[1]["parameters"] and tested[0]["flops"] == tested[1]["flops"]
+    assert main(["evaluate", str(run)]) == main(["convert", str(run)]) == 0
+    assert main(["generate", str(run), "--prompt", "ab", "--tokens", "3", "--device", "cpu"]) == 0
+    found = safetensors.torch.load_file(run / "model.safetensors")
+    close(found, read_checkpoint(Checkpoints(tmp_path / "alone" / "checkpoints").named("best")).weights)
+    capsys.readouterr()
+    assert main(["convert", str(run), "--out", str(tmp_path / "weights.bin")]) == 2
+    assert "must end in .safetensors" in capsys.readouterr().err
