@@ -15,9 +15,9 @@ import pytest
 import torch
 from attentions.cases import CASES as ATTENTION_CASES
 from attentions.cases import Case as AttentionCase
+from contract.contract_row import Contract
 from contract.contracts import CONTRACTS
 from contract.costs import DEPTH
-from contract.contract_row import Contract
 from torch import Tensor, nn
 from torch.nn import functional as F
 

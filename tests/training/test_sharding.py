@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from cached_transformers.cli.main import main
 from cached_transformers.training.checkpoint import SHARDS, Checkpoints, read_checkpoint
+from cached_transformers.training.cut_tensors import read_cut
 from cached_transformers.training.distributed import World
 from cached_transformers.training.metrics import read_metrics
 from cached_transformers.training.settings import TrainingConfig
@@ -143,7 +145,7 @@ def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str
 
 def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: list[dict[str, Any]]) -> None:
     for rank in range(2):
-        said, *names = seen[rank]["failing"]
+        said = seen[rank]["failing"][0]
         assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
     assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
 
@@ -164,6 +166,17 @@ def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
         read_checkpoint(path)
     (path / "away").rename(path / SHARDS / "__1_0.distcp")
     assert read_checkpoint(path).step == 6
+
+
+def test_a_pickle_is_never_read(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "rmt" / "checkpoints" / "step_00000003" / SHARDS, tmp_path / SHARDS)
+    expected = read_cut(tmp_path / SHARDS)
+    (tmp_path / SHARDS / ".metadata").write_bytes(b"no pickle")
+    close(read_cut(tmp_path / SHARDS), expected)
+    index = tmp_path / SHARDS / "index.json"
+    index.write_text(index.read_text(encoding="utf-8").replace("__0_0.distcp", "../__0_0.distcp"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'../__0_0.distcp' is not in the folder"):
+        read_cut(tmp_path / SHARDS)
 
 
 def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:

@@ -101,7 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, compare, reproduce, plot, probe, leaderboard, stream, generate, convert, benchmark, completion):
+    others = (compare, reproduce, plot, probe, leaderboard, stream, generate, convert, benchmark, completion)
+    for module in (*shown, *others):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)
