@@ -25,6 +25,7 @@ from small_language import recipe, write_text
 from cached_transformers.experiments.build import build_dataset, build_model
 from cached_transformers.files import NotWritten
 from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.state import named_tensors
 from cached_transformers.tasks.kinds import make_task
 from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
 from cached_transformers.training import checkpoint
@@ -50,6 +51,9 @@ LOOPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpointing": lambda model: SegmentLoop(_recomputing(model), SEGMENT, 2),
 }
 STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention == "softmax")
+
+LINEAR_FIRST = next(c for c in STREAMS if c.memory == "rmt/causal" and c.attention == "softmax")
+"""The first parameter of its stack is a linear layer's."""
 
 
 def make(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
@@ -172,6 +176,10 @@ def train_all(world: World) -> dict[str, Any]:
     for name, loop in LOOPS.items():
         seen[name] = stream_gradients(STREAM, loop, world)
     seen["bfloat16"] = stream_gradients(STREAM, LOOPS["blocks"], world, torch.bfloat16)
+    model = LINEAR_FIRST.build()
+    with Shards(model, world, torch.bfloat16).gathered():
+        seen["types"] = [str(t.dtype) for _, t in named_tensors(model.init_state(2)) if t.is_floating_point()]
+        seen["half"] = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
     seen["sample"] = vision(world, attend="sample")
     seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
     for precision in ("float32", "bfloat16"):

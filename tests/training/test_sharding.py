@@ -15,7 +15,19 @@ import torch
 import yaml
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree
-from sharding_worker import CARRIED, LOOPS, MEMORIES, STREAM, fitted, make, of_memory, stored, stream_gradients, vision
+from sharding_worker import (
+    CARRIED,
+    LINEAR_FIRST,
+    LOOPS,
+    MEMORIES,
+    STREAM,
+    fitted,
+    make,
+    of_memory,
+    stored,
+    stream_gradients,
+    vision,
+)
 from small_language import recipe
 from torch import Tensor, nn
 
@@ -80,6 +92,11 @@ def test_half_precision_is_that_of_autocast(seen: list[dict[str, Any]]) -> None:
         assert gradient.dtype == torch.float32  # in which they are added up
         wrong = (alone[name] - exact[name]).norm() + 1e-3 * exact[name].norm() + 1e-5
         assert (gradient - exact[name]).norm() <= 2 * wrong, name
+    assert set(seen[0]["types"]) == {"torch.float32"}
+    linear = [name for name, m in LINEAR_FIRST.build().named_modules() if type(m) is nn.Linear and ".blocks." in name]
+    first = "stack.blocks.0.attention.qkv.weight"
+    assert seen[0]["half"] and {name.rpartition(".")[0] for name in seen[0]["half"]} <= set(linear)
+    assert first not in seen[0]["half"] and first.replace("0", "1") in seen[0]["half"]
 
 
 def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:

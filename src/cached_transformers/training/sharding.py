@@ -14,7 +14,8 @@ optimiser states and averaged weights; within a step it has all weights, and at 
 
 With bfloat16, weights of linear layers are gathered in it, which is what autocast makes of them before each use, so
 that they cost half the bytes and change nothing; gradients are added up over processes in float32. All other parameters
-are gathered as they are: a norm takes a float32 stream and float32 weights, and states take their type from both.
+are gathered as they are, since a norm takes a float32 stream and float32 weights; so is the first of a stack, whose
+type states have.
 
 Parameters that several blocks share are in the outermost group, with embeddings and head. Buffers, shared caches among
 them, are whole on every process, and those of the first are sent to the others before each forward, as DDP does.
@@ -250,6 +251,9 @@ def _groups(model: nn.Module, half: torch.dtype | None) -> list[tuple[nn.Module,
     parts = blocks(model)
     uses = Counter(id(p) for part in parts for p in part.parameters())
     outside = _outside(model, parts)
+    inside = {module for part in parts for module in part.modules()}
+    # Of the first parameter of a stack a new state takes its type.
+    typing = {id(p) for m in model.modules() if m not in inside and (p := next(m.parameters(), None)) is not None}
     found: list[tuple[nn.Module, set[str], torch.dtype | None]] = []
     for part in parts:
         own = {name for name, p in part.named_parameters() if uses[id(p)] == 1 and id(p) not in outside}
@@ -257,7 +261,8 @@ def _groups(model: nn.Module, half: torch.dtype | None) -> list[tuple[nn.Module,
             f"{name}.{kind}".lstrip(".")
             for name, module in part.named_modules()
             if half is not None and type(module) is nn.Linear
-            for kind in ("weight", "bias")
+            for kind, p in module.named_parameters()
+            if id(p) not in typing
         }
         found += [(part, names, kind) for names, kind in ((own & linear, half), (own - linear, None)) if names]
     return found
