@@ -48,6 +48,7 @@ def test_without_arguments_it_prints_help_with_an_example_of_every_command(capsy
         "leaderboard",
         "stream",
         "generate",
+        "convert",
         "benchmark",
     ):
         assert f"  cached {command} " in out

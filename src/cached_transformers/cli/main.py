@@ -23,6 +23,7 @@ from . import (
     benchmark,
     compare,
     completion,
+    convert,
     detect,
     evaluate,
     explain,
@@ -56,6 +57,7 @@ examples:
   cached leaderboard --quick --jobs 2                      all memories beside each other, with what they cost
   cached stream runs/demo_text book.txt                    read a text of any length in constant memory
   cached generate runs/demo_text --prompt "It was"         what follows, printed while it is written
+  cached convert runs/demo_text                            weights as one .safetensors file, whole
   cached benchmark --help                                  speed and memory
 """
 
@@ -101,7 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cached-transformers {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     shown = (list_command, explain, train, evaluate, detect, translate_command)
-    for module in (*shown, plan, compare, reproduce, plot, probe, leaderboard, stream, generate, benchmark, completion):
+    others = (plan, compare, reproduce, plot, probe, leaderboard, stream, generate, convert, benchmark, completion)
+    for module in (*shown, *others):
         module.add_parser(subparsers)
     what = "show the traceback of an error, as CACHED_DEBUG=1 does"
     parser.add_argument("--debug", action="store_true", help=what)

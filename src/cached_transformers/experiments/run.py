@@ -86,6 +86,7 @@ def _train_test_report(
     if trainer.step == config.training.steps:
         reporter.message(f"training is complete already ({trainer.step} steps)")
     trainer.fit()
+    trainer.join()
     last = _test_last(trainer, test)
     tested = _test(trainer, test, processes)
     bad = bad_files(processes, train, validation, test)

@@ -48,6 +48,10 @@ class WeightAverage:
         self.module.load_state_dict(weights)
         self._averaged.n_averaged.fill_(updates)
 
+    def replace(self, module: nn.Module) -> None:
+        """Take another module with the same averaged weights."""
+        self._averaged.module = module
+
     def _mean(self, average: list[Tensor], current: list[Tensor], count: Tensor | int) -> None:
         t = int(count) + 1
         decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay

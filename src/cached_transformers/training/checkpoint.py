@@ -2,7 +2,9 @@
 
     RUN/checkpoints/step_00000100/model.safetensors   weights and buffers, caches included
                                   training.pt         optimiser, scaler, random states, data position, best so far
-                                  meta.json           format, step, the best so far, SHA-256 of the other two,
+                                  shards/             of weights that are cut up, in the place of model.safetensors and
+                                                      the optimiser in training.pt (`cut_tensors.py`)
+                                  meta.json           format, step, the best so far, SHA-256 of the other files,
                                                       configuration, and a SHA-256 of all that
 
 A checkpoint is written to `.partial` beside its place, forced to disk, and renamed: a save is that one event. Which
@@ -19,7 +21,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,23 +34,34 @@ from torch import Tensor
 
 from cached_transformers.files import NotWritten, sync_folder, write_durably, write_whole
 
+from .cut_tensors import read_cut, write_cut
+from .distributed import World
+
 FORMAT = 2
 """Of checkpoints that are written. In format 1, which is read as well, `meta.json` neither named the best nor had a sum
 of its own."""
-WEIGHTS, TRAINING, META = "model.safetensors", "training.pt", "meta.json"
+CUT_FORMAT = 3
+"""Of checkpoints with `shards/`; others keep format 2, which older versions read."""
+WEIGHTS, TRAINING, META, SHARDS = "model.safetensors", "training.pt", "meta.json", "shards"
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL, _SURPLUS = ".partial", ".surplus"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint in memory, its checksums verified."""
+    """One checkpoint in memory, its checksums verified.
+
+    Attributes:
+        cut: the folder of tensors that were left there, as `read_checkpoint` was asked to; then `weights` is empty, and
+            `training` has no live weights and of the optimiser only its groups and the names of their parameters.
+    """
 
     path: Path
     step: int
     config: dict[str, Any]
     weights: dict[str, Tensor]
     training: dict[str, Any]
+    cut: Path | None = None
 
 
 class Checkpoints:
@@ -88,33 +102,89 @@ class Checkpoints:
             NotWritten: it could not be written, e.g. the disk is full, or the best so far has vanished; the other
                 checkpoints are untouched.
         """
-        target, chosen = self.path(step), None if best is None else int(best["step"])
-        partial = self.folder / _PARTIAL
-        try:
-            if chosen is not None and chosen != step and not self.path(chosen).is_dir():
-                raise FileNotFoundError(errno.ENOENT, f"{self.path(chosen)}, the best so far, is not there any more")
-            shutil.rmtree(partial, ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)
-            partial.mkdir()
-            buffer = io.BytesIO()
-            torch.save(training, buffer)
+        with self._saving(step):
+            partial = self._begin(step, best)
             tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in weights.items()}
-            files = {WEIGHTS: safetensors.torch.save(tensors), TRAINING: buffer.getvalue()}
-            sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-            meta = {"format": FORMAT, "step": step, "best": best, "sha256": sums, "config": config}
-            files[META] = _sealed(meta)
-            for name, content in files.items():
-                write_durably(partial / name, content)
-            sync_folder(partial)
-            if target.exists():
-                self.set_aside(target)
-            partial.rename(target)
-            sync_folder(self.folder)
+            write_durably(partial / WEIGHTS, content := safetensors.torch.save(tensors))
+            sums = {WEIGHTS: hashlib.sha256(content).hexdigest()}
+            self._finish(step, FORMAT, config, training, best, sums)
+        self.tidy(None if best is None else int(best["step"]))
+        return self.path(step)
+
+    def save_cut(
+        self,
+        step: int,
+        config: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        training: dict[str, Any],
+        best: Mapping[str, Any] | None,
+        world: World,
+    ) -> None:
+        """As `save`, of tensors that processes have parts of, which every process must call.
+
+        Args:
+            tensors: by the names that `read_checkpoint` knows: `weights/NAME`, `live/NAME`, `optimizer/NAME/FIELD`.
+            training: of the first process, with "optimizer" as `param_groups` and `names` of their parameters.
+
+        Raises:
+            NotWritten: a process could not write; all raise it, and the other checkpoints are untouched.
+        """
+        with self._saving(step, world):
+            partial = self.folder / _PARTIAL
+            _together(world, lambda: self._begin(step, best))
+            write_cut(partial / SHARDS, tensors, world)
+
+            def finish() -> None:
+                sums = {f"{SHARDS}/{p.name}": _sum_of(p) for p in sorted((partial / SHARDS).iterdir())}
+                self._finish(step, CUT_FORMAT, config, training, best, sums)
+
+            _together(world, finish)
+        if world.main:
+            self.tidy(None if best is None else int(best["step"]))
+
+    @contextmanager
+    def _saving(self, step: int, world: World | None = None) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise NotWritten(f"checkpoint {target}", error, "earlier checkpoints are untouched") from error
-        self.tidy(chosen)
-        return target
+            if world is None or world.main:
+                shutil.rmtree(self.folder / _PARTIAL, ignore_errors=True)
+            what = f"checkpoint {self.path(step)}"
+            raise NotWritten(what, error, "earlier checkpoints are untouched") from error
+
+    def _begin(self, step: int, best: Mapping[str, Any] | None) -> Path:
+        """An empty folder for what is to be a checkpoint."""
+        chosen = None if best is None else int(best["step"])
+        if chosen is not None and chosen != step and not self.path(chosen).is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"{self.path(chosen)}, the best so far, is not there any more")
+        partial = self.folder / _PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        partial.mkdir()
+        return partial
+
+    def _finish(
+        self,
+        step: int,
+        version: int,
+        config: dict[str, Any],
+        training: dict[str, Any],
+        best: Mapping[str, Any] | None,
+        sums: dict[str, str],
+    ) -> None:
+        """Write what else belongs into the folder, and give it its name."""
+        partial, target = self.folder / _PARTIAL, self.path(step)
+        buffer = io.BytesIO()
+        torch.save(training, buffer)
+        sums = {**sums, TRAINING: hashlib.sha256(buffer.getvalue()).hexdigest()}
+        meta = {"format": version, "step": step, "best": best, "sha256": sums, "config": config}
+        for name, content in {TRAINING: buffer.getvalue(), META: _sealed(meta)}.items():
+            write_durably(partial / name, content)
+        sync_folder(partial)
+        if target.exists():
+            self.set_aside(target)
+        partial.rename(target)
+        sync_folder(self.folder)
 
     def tidy(self, best: int | None) -> None:
         """Make the folder what a save leaves, whatever was interrupted since: without surplus checkpoints and remains,
@@ -153,7 +223,7 @@ class Checkpoints:
             )
         return self.path(best)
 
-    def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
+    def newest_valid(self, whole: bool = True) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that can be read (None when there is no folder at all), and why others were skipped.
 
         Raises:
@@ -162,7 +232,7 @@ class Checkpoints:
         problems: list[str] = []
         for path in reversed(self.paths()):
             try:
-                return read_checkpoint(path), problems
+                return read_checkpoint(path, whole), problems
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -175,7 +245,7 @@ class Checkpoints:
         found = []
         for path in self.paths():
             try:
-                found.append(read_checkpoint(path))
+                found.append(read_checkpoint(path, whole=False))
             except ValueError:
                 continue
         return [checkpoint for checkpoint in found if checkpoint.step <= until]
@@ -183,7 +253,8 @@ class Checkpoints:
     def choose(self, best: Mapping[str, Any] | None) -> None:
         """Let the newest step folder say another best, in one event, as where the former cannot be read any more."""
         path = self.paths()[-1]
-        write_whole(path / META, _sealed({**_read_meta(path), "format": FORMAT, "best": best}))
+        meta = _read_meta(path)
+        write_whole(path / META, _sealed({**meta, "format": max(FORMAT, meta["format"]), "best": best}))
 
     def set_aside_after(self, step: int) -> None:
         """Rename checkpoints later than `step` to `superseded_*`: the run goes on from there on a line of its own."""
@@ -197,23 +268,51 @@ class Checkpoints:
         path.rename(self.folder / f"superseded_{path.name}_{number}")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
     """Read and verify one checkpoint.
+
+    Args:
+        whole: put tensors that are cut up together, and all of them into memory; else they stay where they are
+            (`Checkpoint.cut`).
 
     Raises:
         ValueError: not a checkpoint, of a newer format, or damaged; the message says which, and names the file.
     """
     meta = _read_meta(path)
-    contents = {name: _verified(path / name, meta["sha256"]) for name in (WEIGHTS, TRAINING)}
+    cut = path / SHARDS if meta["format"] == CUT_FORMAT else None
+    contents = {name: _verified(path / name, meta["sha256"]) for name in ((WEIGHTS, TRAINING), (TRAINING,))[bool(cut)]}
+    for name in sorted(meta["sha256"]) if cut else ():
+        if name.startswith(f"{SHARDS}/"):
+            _verify(path / SHARDS / Path(name).name, meta["sha256"][name])
     try:
-        weights = safetensors.torch.load(contents[WEIGHTS])
+        weights = {} if cut else safetensors.torch.load(contents[WEIGHTS])
         training = torch.load(io.BytesIO(contents[TRAINING]), weights_only=True, map_location="cpu")
     except Exception as error:  # what is no archive of torch, or holds more than tensors, raises a wide choice
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is damaged, or not one of ours: {reason}") from None
     if not isinstance(training, dict):
         raise ValueError(f"{path} is not one of ours: {TRAINING} holds no training state")
-    return Checkpoint(path, meta["step"], meta["config"], weights, training)
+    if cut and whole:
+        weights, training, cut = *put_together(read_cut(cut), training), None
+    return Checkpoint(path, meta["step"], meta["config"], weights, training, cut)
+
+
+def put_together(
+    tensors: Mapping[str, Tensor], training: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and training state as a checkpoint in one piece has them, of what `Checkpoints.save_cut` was given."""
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "live": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        found[kind][name] = tensor
+    names, groups = (training["optimizer"][key] for key in ("names", "param_groups"))
+    numbers = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in found["optimizer"].items():
+        name, _, field = key.rpartition("/")
+        state.setdefault(numbers[name], {})[field] = tensor
+    whole = {**training, "optimizer": {"state": state, "param_groups": groups}}
+    return found["weights"], whole | ({"live_weights": found["live"]} if found["live"] else {})
 
 
 def stored_config(path: Path) -> dict[str, Any]:
@@ -242,9 +341,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path} is not a checkpoint: {META} is missing or not one of ours") from None
-    if version > FORMAT:
+    if version > CUT_FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {version}, this version reads 1 to {FORMAT}; use the matching version"
+            f"{path} has checkpoint format {version}, this version reads 1 to {CUT_FORMAT}; use the matching version"
         )
     sealed = version > 1 or "best" in meta
     named = _step_of(path)
@@ -275,6 +374,36 @@ def _verified(path: Path, sums: Mapping[str, str]) -> bytes:
     if hashlib.sha256(content).hexdigest() != sums.get(path.name):
         raise ValueError(f"{path.parent} is damaged: {path.name} ({len(content)} bytes) does not match its checksum")
     return content
+
+
+def _verify(path: Path, wanted: str) -> None:
+    """As `_verified`, of a file that need not fit into memory."""
+    try:
+        found = _sum_of(path)
+    except OSError:
+        raise ValueError(f"{path.parent.parent} is damaged: {path.name} is missing or cannot be read") from None
+    if found != wanted:
+        raise ValueError(f"{path.parent.parent} is damaged: {path.name} does not match its checksum")
+
+
+def _sum_of(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            total.update(piece)
+    return total.hexdigest()
+
+
+def _together(world: World, work: Callable[[], object]) -> None:
+    """Let the main process work; where it meets an error of files, all raise it."""
+    error = None
+    if world.main:
+        try:
+            work()
+        except OSError as found:
+            error = (found.errno, str(found.strerror or found))
+    if (told := world.gather(error)[0]) is not None:
+        raise OSError(*told)
 
 
 def capture_rng() -> dict[str, Any]:

@@ -37,6 +37,7 @@ MAY_DIFFER = (
     "training.tensorboard",
     "training.workers",
     "training.device",
+    "training.parallel",
 )
 """Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cached_transformers.memories.parts.shared_cache import reset_caches
 
 from .checkpoint import META, Checkpoints, read_checkpoint
+from .sharding import cut_like
 
 _INNER = ("model", "state_dict", "module")
 _USUAL_HEADS = ("head", "fc", "classifier")
@@ -64,7 +65,7 @@ def load_initial_weights(
         kinds = {"of another shape": sorted(other), "unknown to this model": unknown, "missing": lacking}
         listed = "; ".join(f"{what}: {', '.join(names[:3])} ({len(names)})" for what, names in kinds.items() if names)
         raise ValueError(f"{path} holds weights of another model ({listed}); give the model its options")
-    model.load_state_dict({**own, **weights})
+    model.load_state_dict(cut_like(model, {**own, **weights}))
     if empty_caches:
         reset_caches(model)
     say(f"weights from {path}" + (f"; new: {len(fresh)} tensors ({', '.join(fresh[:3])}, ...)" if fresh else ""))

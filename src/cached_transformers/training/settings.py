@@ -60,6 +60,9 @@ class TrainingConfig:
     """bfloat16 and float16 use autocast; float16 adds loss scaling and needs CUDA."""
     activation_checkpointing: bool = False
     compile: bool = False
+    parallel: Literal["ddp", "fsdp", "none"] = "ddp"
+    """What several processes of torchrun do: ddp averages gradients of whole models; fsdp also cuts weights, gradients
+    and optimiser states up between them (`training/sharding.py`); none refuses several. One process does neither."""
     device: str = "auto"
     """auto (CUDA when there is one), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -132,6 +135,13 @@ class TrainingConfig:
                 "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
             )
         self._check_curriculum()
+        if self.parallel == "fsdp":
+            for name, value in (("precision", "float16"), ("compile", True)):
+                if getattr(self, name) == value:
+                    raise ValueError(
+                        f"training.parallel='fsdp' does not go with training.{name}={value}; take "
+                        f"{'bfloat16 or float32' if name == 'precision' else 'compile=false'}, or training.parallel=ddp"
+                    )
         for name in ("save_every", "evaluation_batch_size", "batch_tokens"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1, or null")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .config import RunConfig
 from .distributed import World, wrap
 from .loader import Order, Share, evaluation_batches, training_batches
+from .sharding import Shards
 
 Scores = dict[str, Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,6 +32,7 @@ class Task:
 
     Attributes:
         share: what this process takes of a batch.
+        shards: what cuts the weights up over processes; None where each process has them all. The trainer sets it.
         width: how many sums `backward` returns; the last one counts what the others are divided by.
         dynamic: of torch.compile: True where the sizes of batches vary.
         of_documents: whether the settings of documents, as a curriculum, mean something here.
@@ -46,6 +48,7 @@ class Task:
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
         self.data, self.validation = train, validation
+        self.shards: Shards | None = None
         for name in ("curriculum", "replay"):
             if getattr(self.settings, name) and not self.of_documents:
                 raise ValueError(
@@ -56,8 +59,12 @@ class Task:
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         """The module that averages gradients over the processes, and what is called (the same, or it compiled)."""
-        wrapped = wrap(self.model, self.world)
+        wrapped = self.wrapped(self.model)
         return wrapped, torch.compile(wrapped, dynamic=self.dynamic) if self.settings.compile else wrapped
+
+    def wrapped(self, module: nn.Module) -> nn.Module:
+        """The model, or a loop round it, with gradients averaged over the processes."""
+        return wrap(module, self.world) if self.shards is None else self.shards.round(module)
 
     def batches(self, step: int) -> Iterator[Any]:
         """Endless pieces of batches for this process, from a step on."""

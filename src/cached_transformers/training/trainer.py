@@ -21,8 +21,17 @@ from cached_transformers.files import jsonable
 
 from .averaging import WeightAverage
 from .buffers import by_rank, of_rank, remembered
-from .checkpoint import Checkpoint, Checkpoints, capture_rng, read_checkpoint, restore_rng, seed_everything
+from .checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    capture_rng,
+    put_together,
+    read_checkpoint,
+    restore_rng,
+    seed_everything,
+)
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
+from .cut_tensors import read_cut
 from .distributed import World
 from .interruption import Interrupted, RunFailed, stop_requests
 from .loader import mixed_seed
@@ -31,6 +40,7 @@ from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_not
 from .progress import Reporter
 from .same_data import refuse_other_data, sums
 from .scores import goodness
+from .sharding import Sharded, Shards, cut_as, cut_like, whole_norm
 from .task import Task
 
 _KEPT = ("best", "latest", "skipped", "bad_in_a_row", "train_seconds")
@@ -62,6 +72,7 @@ class Trainer:
         if settings.activation_checkpointing:
             enable_activation_checkpointing(task.model)
         self.task, self.model = task, task.model.to(world.device)
+        self.shards = task.shards = self._shards()
         self.files = task.files()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         decay = settings.ema_decay
@@ -84,6 +95,27 @@ class Trainer:
         # Every process draws its own dropout; the first draws what a single process would.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
 
+    def _shards(self) -> Shards | None:
+        """What cuts the weights up, where that is asked for and there are processes to share them."""
+        parallel, size = self.settings.parallel, self.world.size
+        if size > 1 and parallel == "none":
+            raise ValueError(
+                f"training.parallel='none' with {size} processes would train {size} models into one folder; take ddp "
+                "or fsdp, or start one process"
+            )
+        if size == 1 or parallel != "fsdp":
+            return None
+        return Shards(self.model, self.world, torch.bfloat16 if self.settings.precision == "bfloat16" else None)
+
+    def join(self) -> None:
+        """Give every process the whole model again, when training is over; it cannot go on."""
+        if self.shards is None:
+            return
+        evaluated, self.model = self.evaluated, self.shards.whole()
+        if self.average is not None:
+            self.average.replace(self.model if evaluated is self.task.model else self.shards.whole(evaluated))
+        self.task.model, self.task.shards, self.shards = self.model, None, None
+
     @property
     def evaluated(self) -> nn.Module:
         """The model that is evaluated and saved: that of averaged weights, where there is an average of a step."""
@@ -103,13 +135,13 @@ class Trainer:
                 )
             return
         if mode in ("auto", "anyway"):
-            checkpoint, problems = self.checkpoints.newest_valid()
+            checkpoint, problems = self.checkpoints.newest_valid(whole=self.shards is None)
             for problem in problems:
                 self.reporter.message(f"skipped: {problem}")
             if checkpoint is None:
                 return
         else:
-            checkpoint = read_checkpoint(Path(mode))
+            checkpoint = read_checkpoint(Path(mode), whole=self.shards is None)
         differences = differing_keys(with_defaults(checkpoint.config), config_to_dict(self.config))
         if differences:
             listed = "\n  ".join(differences)
@@ -136,7 +168,7 @@ class Trainer:
         if self.best is not None and self.checkpoints.path(self.best["step"]) != checkpoint.path:
             place = self.checkpoints.path(self.best["step"])
             try:
-                read_checkpoint(place)
+                read_checkpoint(place, whole=False)
             except ValueError as error:
                 broken = place
                 self._choose_best(str(error))
@@ -174,23 +206,50 @@ class Trainer:
 
     def _take_up(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         own, say = state.get("rank_buffers", []), self.reporter.message
-        self.model.load_state_dict(of_rank(state.get("live_weights") or checkpoint.weights, own, self.world, say))
+        weights = checkpoint.weights
+        if checkpoint.cut is not None:
+            weights, state = put_together(read_cut(checkpoint.cut, self._likes()), state)
+        live = of_rank(state.get("live_weights") or weights, own, self.world, say)
+        self.model.load_state_dict(cut_like(self.model, live))
         if self.average is not None:
-            averaged = of_rank(checkpoint.weights, own, self.world, say=lambda text: None)
-            self.average.load(averaged, state["averaged_steps"])
-        self.optimizer.load_state_dict(state["optimizer"])
+            averaged = of_rank(weights, own, self.world, say=lambda text: None)
+            self.average.load(cut_like(self.average.module, averaged), state["averaged_steps"])
+        self._load_optimizer(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step = self._saved_step = checkpoint.step
         for name in _KEPT:
             setattr(self, name, state[name])
         self._seconds_before = state["seconds"]
         self._total, self._tallies = state["total"], state.get("tallies", {})
-        self.task.load_state_dict(state.get("carried", {}))
+        with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
+            self.task.load_state_dict(state.get("carried", {}))
         if self.world.rank < len(state["rng"]):
             restore_rng(state["rng"][self.world.rank])
 
+    def _likes(self) -> Callable[[str], torch.Tensor | None]:
+        """What is here of a tensor by its name in a checkpoint that is cut up: of the optimiser, the parameter."""
+        parameters, own = self._parameters(), self.model.state_dict()
+
+        def like(key: str) -> torch.Tensor | None:
+            kind, _, name = key.partition("/")
+            return parameters.get(name.rpartition("/")[0]) if kind == "optimizer" else own.get(name)
+
+        return like
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimiser holds by name, in its order."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        if self.shards is not None:
+            own = list(self._parameters().values())
+            cut = {i: {k: cut_as(v, own[i]) for k, v in fields.items()} for i, fields in state["state"].items()}
+            state = {**state, "state": cut}
+        self.optimizer.load_state_dict(state)
+
     def save(self) -> None:
-        """Write a checkpoint of this step (main process); the others wait.
+        """Write a checkpoint of this step: the main process, while the others wait, or each its share of the weights.
 
         Raises:
             NotWritten: it could not be written; the message names the path.
@@ -198,8 +257,9 @@ class Trainer:
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         self._collect_tallies()
+        optimizer = self.optimizer.state_dict()
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
             "rng": rng,
             **{name: getattr(self, name) for name in _KEPT},
@@ -210,13 +270,24 @@ class Trainer:
             "rank_buffers": by_rank(self.model, self.world),
             "files": sums(self.files),
         }
+        live = {}
         if self.average is not None:
-            live = {name: t.detach().to("cpu", copy=True) for name, t in self.model.state_dict().items()}
-            state |= {"live_weights": live, "averaged_steps": self.average.updates}
-        if self.world.main:
-            for file in self._files:
-                file.sync()
-            self.checkpoints.save(self.step, config_to_dict(self.config), weights, state, self._best_in_short())
+            live, state["averaged_steps"] = self.model.state_dict(), self.average.updates
+        for file in self._files:
+            file.sync()
+        place = (self.step, config_to_dict(self.config))
+        if self.shards is not None:
+            names = list(self._parameters())
+            state["optimizer"] = {"param_groups": optimizer["param_groups"], "names": names}
+            tensors = {f"weights/{name}": t for name, t in weights.items()}
+            tensors |= {f"live/{name}": t for name, t in live.items()}
+            for index, fields in optimizer["state"].items():
+                tensors |= {f"optimizer/{names[index]}/{field}": t for field, t in fields.items() if t is not None}
+            self.checkpoints.save_cut(*place, tensors, state, self._best_in_short(), self.world)
+        elif self.world.main:
+            if live:
+                state["live_weights"] = {name: t.detach().to("cpu", copy=True) for name, t in live.items()}
+            self.checkpoints.save(*place, weights, state, self._best_in_short())
         self._saved_step = self.step
         self.world.barrier()
 
@@ -265,13 +336,13 @@ class Trainer:
         set_learning_rate(self.optimizer, self._learning_rate())
         total = torch.zeros(self.task.width, dtype=torch.float64, device=self.world.device)
         for piece in range(settings.accumulate):
-            waits = isinstance(wrapped, DistributedDataParallel) and piece < settings.accumulate - 1
+            waits = isinstance(wrapped, DistributedDataParallel | Sharded) and piece < settings.accumulate - 1
             with wrapped.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 total += self.task.backward(runner, next(batches), self.scaler)
         total = self.world.sum(total).cpu()
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if settings.clip_norm is None else settings.clip_norm
-        self._gradient_norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        self._gradient_norm = whole_norm(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         finite = math.isfinite(float(total[0])) and math.isfinite(self._gradient_norm)
         if finite:
             self.scaler.step(self.optimizer)
@@ -345,7 +416,8 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether this is the best step so far."""
-        values, _ = self.task.evaluate(self.evaluated, self.task.validation)
+        model = self.evaluated if self.shards is None else self.shards.whole(self.evaluated)
+        values, _ = self.task.evaluate(model, self.task.validation)
         self.task.validated(values)
         self._write({"step": self.step, "split": "validation", **values, "seconds": round(self.seconds, 3)})
         self.latest = {"step": self.step, **values}

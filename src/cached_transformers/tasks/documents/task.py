@@ -18,7 +18,7 @@ from cached_transformers.models.sequence_classifier import SequenceClassifier
 from cached_transformers.tasks.classification.scores import averages, score_width, sums
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.curriculum import AdaptiveCurriculum
-from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.distributed import World
 from cached_transformers.training.loader import TrainingOrder, to_device
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.settings import make_curriculum
@@ -58,7 +58,7 @@ class DocumentClassification(Task):
         # One graph serves every segment, so the model is compiled and not the loop round it.
         model: Any = torch.compile(self.model) if settings.compile else self.model
         loop = DocumentLoop(model, self.data.segment_length, self.data.segments, settings.passes, settings.replay)
-        wrapped = wrap(loop, self.world)
+        wrapped = self.wrapped(loop)
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cached_transformers.data.text import TextDataset
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 from cached_transformers.training.config import RunConfig
-from cached_transformers.training.distributed import World, wrap
+from cached_transformers.training.distributed import World
 from cached_transformers.training.recall import Recall
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
@@ -76,7 +76,7 @@ class LanguageModelling(Task):
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring = Recall(settings.recall) if settings.recall else None
         loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
-        self._loop, wrapped = loop, wrap(loop, self.world)
+        self._loop, wrapped = loop, self.wrapped(loop)
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
@@ -92,7 +92,7 @@ class LanguageModelling(Task):
     def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
-        if state is None:
+        if state is None and self.shards is None:  # whose weights are there inside the runner alone, which begins anew
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
             loss, state = runner(inputs, targets, state, reset, padding)

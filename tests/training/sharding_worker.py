@@ -1,0 +1,217 @@
+"""One of two processes of `test_sharding`: trains with weights that are cut up, and stores what came of it.
+
+Called by torchrun as: sharding_worker.py FOLDER [STREAMS], for FOLDER/0.pt and FOLDER/1.pt; with the second word it
+takes the gradients of all stream memories, which is slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
+from contract.distributed_worker import ROWS, half
+from small_language import recipe, write_text
+
+from cached_transformers.experiments.build import build_dataset, build_model
+from cached_transformers.files import NotWritten
+from cached_transformers.memories.grc.grc import caches, commit_caches
+from cached_transformers.state import named_tensors
+from cached_transformers.tasks.kinds import make_task
+from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
+from cached_transformers.training import checkpoint
+from cached_transformers.training.distributed import World, in_world
+from cached_transformers.training.progress import Reporter
+from cached_transformers.training.replay import ReplayLoop
+from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.sharding import Shards, is_cut, together
+from cached_transformers.training.trainer import Trainer
+
+MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")
+ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
+SGD = (*ALIKE, "training.steps=3", "training.bptt=2", "optimizer.name=sgd", "training.clip_norm=0.1")
+"""Adam divides gradients that ought to be 0 by their own size, and so shows the last digit of them in the first."""
+CARRIED = ("training.save_every=2", "training.log_every=2", "training.ema_decay=0.9", "training.bptt=2")
+"""Dropout, averaged weights, a state that is carried: what a run that goes on must have again."""
+VISION = next(c for c in CASES if c.shared and c.memory == "grc" and c.model == "vision_transformer")
+LOOPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "blocks": lambda model: SegmentLoop(model, SEGMENT, 2),
+    "replay": lambda model: ReplayLoop(model, SEGMENT, 2),
+    "sliding": lambda model: SegmentLoop(model, SEGMENT, 2, bptt_window="sliding"),
+    "diagonal": lambda model: SegmentLoop(model, SEGMENT, 2, schedule="diagonal"),
+    "checkpointing": lambda model: SegmentLoop(_recomputing(model), SEGMENT, 2),
+}
+STREAM = next(c for c in STREAMS if c.memory == "transformer_xl" and c.attention == "softmax")
+
+LINEAR_FIRST = next(c for c in STREAMS if c.memory == "rmt/causal" and c.attention == "softmax")
+"""The first parameter of its stack is a linear layer's."""
+
+
+def make(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
+    config = config_from_dict(recipe(text, *overrides))
+    train, validation = (build_dataset(config, split) for split in ("train", "validation"))
+    config = fill_from_data(config, train.describe())
+    if world.main:
+        folder.mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    task = make_task(config, build_model(config), train, validation, world)
+    return Trainer(config, task, folder, world, Reporter("test", 1, None))
+
+
+def fitted(folder: Path, text: Path, world: World, *overrides: str) -> Trainer:
+    trainer = make(folder, text, world, *overrides)
+    trainer.resume("auto")
+    trainer.fit()
+    return trainer
+
+
+def of_memory(name: str) -> tuple[str, ...]:
+    return (*SGD, f"model.memory={{name: {name}}}")
+
+
+def stream_gradients(
+    case: Case, make_loop: Callable[[nn.Module], nn.Module], world: World | None, half_type: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Gradients of one backward over four segments; of all rows, or of this process' with weights that are cut up."""
+    model, rank, size = case.build(), 0, 1
+    loop = make_loop(model)
+    if world is not None:
+        loop, rank, size = Shards(model, world, half_type).round(loop), world.rank, world.size
+    tokens = half(torch.cat(case.segments(5, rows=ROWS), 1), rank, size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half_type is not None):
+        loss, _ = loop(tokens[:, : 4 * SEGMENT], tokens[:, 1 : 4 * SEGMENT + 1])
+    loss.backward()
+    return {name: together(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def vision(world: World | None, replicated: bool = False, **options: str) -> dict[str, Tensor]:
+    """Weights and caches of an image model after three steps, with sync="mean"."""
+    model = VISION.build(options={"sync": "mean", **options})
+    called: nn.Module = model
+    if world is not None:
+        called = nn.parallel.DistributedDataParallel(model) if replicated else Shards(model, world).round(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(3):
+        images = VISION.segments(1, rows=ROWS, seed=step)[0]
+        called(images if world is None else half(images, world.rank, world.size)).outputs.square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    commit_caches(model)
+    assert list(caches(model))
+    return {name: together(t).clone() for name, t in model.state_dict().items()}
+
+
+def stored(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights, averaged weights and optimiser of a trainer, whole."""
+    found = {f"live/{name}": together(t) for name, t in trainer.model.state_dict().items()}
+    if trainer.average is not None:
+        found |= {f"average/{name}": together(t) for name, t in trainer.average.module.state_dict().items()}
+    for name, parameter in trainer._parameters().items():
+        found |= {f"{name}/{field}": together(t) for field, t in trainer.optimizer.state[parameter].items()}
+    return {name: t.clone() for name, t in found.items()}
+
+
+def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
+    """Save where the second process cannot write: what both say, and which checkpoints are left."""
+    before = [path.name for path in trainer.checkpoints.paths()]
+    if world.rank == 1:
+        original, checkpoint.write_cut = checkpoint.write_cut, _unwritable
+    trainer.step, trainer._files = trainer.step + 1, []  # which are closed when training is over
+    try:
+        trainer.save()
+        said = "nothing"
+    except NotWritten as error:
+        said = str(error)
+    if world.rank == 1:
+        checkpoint.write_cut = original
+    world.barrier()
+    assert [path.name for path in trainer.checkpoints.paths()] == before
+    return [said, *(path.name for path in folder.iterdir())]
+
+
+def _unwritable(folder: Path, tensors: Any, world: World) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    class Full(dcp.FileSystemWriter):
+        def write_data(self, *args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+    try:
+        dcp.save({n: t for n, t in tensors.items() if is_cut(t)}, storage_writer=Full(folder))
+    except dcp.CheckpointException as error:
+        raise OSError(28, "No space left on device") from error
+
+
+def _recomputing(model: nn.Module) -> nn.Module:
+    model.set_activation_checkpointing()  # type: ignore[operator]
+    return model
+
+
+def train_all(world: World) -> dict[str, Any]:
+    folder = Path(sys.argv[1])
+    text = folder / "text"
+    if world.main:
+        write_text(text)
+    world.barrier()
+    seen: dict[str, Any] = {}
+    if len(sys.argv) > 2:
+        for case in STREAMS:
+            try:
+                seen[str(case)] = stream_gradients(case, LOOPS["blocks"], world)
+            except ValueError as error:
+                seen[str(case)] = str(error)
+        return seen
+    for name in MEMORIES:
+        fitted(folder / name, text, world, *of_memory(name), "training.parallel=fsdp")
+    for name, loop in LOOPS.items():
+        seen[name] = stream_gradients(STREAM, loop, world)
+    seen["bfloat16"] = stream_gradients(STREAM, LOOPS["blocks"], world, torch.bfloat16)
+    model = LINEAR_FIRST.build()
+    with Shards(model, world, torch.bfloat16).gathered():
+        seen["types"] = [str(t.dtype) for _, t in named_tensors(model.init_state(2)) if t.is_floating_point()]
+        seen["half"] = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
+    seen["sample"] = vision(world, attend="sample")
+    seen["mean"], seen["replicated"] = vision(world, attend="mean"), vision(world, replicated=True, attend="mean")
+    for precision in ("float32", "bfloat16"):
+        options = (*CARRIED, f"training.precision={precision}", "training.parallel=fsdp", "model.memory.length=6")
+        fitted(folder / precision, text, world, *options, "training.steps=8")
+        fitted(folder / f"{precision}_parts", text, world, *options, "training.steps=4")
+        trainer = fitted(folder / f"{precision}_parts", text, world, *options, "training.steps=8")
+    seen["cut"] = all(is_cut(p) for p in trainer.model.parameters())
+    seen["share"] = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
+    seen["all"] = sum(p.numel() for p in trainer.model.parameters())
+    seen["failing"] = failing_save(trainer, folder / "bfloat16_parts" / "checkpoints", world)
+    plain = World(torch.device("cpu"))
+    if world.main:  # one process begins, two go on
+        fitted(folder / "begun_by_one", text, plain, *CARRIED, "training.steps=4")
+    world.barrier()
+    taken = make(folder / "begun_by_one", text, world, *CARRIED, "training.parallel=fsdp", "training.steps=6")
+    taken.resume("auto")
+    seen["begun by one"] = stored(taken)
+    try:
+        make(folder / "none", text, world, "training.parallel=none")
+    except ValueError as error:
+        seen["none"] = str(error)
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank: list[int] = []
+
+    def work(world: World) -> dict[str, Any]:
+        rank.append(dataclasses.replace(world).rank)
+        return train_all(world)
+
+    found = in_world("cpu", work)
+    torch.save(found, Path(sys.argv[1]) / f"{rank[0]}.pt")

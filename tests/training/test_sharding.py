@@ -1,0 +1,235 @@
+"""Weights cut up over two processes: what is learned is what one process learns, and a run goes on with any number."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from contract.contract_cases import STREAMS
+from same_run import assert_same_run, assert_same_tree
+from sharding_worker import (
+    CARRIED,
+    LINEAR_FIRST,
+    LOOPS,
+    MEMORIES,
+    STREAM,
+    fitted,
+    make,
+    of_memory,
+    stored,
+    stream_gradients,
+    vision,
+)
+from small_language import recipe
+from torch import Tensor, nn
+
+from cached_transformers.cli.main import main
+from cached_transformers.training.checkpoint import SHARDS, Checkpoints, read_checkpoint
+from cached_transformers.training.cut_tensors import read_cut
+from cached_transformers.training.distributed import World
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.settings import TrainingConfig
+from cached_transformers.training.sharding import blocks
+
+ALONE = World(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes trained and stored what they saw."""
+    folder = tmp_path_factory.mktemp("sharding")
+    launch.python(Path(__file__).with_name("sharding_worker.py"), folder, processes=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], most: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0, atol=most, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_two_processes_learn_what_one_learns(memory: str, folder: Path, tmp_path: Path) -> None:
+    fitted(tmp_path, folder / "text", ALONE, *of_memory(memory))
+    curves = [read_metrics(run / "metrics.jsonl") for run in (tmp_path, folder / memory)]
+    assert len(curves[0]) == len(curves[1]) == 4
+    for alone, together in zip(*curves, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+        assert together.get("gradient_norm") == pytest.approx(alone.get("gradient_norm"), abs=1e-6)
+    assert curves[0][0]["gradient_norm"] > 0.1  # gradients were clipped
+    alone, together = (Checkpoints(run / "checkpoints").newest_valid()[0] for run in (tmp_path, folder / memory))
+    close(together.weights, alone.weights)
+    for name, value in together.training["optimizer"]["state"].items():
+        close(value, alone.training["optimizer"]["state"][name])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_gives_the_gradient_of_one_process(loop: str, seen: list[dict[str, Any]]) -> None:
+    alone = stream_gradients(STREAM, LOOPS[loop], None)
+    for rank in range(2):
+        close(seen[rank][loop], alone)
+
+
+def test_half_precision_is_that_of_autocast(seen: list[dict[str, Any]]) -> None:
+    alone = stream_gradients(STREAM, LOOPS["blocks"], None, torch.bfloat16)
+    exact = stream_gradients(STREAM, LOOPS["blocks"], None)
+    for name, gradient in seen[0]["bfloat16"].items():
+        assert gradient.dtype == torch.float32  # in which they are added up
+        wrong = (alone[name] - exact[name]).norm() + 1e-3 * exact[name].norm() + 1e-5
+        assert (gradient - exact[name]).norm() <= 2 * wrong, name
+    assert set(seen[0]["types"]) == {"torch.float32"}
+    linear = [name for name, m in LINEAR_FIRST.build().named_modules() if type(m) is nn.Linear and ".blocks." in name]
+    first = "stack.blocks.0.attention.qkv.weight"
+    assert seen[0]["half"] and {name.rpartition(".")[0] for name in seen[0]["half"]} <= set(linear)
+    assert first not in seen[0]["half"] and first.replace("0", "1") in seen[0]["half"]
+
+
+def test_images_and_shared_caches(seen: list[dict[str, Any]]) -> None:
+    """Rows that attend their own cache have that of one process; of the mean over the rows that a process has, weights
+    and caches are those of DDP."""
+    alone = vision(None, attend="sample")
+    assert max(t.abs().max() for name, t in alone.items() if name.endswith("cache_MC")) > 0
+    for rank in range(2):
+        close(seen[rank]["sample"], alone)
+        close(seen[rank]["mean"], seen[rank]["replicated"])
+
+
+@pytest.mark.slow
+def test_every_stream_memory_has_the_gradient_of_one_process(tmp_path: Path) -> None:
+    launch.python(Path(__file__).with_name("sharding_worker.py"), tmp_path, "streams", processes=2)
+    found = torch.load(tmp_path / "0.pt", weights_only=True)
+    refused = {str(case) for case in STREAMS if isinstance(found[str(case)], str)}
+    assert {case.memory.partition("/")[0] for case in STREAMS if str(case) in refused} == {"expire_span"}
+    for case in STREAMS:
+        if str(case) in refused:
+            assert "stack.blocks.0.attention.memory.bias has none" in found[str(case)]
+        else:
+            close(found[str(case)], stream_gradients(case, LOOPS["blocks"], None))
+
+
+def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
+    assert all(found["cut"] for found in seen)
+    assert seen[0]["share"] + seen[1]["share"] == seen[0]["all"]
+    assert seen[0]["share"] < 0.6 * seen[0]["all"]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_same_number_goes_on_to_the_bit(precision: str, folder: Path) -> None:
+    assert_same_run(folder / precision, folder / f"{precision}_parts", 8)
+
+
+def test_one_process_goes_on_where_two_stopped(folder: Path) -> None:
+    options = (*CARRIED, "model.memory.length=6", "training.steps=8")
+    saved, _ = Checkpoints(folder / "float32" / "checkpoints").newest_valid()
+    assert saved is not None and (saved.path / SHARDS).is_dir() and saved.cut is None
+    trainer = make(folder / "float32", folder / "text", ALONE, *options)
+    trainer.resume("auto")
+    found = stored(trainer)
+    live, averaged = saved.training["live_weights"], saved.weights
+    assert_same_tree({n: found[f"live/{n}"] for n in live}, live)
+    assert_same_tree({n: found[f"average/{n}"] for n in averaged}, averaged)
+    assert_same_tree(trainer.optimizer.state_dict(), saved.training["optimizer"])
+    assert any(not torch.equal(live[n], averaged[n]) for n in live)
+    assert_same_tree(trainer.task.state_dict(), saved.training["carried"])
+    again = make(folder / "float32", folder / "text", ALONE, *options[:-1], "training.steps=9")
+    again.resume("auto")
+    again.fit()
+    assert math.isfinite(again.latest["loss"])
+
+
+def test_two_processes_go_on_where_one_stopped(folder: Path, seen: list[dict[str, Any]]) -> None:
+    saved = read_checkpoint(folder / "begun_by_one" / "checkpoints" / "step_00000004")
+    trainer = make(folder / "begun_by_one", folder / "text", ALONE, *CARRIED, "training.steps=4")
+    trainer.resume(str(saved.path))
+    for rank in range(2):
+        assert_same_tree(seen[rank]["begun by one"], stored(trainer))
+
+
+def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(seen: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        said = seen[rank]["failing"][0]
+        assert "step_00000009 could not be written (No space left on device)" in said and "untouched" in said
+    assert ".partial" not in seen[0]["failing"] and "step_00000008" in seen[0]["failing"]
+
+
+def test_a_changed_byte_in_a_share_is_found(folder: Path) -> None:
+    path = folder / "float32_parts" / "checkpoints" / "step_00000006"
+    for file in sorted((path / SHARDS).iterdir()):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        for whole in (True, False):
+            with pytest.raises(ValueError, match=rf"is damaged: {file.name} does not match its checksum"):
+                read_checkpoint(path, whole)
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    (path / SHARDS / "__1_0.distcp").rename(path / "away")
+    with pytest.raises(ValueError, match=r"__1_0.distcp is missing or cannot be read"):
+        read_checkpoint(path)
+    (path / "away").rename(path / SHARDS / "__1_0.distcp")
+    assert read_checkpoint(path).step == 6
+
+
+def test_a_pickle_is_never_read(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "rmt" / "checkpoints" / "step_00000003" / SHARDS, tmp_path / SHARDS)
+    expected = read_cut(tmp_path / SHARDS)
+    (tmp_path / SHARDS / ".metadata").write_bytes(b"no pickle")
+    close(read_cut(tmp_path / SHARDS), expected)
+    index = tmp_path / SHARDS / "index.json"
+    index.write_text(index.read_text(encoding="utf-8").replace("__0_0.distcp", "../__0_0.distcp"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'../__0_0.distcp' is not in the folder"):
+        read_cut(tmp_path / SHARDS)
+
+
+def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any]]) -> None:
+    assert "with 2 processes would train 2 models into one folder; take ddp or fsdp" in seen[0]["none"]
+
+
+@pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
+def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"training\.parallel='fsdp' does not go with training\."):
+        TrainingConfig(parallel="fsdp", **option)
+
+
+def test_blocks_are_what_lists_hold() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.ModuleDict({"stem": nn.Linear(2, 2), "body": nn.ModuleList([inner, nn.Linear(2, 2), nn.ReLU()])})
+    assert blocks(model) == [inner, model["body"][1]]  # type: ignore[index]
+
+
+def test_a_run_of_two_processes_is_read_like_any_other(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From `cached train` under torchrun to `evaluate`, `generate` and `convert` of one process."""
+    tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
+    words = ["train", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "training.parallel=fsdp"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    launch.python("-m", "cached_transformers.cli.main", *words, processes=2)
+    run = tmp_path / "run"
+    assert (Checkpoints(run / "checkpoints").named("best") / SHARDS).is_dir()
+    assert main(["train", str(words[1]), "--out", str(tmp_path / "alone"), "training.parallel=fsdp"]) == 0
+    tested = [json.loads((at / "summary.json").read_text(encoding="utf-8")) for at in (run, tmp_path / "alone")]
+    assert tested[0]["test"]["loss"] == pytest.approx(tested[1]["test"]["loss"], abs=1e-6)
+    assert tested[0]["parameters"] == tested[1]["parameters"] and tested[0]["flops"] == tested[1]["flops"]
+    assert main(["evaluate", str(run)]) == main(["convert", str(run)]) == 0
+    assert main(["generate", str(run), "--prompt", "ab", "--tokens", "3", "--device", "cpu"]) == 0
+    found = safetensors.torch.load_file(run / "model.safetensors")
+    close(found, read_checkpoint(Checkpoints(tmp_path / "alone" / "checkpoints").named("best")).weights)
+    capsys.readouterr()
+    assert main(["convert", str(run), "--out", str(tmp_path / "weights.bin")]) == 2
+    assert "must end in .safetensors" in capsys.readouterr().err
