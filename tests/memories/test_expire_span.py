@@ -35,7 +35,7 @@ def span(memory: Any, hidden: Tensor, options: dict[str, Any]) -> Tensor:
     """e of one hidden state, a vector."""
     mean = hidden.mean()
     normed = (hidden - mean) / ((hidden - mean).square().mean() + 1e-5).sqrt()
-    logit = sum(w * x for w, x in zip(memory.weight_D, normed, strict=True)) / options.get("divisor", 1.0) + memory.bias
+    logit = sum(w * x for w, x in zip(memory.weight_D, normed, strict=True)) / options.get("divisor", 1.0) + memory.bias[0]
     return options["longest"] / (1 + torch.exp(-logit))
 
 

@@ -142,7 +142,7 @@ class ExpireSpan(LayerMemory):
         if not price:
             self.needs = self.needs - {"own_loss"}
         self.weight_D = nn.Parameter(torch.zeros(width))
-        self.bias = nn.Parameter(torch.tensor(math.log(initial / (1 - initial))))
+        self.bias = nn.Parameter(torch.full((1,), math.log(initial / (1 - initial))))
 
     def _check(self, by_length: bool) -> None:
         for name, value in {"ramp": self.ramp, "divisor": self.divisor}.items():
