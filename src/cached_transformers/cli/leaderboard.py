@@ -23,7 +23,9 @@ def add_parser(subparsers: Any) -> None:
         "--tasks latch,mqar --seeds 3",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="four tasks, one seed: 20 minutes on 2 cores (the default)")
+    size.add_argument(
+        "--quick", action="store_true", help="four tasks, one seed: an hour or two on 2 cores (the default)"
+    )
     size.add_argument(
         "--full", action="store_true", help="six tasks, longer distances, three seeds: a night on 2 cores"
     )

@@ -91,8 +91,7 @@ BOARDS = {
         steps=800,
         seeds=1,
         why="one task of each kind that a model of this size learns in a few hundred steps, and segments so short that "
-        "all memories are trained in about 20 minutes on two cores with --jobs 2; one seed, so that differences of a "
-        "few points say nothing",
+        "a training takes less than a minute of a core; one seed, so that differences of a few points say nothing",
     ),
     "full": Board(
         {**_SMALL, "detect": {}, "variable_tracking": {"hops": 2}},
