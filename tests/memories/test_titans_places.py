@@ -12,6 +12,7 @@ import pytest
 import torch
 from memories.learning import LATCH, accuracy, trained
 from memories.titans_twin import SlowTitans
+from memories.twins import same_as_twin
 from torch import Tensor, nn
 
 from cached_transformers import state as states
@@ -77,25 +78,7 @@ PLACED = [
 def test_a_model_is_its_slow_twin_with_gradients(options: dict[str, Any], padded: bool) -> None:
     model = build({"name": "titans", **options})
     twin = slowly(model)
-    given, padding = segments(3), paddings(3) if padded else [None] * 3
-    gradients, results = [], []
-    for one in (model, twin):
-        state, total, outs = None, 0.0, []
-        for ids, hidden in zip(given, padding, strict=True):
-            out = one(ids, state, padding=hidden)
-            state = out.state
-            shown = out.outputs if hidden is None else out.outputs.masked_fill(hidden[..., None], 0)
-            outs.append(shown)
-            total = total + (shown * torch.linspace(-1, 1, shown.numel(), dtype=shown.dtype).view_as(shown)).sum()
-        total.backward()  # type: ignore[union-attr]
-        gradients.append({k.replace(".fast.", "."): p.grad for k, p in one.named_parameters() if p.grad is not None})
-        results.append([*outs, *(t for _, t in states.named_tensors(state))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
-    assert gradients[0].keys() == gradients[1].keys() == dict(model.named_parameters()).keys()
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-7, msg=name)
+    same_as_twin(model, twin, segments(3), paddings(3) if padded else [None] * 3)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
