@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.seam.probing import Probing
 from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written
@@ -117,6 +118,7 @@ def rows_like(t: Tensor, like: Tensor) -> Tensor:
     "Muon 15 G (2 K^2 F + K^3) multiply-adds",
     reach="unbounded; rows of fixed length, so that every step writes over a share of what is held",
     gradient="through the weights and every step of their learning, over `bptt` segments",
+    probe=Probing(why="every step writes over a share of what is held, at no length that is known"),
 )
 class LaCT(LayerMemory):
     """Wide gated nets of each row that learn what stands under what key, in one step for all tokens of a segment.

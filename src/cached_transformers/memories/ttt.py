@@ -45,6 +45,7 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.registry import MEMORIES
 from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.seam.positions import RotaryPositions
+from cached_transformers.seam.probing import Probing
 from cached_transformers.state import refuse_narrow
 
 from .parts import fast_weights
@@ -178,6 +179,7 @@ class InnerModel(FastWeights):
     "H (4 P + 4 E^2 + C (10 E + 2)) multiply-adds",
     reach="unbounded; a linear model holds as many keys as E are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
+    probe=Probing(why="what was learned is written over little by little, at no length that is known"),
 )
 class TTT(Recurrent):
     """A small model in each head is trained on keys and values while it reads, in training and evaluation alike.
