@@ -88,7 +88,7 @@ def _fla_reference(folder: str) -> Any:
     """
     package = importlib.util.find_spec("fla")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("No module named 'fla'", name="fla-core")
+        raise ModuleNotFoundError("No module named 'fla'", name="fla_core")
     path = Path(package.origin).parent / "ops" / folder / "naive.py"
     spec = importlib.util.spec_from_file_location(f"fla_{folder}_reference", path)
     assert spec is not None and spec.loader is not None
