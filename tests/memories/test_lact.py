@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from memories.learning import LATCH, accuracy, trained
-from memories.twins import same_as_twin
+from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +23,7 @@ from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Readi
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
-VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
+WIDTH, HEADS = 8, 2
 DOUBLE = {"dtype": torch.float64}
 
 
@@ -45,19 +45,6 @@ def build(memory: Any, *, wild: bool = True, **options: Any) -> nn.Module:
         for parameter in model.parameters() if wild else ():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return model
-
-
-def segments(count: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
-
-
-def paddings(count: int) -> list[Tensor]:
-    """Behind, in front and in the middle of rows; a row that begins late, one that pauses; none."""
-    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
-    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
-    padding[1, 0, 1:3], padding[1, 1] = True, True
-    return list(padding)
 
 
 # The twin

@@ -12,7 +12,7 @@ import pytest
 import torch
 from memories.learning import LATCH, accuracy, trained
 from memories.titans_twin import SlowTitans
-from memories.twins import same_as_twin
+from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 
 from cached_transformers import state as states
@@ -22,7 +22,7 @@ from cached_transformers.seam.memory import Query, Reading, Trace
 from cached_transformers.tasks import create_model
 from cached_transformers.training.segments import SegmentLoop
 
-VOCABULARY, WIDTH, SEGMENT, ROWS, HEADS = 11, 8, 5, 3, 2
+WIDTH, HEADS = 8, 2
 NARROW = {"width": WIDTH, "heads": HEADS}
 
 
@@ -46,19 +46,6 @@ def slowly(model: nn.Module) -> nn.Module:
         else:
             block.attention.memory = SlowTitans(memory)
     return twin
-
-
-def segments(count: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
-
-
-def paddings(count: int) -> list[Tensor]:
-    """Behind, in front and in the middle of rows; a row that pauses; none."""
-    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
-    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
-    padding[1, 0, 1:3], padding[1, 1] = True, True
-    return list(padding)
 
 
 PLACED = [

@@ -9,6 +9,22 @@ from torch import Tensor, nn
 
 from cached_transformers import state as states
 
+VOCABULARY, SEGMENT, ROWS = 11, 5, 3
+
+
+def segments(count: int) -> tuple[Tensor, ...]:
+    """Token ids (ROWS, SEGMENT) of so many segments."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, VOCABULARY, (ROWS, count * SEGMENT), generator=generator).split(SEGMENT, 1)
+
+
+def paddings(count: int) -> list[Tensor]:
+    """Behind, in front and in the middle of rows; a row that begins late, one that pauses; none."""
+    padding = torch.zeros(count, ROWS, SEGMENT, dtype=torch.bool)
+    padding[0, 0, 3:], padding[0, 1, :2], padding[0, 2] = True, True, True
+    padding[1, 0, 1:3], padding[1, 1] = True, True
+    return list(padding)
+
 
 def same_as_twin(
     model: nn.Module, twin: nn.Module, segments: Sequence[Tensor], paddings: Sequence[Tensor | None]
