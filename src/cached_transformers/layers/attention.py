@@ -95,6 +95,9 @@ class SelfAttention(nn.Module):
         head_width: E, with which the heads together may be wider or narrower than D; D / H when None.
         scale: factor of the logits, 1 / sqrt(E) when None. Queries are multiplied for it, so that every core and memory
             may go on dividing by sqrt(E).
+        kv_heads: G, heads of keys and values, each of H / G neighbouring heads of queries (grouped queries,
+            arXiv:2305.13245; 1 is one for all, arXiv:1911.02150); H when None. Projections make G of them; cores and
+            memories see them repeated, H as ever, so that any may be combined with it.
 
     Raises:
         ValueError: the width is no multiple of the heads; the memory offers a context that the core cannot take; the
@@ -119,6 +122,7 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
         head_width: int | None = None,
         scale: float | None = None,
+        kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         if heads < 1 or (head_width is None and width % heads):
@@ -129,8 +133,9 @@ class SelfAttention(nn.Module):
         self.norm = norm if norm is not None else nn.Identity()
         self.shared_query_key = shared_query_key
         self.inner = width if head_width is None else heads * head_width
+        self.kv_heads = check_kv_heads(heads, kv_heads, shared_query_key)
         self.query_factor = 1.0 if scale is None else scale * math.sqrt(self.inner // heads)
-        self.qkv = nn.Linear(width, self._projected() * self.inner, bias=bias)
+        self.qkv = nn.Linear(width, sum(self._projected()), bias=bias)
         self.output: nn.Module = nn.Linear(self.inner, width, bias=output_bias) if project_output else nn.Identity()
         self.core = core if core is not None else SoftmaxAttention()
         self.memory = memory if memory is not None else LayerMemory()
@@ -141,9 +146,10 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self._check()
 
-    def _projected(self) -> int:
-        """How many of queries, keys and values have a projection."""
-        return 3 - self.shared_query_key
+    def _projected(self) -> list[int]:
+        """Outputs of the fused projection: of queries, keys and values, as far as each has its own."""
+        keys = self.inner // self.heads * self.kv_heads
+        return [self.inner, keys] if self.shared_query_key else [self.inner, keys, keys]
 
     def _needs(self) -> dict[str, str]:
         """What the core has to be able to do, and for whom."""
@@ -193,6 +199,12 @@ class SelfAttention(nn.Module):
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
+    def _of_all_heads(self, t_BNX: Tensor) -> Tensor:
+        """(B, H, N, E) of keys or values, repeated where heads share them; without a copy where all do."""
+        t_BGNE = t_BNX.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        each = self.heads // self.kv_heads
+        return t_BGNE if each == 1 else t_BGNE[:, :, None].expand(-1, -1, each, -1, -1).flatten(1, 2)
+
     def _linear(self, x: Tensor, first: int, last: int, frozen: bool = False) -> Tensor:
         """Rows first..last of the fused projection."""
         if not frozen:
@@ -220,16 +232,16 @@ class SelfAttention(nn.Module):
 
     def _keys_values(self, h_BMD: Tensor, frozen: bool = False) -> tuple[Tensor, Tensor]:
         first = 0 if self.shared_query_key else self.inner
-        k, v = self._linear(h_BMD, first, first + 2 * self.inner, frozen).chunk(2, -1)
-        return self._heads(k), self._heads(v)
+        k, v = self._linear(h_BMD, first, sum(self._projected()), frozen).chunk(2, -1)
+        return self._of_all_heads(k), self._of_all_heads(v)
 
     def _split(self, qkv_BNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values from all that was projected."""
         if self.shared_query_key:
             q, v = (self._heads(t) for t in qkv_BNP.chunk(2, -1))
             return q, q, v
-        q, k, v = (self._heads(t) for t in qkv_BNP.chunk(3, -1))
-        return q, k, v
+        q, k, v = qkv_BNP.split(self._projected(), -1)
+        return self._heads(q), self._of_all_heads(k), self._of_all_heads(v)
 
     def _project(self, h_BND: Tensor, size: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.reduction is None:
@@ -366,6 +378,21 @@ class SelfAttention(nn.Module):
             bias = placed if bias is None else placed + bias
         placed_k = self.positions.rotate(k, positions_BNP[:, : k.shape[2]])
         return self.positions.query(q, positions_BNP), placed_k, bias, distances, context
+
+
+def check_kv_heads(heads: int, kv_heads: int | None, shared_query_key: bool = False) -> int:
+    """G.
+
+    Raises:
+        ValueError: it does not divide the heads, or keys are the queries, of which there are H.
+    """
+    if kv_heads is None:
+        return heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}: 1 is one for all heads, None one for each")
+    if shared_query_key and kv_heads != heads:
+        raise ValueError(f"shared_query_key=True takes queries for keys, {heads} heads; leave kv_heads={kv_heads} out")
+    return kv_heads
 
 
 def _of_all(positions_BNP: Tensor, context: Context | None) -> Tensor:

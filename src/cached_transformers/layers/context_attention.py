@@ -43,8 +43,8 @@ class ContextAttention(SelfAttention):
             name = type(self.memory).__name__
             raise ValueError(f"memory {name} weighs the keys of the segment, which a layer of context alone leaves out")
 
-    def _projected(self) -> int:
-        return super()._projected() if self.keys else 1
+    def _projected(self) -> list[int]:
+        return super()._projected() if self.keys else [self.inner]
 
     def _needs(self) -> dict[str, str]:
         return super()._needs() | dict.fromkeys(("context", "cross", "bidirectional"), "a layer of context alone")

@@ -62,7 +62,7 @@ class LanguageModel(StackModel):
 
     @takes_stack_options(
         *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
-        *("reversible", "short_convolution", "experts"),
+        *("reversible", "short_convolution", "experts", "kv_heads"),
     )
     def __init__(
         self,

@@ -187,6 +187,7 @@ def make_stack(
                 bias=options.bias,
                 output_bias=options.bias,
                 shared_query_key=options.shared_query_key,
+                kv_heads=options.kv_heads,
                 project_output=options.project_output,
                 dropout=options.dropout,
                 head_width=options.head_width,

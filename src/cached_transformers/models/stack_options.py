@@ -61,6 +61,7 @@ class StackKeywords(TypedDict, total=False):
     bias: bool
     attention_scale: float | None
     shared_query_key: bool
+    kv_heads: int | None
     project_output: bool
     dropout: float
     attention_dropout: float
@@ -89,6 +90,8 @@ class StackOptions:
         head_width: of attention, D / heads when None; others go without a memory.
         attention_scale: factor of the logits, 1 / sqrt(head width) when None.
         shared_query_key: one projection serves as queries and keys (Reformer, arXiv:2001.04451).
+        kv_heads: heads of keys and values, each of heads / kv_heads heads of queries (grouped queries,
+            arXiv:2305.13245; 1 is one for all); as many as heads when None.
         project_output: whether attention has an output projection.
         dropout: after embeddings and sublayers. attention_dropout: on attention weights (no fused CPU kernel has it).
         activation_dropout: on the hidden units of the feed-forward; None takes `dropout`.
@@ -122,6 +125,7 @@ class StackOptions:
     head_width: int | None = None
     attention_scale: float | None = None
     shared_query_key: bool = False
+    kv_heads: int | None = None
     project_output: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0

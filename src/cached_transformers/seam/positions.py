@@ -141,7 +141,7 @@ def _has_complex(t_BHNE: Tensor) -> bool:
 
 
 def _turned(t_BHNE: Tensor, turn_B1NF: Tensor) -> Tensor:
-    """Each pair of channels times a complex number: one kernel, where real numbers take seven, and a gradient of one."""
+    """Each pair of channels times a complex number: one kernel, for which real numbers need seven, and so backward."""
     pairs_BHNF = torch.view_as_complex(t_BHNE.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs_BHNF * turn_B1NF).flatten(-2)
 

@@ -69,7 +69,8 @@ class Row:
 
     `plain` is the time of a training step over that of the model without a memory, `flops` the same of counted
     operations, and `overhead` the one by the other: what a step costs beyond its products. `peer` is the time of the
-    peer's step over ours: above 1 ours is faster. `peer_name` of a peer that could not be measured says why.
+    peer's step over that of ours, made like the peer where `peer_name` says so: above 1 ours is faster. `peer_name` of
+    a peer that could not be measured says why.
     """
 
     memory: str
@@ -95,7 +96,7 @@ def spec(memory: str, sizes: Sizes) -> dict[str, Any]:
     return {"name": memory, **OPTIONS.get(memory, lambda s: {})(sizes)}
 
 
-def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
+def build(memory: MemorySpec, sizes: Sizes, **options: Any) -> nn.Module:
     """The language model that is measured."""
     torch.manual_seed(0)
     return create_model(
@@ -106,6 +107,7 @@ def build(memory: MemorySpec, sizes: Sizes) -> nn.Module:
         heads=sizes.heads,
         feed_forward=4 * sizes.width,
         memory=memory,
+        **options,
     )
 
 
@@ -174,10 +176,13 @@ def measure(memory: str, sizes: Sizes, rounds: int, device: str = "cpu", dtype: 
     plain = build(None, sizes).to(device)
     cases = {"ours": our_step(model, sizes, tokens, bptt, dtype), "plain": our_step(plain, sizes, tokens, 1, dtype)}
     peer, peer_name = _peer(memory, sizes)
-    if peer is not None:
-        peer.module.to(device)
-        cases["peer"] = peer_step(peer, sizes, tokens, bptt, dtype)
     train = compare(cases, "ours", rounds)
+    if peer is not None:
+        like = build(spec(memory, sizes), sizes, **PEERS[memory].like).to(device)
+        peer_name += "".join(f", ours with {name}={value}" for name, value in PEERS[memory].like.items())
+        both = {"ours": our_step(like, sizes, tokens, bptt, dtype)}
+        both["peer"] = peer_step(peer._replace(module=peer.module.to(device)), sizes, tokens, bptt, dtype)
+        train["peer"] = compare(both, "ours", rounds)["peer"]
     flops = flops_of(cases["ours"]) / flops_of(cases["plain"])  # of steps that find a state
     stream = compare({"ours": streaming(model, sizes, tokens, dtype)}, "ours", rounds)["ours"]
     loop = SegmentLoop(model.train(), sizes.segment, bptt=bptt)

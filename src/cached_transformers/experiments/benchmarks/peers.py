@@ -16,8 +16,9 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -222,40 +223,40 @@ def infini(sizes: Sizes) -> Peer:
 
 
 def block_recurrent(sizes: Sizes) -> Peer:
-    """block-recurrent-transformer-pytorch, one recurrent layer, with the window of a segment before."""
+    """block-recurrent-transformer-pytorch, one recurrent layer, as many states, without a window of tokens before."""
     library = importlib.import_module("block_recurrent_transformer_pytorch")
     module = library.BlockRecurrentTransformer(
         **sizes.usual,
         dim_head=sizes.head_width,
         max_seq_len=sizes.segment,
         block_width=sizes.segment,
-        num_state_vectors=sizes.tokens,
+        num_state_vectors=sizes.segment,
         use_flash_attn=False,
     )
 
-    def call(inputs_BN: Tensor, memory: Any) -> Sequence[Any]:
-        memories, states = memory or ([], [])
-        logits_BNV, *memory = module(inputs_BN, xl_memories=memories, states=states, return_memories_and_states=True)
-        return logits_BNV, memory
+    def call(inputs_BN: Tensor, states: Any) -> Sequence[Any]:
+        logits_BNV, _, states = module(inputs_BN, states=states or [], return_memories_and_states=True)
+        return logits_BNV, states
 
     return Peer(module, call)
 
 
 class Published(NamedTuple):
-    """A peer: the distribution that holds it, and what builds it."""
+    """A peer: the distribution that holds it, what builds it, and options with which our model is like it."""
 
     distribution: str
     build: Callable[[Sizes], Peer]
+    like: Mapping[str, Any] = MappingProxyType({})
 
 
 PEERS: dict[str, Published] = {
-    "block_recurrent": Published("block-recurrent-transformer-pytorch", block_recurrent),
+    "block_recurrent": Published("block-recurrent-transformer-pytorch", block_recurrent, {"kv_heads": 1}),
     "infini": Published("infini-transformer-pytorch", infini),
     "titans": Published("titans-pytorch", titans),
     "transformer_xl": Published("x-transformers", transformer_xl),
     "compressive": Published("compressive-transformer-pytorch", compressive),
     "rmt": Published("recurrent-memory-transformer-pytorch", recurrent_memory),
-    "memorizing": Published("memorizing-transformers-pytorch", memorizing),
+    "memorizing": Published("memorizing-transformers-pytorch", memorizing, {"kv_heads": 1}),
     "memformer": Published("memformer", memformer),
     "feedback": Published("feedback-transformer-pytorch", feedback),
 }
