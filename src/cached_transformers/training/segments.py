@@ -20,11 +20,11 @@ from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
 from cached_transformers.models.documents import (
     check_documents,
+    check_suits,
     ids_of,
     plan_documents,
     read_documents,
     refuse_documents,
-    refuse_shared,
     resets_between,
 )
 from cached_transformers.models.inputs import check_places
@@ -189,7 +189,7 @@ class SegmentLoop(nn.Module):
         if documents is not None:
             if self.passes > 1:
                 refuse_documents(documents, f"passes={self.passes} begin again with what rows have read as a whole")
-            refuse_shared(self.model)
+            check_suits(self.model)
             documents, padding = _told(documents, padding, inputs_BN)
         pieces = self._pieces(inputs_BN, targets_BN, padding, places, documents)
         if self.passes > 1:
