@@ -16,7 +16,8 @@ def test_a_row_for_every_memory_and_length(monkeypatch: pytest.MonkeyPatch) -> N
     rows = documents.run(1, "cpu", ["none", "rmt"], (3, 20))
     assert [(r.memory, r.length) for r in rows] == [("none", 3), ("none", 20), ("rmt", 3), ("rmt", 20)]
     assert all(r.packed.median > 0 and r.padded.median > 0 for r in rows)
-    assert all(1 <= r.packed_tokens < 2 and r.packed_tokens <= r.padded_tokens for r in rows)
+    assert all(r.packed_tokens >= 1 and r.padded_tokens >= 1 for r in rows)
+    assert rows[0].documents > rows[1].documents
     assert documents.as_markdown(rows).splitlines()[-1].startswith("| rmt | 20 |")
 
 

@@ -1,14 +1,16 @@
-"""Documents packed into rows are read as if each had a row of its own, and padding may stand anywhere in a row."""
+"""Documents packed into rows are read as if each had a row of its own, with every memory and every causal attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from contract.contract_cases import ROWS, SEGMENT, STREAMS, VOCABULARY, Case, cases
 from torch import Tensor, nn
 
 from cached_transformers import state as states
+from cached_transformers.models import documents
 
 SEGMENTS = 3
 LENGTHS = ((6, 1, -2, 9), (18,), (2, 13, 2, 1))
@@ -19,13 +21,13 @@ IDS = torch.stack(
 )
 
 
-def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, list[Any], list[Tensor]]:
+def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
     """Each document in a row of its own, in which it has the segments that it has in its packed row, padded behind.
 
-    Outputs in the places of the packed rows, the state of each packed row's last document, and auxiliary losses.
+    Outputs in the places of the packed rows, and the state of each packed row's last document.
     """
     pieces = [(row, int(i)) for row, ids in enumerate(IDS) for i in ids.unique() if i >= 0]
-    state, outputs, losses = model.init_state(len(pieces)), None, []  # type: ignore[operator]
+    state, outputs = model.init_state(len(pieces)), None  # type: ignore[operator]
     for part in range(SEGMENTS):
         begin = part * SEGMENT
         columns = [begin + (IDS[row, begin : begin + SEGMENT] == i).nonzero()[:, 0] for row, i in pieces]
@@ -39,25 +41,23 @@ def spread(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, list[Any], list
             outputs = out.outputs.new_zeros(*tokens_BN.shape, out.outputs.shape[2])
         for index, ((row, _), places) in enumerate(zip(pieces, columns, strict=True)):
             outputs = outputs.index_put((torch.tensor(row), places), out.outputs[index, : len(places)])
-        losses.append(out.auxiliary_loss)
     assert outputs is not None
     last = torch.tensor([max(p for p, (r, _) in enumerate(pieces) if r == row) for row in range(ROWS)])
-    return outputs, states.reorder(state, last), losses
+    return outputs, states.reorder(state, last)
 
 
-def packed(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any, list[Tensor]]:
+def packed(model: nn.Module, tokens_BN: Tensor) -> tuple[Tensor, Any]:
     """The rows as they are, segment after segment."""
-    state, outputs, losses = model.init_state(ROWS), [], []  # type: ignore[operator]
+    state, outputs = model.init_state(ROWS), []  # type: ignore[operator]
     for part in range(SEGMENTS):
         begin = part * SEGMENT
         here = slice(begin, begin + SEGMENT)
-        # Which rows begin anew between segments a loop finds by itself: `test_loops_...` below.
+        # Loops find by themselves which rows begin anew between segments: tests/models/test_documents.py.
         reset = (IDS[:, begin] != IDS[:, begin - 1]) & (IDS[:, begin] >= 0) if part else torch.zeros(ROWS).bool()
         out = model(tokens_BN[:, here], state, reset, documents=IDS[:, here])
         state = out.state
         outputs.append(out.outputs)
-        losses.append(out.auxiliary_loss)
-    return torch.cat(outputs, 1), state, losses
+    return torch.cat(outputs, 1), state
 
 
 def of_weights(model: nn.Module, outputs_BNV: Tensor) -> dict[str, Tensor]:
@@ -69,12 +69,13 @@ def of_weights(model: nn.Module, outputs_BNV: Tensor) -> dict[str, Tensor]:
 
 
 @cases(STREAMS, rule="packed")
-def test_packed_documents_are_rows_of_their_own(case: Case) -> None:
+def test_packed_documents_are_rows_of_their_own(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CALL", 0)  # several groups in each segment, however few tokens
     model = case.build().double().eval()
     tokens = torch.randint(0, VOCABULARY, IDS.shape, generator=torch.Generator().manual_seed(3))
-    got, state, _ = packed(model, tokens)
+    got, state = packed(model, tokens)
     got_gradients = of_weights(model, got)
-    want, alone, _ = spread(model, tokens)
+    want, alone = spread(model, tokens)
     real = IDS >= 0
     torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-7)
     for (name, a), (_, b) in zip(states.named_tensors(state), states.named_tensors(alone), strict=True):

@@ -19,6 +19,8 @@ most L_g tokens, so many are computed:
 
     sum over g of P_g L_g  <  2 T        at most log2(L) + 1 calls; equal lengths, and those near each other, cost T
 
+As a call has a price, too, neighbouring groups are read in one where that adds no more than `CALL` tokens of padding.
+
 A segment in which no document begins behind a row's first token, and whose padding stands behind the text, is read as
 it stands, at no cost but a look at the ids.
 
@@ -41,6 +43,9 @@ from cached_transformers.state import reset as reset_rows
 
 PADDING = -1
 """A document's id at places of padding; any negative number is one."""
+
+CALL = 64
+"""Tokens that a call of the model is worth: two groups become one for no more padding than so many."""
 
 COMPILED = (
     "how rows are cut into documents depends on values, which a compiled graph cannot; compile the model inside, and "
@@ -216,12 +221,11 @@ def plan_documents(ids_BN: Tensor) -> Plan | None:
     places_T = real_BN.flatten().nonzero()[:, 0]
     length_P = torch.bincount(begins_BN.flatten()[places_T].cumsum(0) - 1, minlength=len(row_P))
     start_P = length_P.cumsum(0) - length_P
-    # Of equal exponents are L // length of at least 2^k and below 2^(k+1), which is length in (L / 2^(k+1), L / 2^k].
-    kind_P = torch.frexp((length_P.max() // length_P).double()).exponent
+    kind_P = _kinds(length_P)
     last_B = torch.arange(rows)
     source_BN = torch.zeros(rows * columns, dtype=torch.long)
     groups, pieces, outputs = [], rows, 1
-    for kind in kind_P.unique().tolist():
+    for kind in range(int(kind_P.max()) + 1):
         member_P = (kind_P == kind).nonzero()[:, 0]
         length = length_P[member_P]
         step_n = torch.arange(int(length.max()))
@@ -369,6 +373,23 @@ def _before(t_BN: Tensor, real_BN: Tensor) -> Tensor:
     last_BN = place_BN.masked_fill(~real_BN, -1).cummax(1).values.roll(1, 1)
     last_BN[:, 0] = -1
     return t_BN.gather(1, last_BN.clamp(min=0)).masked_fill(last_BN < 0, -1)
+
+
+def _kinds(length_P: Tensor) -> Tensor:
+    """The number of the group of each piece, from the longest on."""
+    # Of equal exponents are L // length of at least 2^k and below 2^(k+1), which is length in (L / 2^(k+1), L / 2^k].
+    kind_P = torch.frexp((length_P.max() // length_P).double()).exponent.unique(return_inverse=True)[1]
+    count = torch.bincount(kind_P).tolist()
+    longest = [int(length_P[kind_P == kind].max()) for kind in range(len(count))]
+    while len(count) > 1:
+        more = [count[kind] * (longest[kind - 1] - longest[kind]) for kind in range(1, len(count))]
+        joined = more.index(min(more))
+        if more[joined] > CALL:
+            break
+        count[joined] += count.pop(joined + 1)
+        longest.pop(joined + 1)
+        kind_P = kind_P - (kind_P > joined).long()
+    return kind_P
 
 
 def _refuse_again(ids_BN: Tensor, row_P: Tensor, column_P: Tensor) -> None:
