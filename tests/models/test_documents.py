@@ -258,6 +258,9 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
         classifier(inputs, documents=PACKED)
     with pytest.raises(ValueError, match=r"SequenceClassifier answers once for a row"):
         SegmentLoop(classifier, SEGMENT)(inputs, targets, documents=PACKED)
+    images = create_model("vision_transformer", image_size=8, patch_size=4, **sizes)
+    with pytest.raises(ValueError, match="VisionTransformer answers once for a row"):
+        images(torch.zeros(1, 3, 8, 8), documents=torch.zeros(1, 16))
     pairs = create_model("encoder_decoder", vocabulary=VOCABULARY, max_length=16, **sizes)
     with pytest.raises(ValueError, match="EncoderDecoder reads one source a row"):
         pairs(inputs, inputs, documents=PACKED)
