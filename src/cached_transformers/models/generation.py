@@ -28,6 +28,7 @@ from cached_transformers.state import State, reorder, repeat, reset, seal
 
 from .beam_search import search
 from .choosing import Choice, ChoiceKeywords
+from .documents import refuse_documents
 from .segments import as_language_model, cut, read_segments, remembers
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def generate(
     tokens: int,
     segment_length: int | None = None,
     places: Tensor | None = None,
+    documents: None = None,
     **options: Unpack[ChoiceKeywords],
 ) -> Generation:
     """Continue each row of a prompt. Runs in evaluation mode and without gradients; the model's mode is restored.
@@ -73,6 +75,7 @@ def generate(
         segment_length: tokens in a segment, as in training; needed by models with a memory. None reads all as one.
         places: (B, N, 2) numbers of the sentence and the paragraph of each token of the prompt, for a model that takes
             them (`LanguageModel`); those of new tokens go on from there.
+        documents: refused: a row is one text, which goes on behind its last token.
         options: how tokens are chosen, as of `Choice`: temperature, top_k, top_p, beams, eos, generator,
             length_penalty, each.
 
@@ -80,6 +83,7 @@ def generate(
         ValueError: an argument out of its range or without effect, prompts of different lengths, or no
             `segment_length` for a model with a memory.
     """
+    refuse_documents(documents, "generate goes on behind each row's last token, and a row is one text")
     choice = Choice(tokens, **options)
     _check_prompt(prompt_BN)
     if segment_length is not None:

@@ -20,6 +20,7 @@ from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from .documents import check_suits, read_documents
 from .generation import Generation, generate
 from .initial_weights import initialise
 from .inputs import check_padding, check_places, check_targets, check_tokens
@@ -135,6 +136,7 @@ class LanguageModel(StackModel):
         targets: Tensor | None = None,
         last_only: bool = False,
         places: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> ModelOutput:
         """Logits (B, N, V) for the next token at each place of the segment; log-probabilities of an adaptive model.
 
@@ -148,13 +150,35 @@ class LanguageModel(StackModel):
             last_only: outputs of the last place alone, (B, 1, V).
             places: (B, N, 2) numbers of each token's sentence and paragraph in the stream, for a memory that knows such
                 (`segatron`), in the place of those that it counts; -1 where it is to count on from the token before.
+            documents: (B, N) ids of the documents that a row holds one behind the other, negative at padding; names
+                within this call. A row's first one goes on with the row's state, unless `reset` marks the row; each
+                further one is read as in a row of its own (`models/documents.py`). On the CPU they keep no device
+                waiting.
 
         Raises:
             ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
-                assertion of the device later elsewhere) a token that the vocabulary has not.
+                assertion of the device later elsewhere) a token that the vocabulary has not; documents in a compiled
+                call, of which one begins again, or with a memory that is one for all rows, in training.
         """
         self.check_call(inputs_BN, state, reset, padding, targets)
         state = begun(self, state, reset, inputs_BN.shape[0])
+        if documents is not None:
+            check_suits(self)
+            given = (inputs_BN, targets, places)
+            out = read_documents(self._read, documents, padding, given, state, self.init_state)
+            return out._replace(outputs=out.outputs[:, -1:]) if last_only else out
+        return self._read(inputs_BN, targets, places, state, padding, last_only)
+
+    def _read(
+        self,
+        inputs_BN: Tensor,
+        targets: Tensor | None,
+        places: Tensor | None,
+        state: StackState,
+        padding: Tensor | None,
+        last_only: bool = False,
+    ) -> ModelOutput:
+        """`forward` behind its checks and resets."""
         x_BND, options = self.embed(inputs_BN, state, padding)
         if places is not None:
             self._check_places(places, inputs_BN)

@@ -15,6 +15,7 @@ from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import LearnedPositions
 
+from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_images
 from .stack_model import StackModel, make_stack
@@ -37,6 +38,9 @@ class VisionTransformer(StackModel):
     Raises:
         ValueError: sizes that do not fit, unknown names, images of another size.
     """
+
+    answers_once = True
+    """A row has one answer, so that documents cannot stand behind each other in it."""
 
     @takes_stack_options("memory", "attention", "dropout", "attention_dropout", "drop_path", "reversible")
     def __init__(
@@ -67,7 +71,12 @@ class VisionTransformer(StackModel):
         initialise(self)
 
     def forward(
-        self, inputs_BCHW: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
+        self,
+        inputs_BCHW: Tensor,
+        state: StackState | None = None,
+        *,
+        padding: Tensor | None = None,
+        documents: None = None,
     ) -> ModelOutput:
         """Logits (B, classes) of images (B, C, H, W).
 
@@ -75,8 +84,10 @@ class VisionTransformer(StackModel):
         learned places are those in an image, and in the layers positions go on.
 
         Raises:
-            ValueError: images of another shape or dtype, padding, or a state of another model.
+            ValueError: images of another shape or dtype, padding or documents, or a state of another model.
         """
+        if documents is not None:
+            check_suits(self)
         check_images(inputs_BCHW, self.channels, (self.image_size, self.image_size))
         self.check_state(state, len(inputs_BCHW))
         if padding is not None:

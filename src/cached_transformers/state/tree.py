@@ -10,7 +10,7 @@ Legend: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -55,6 +55,11 @@ def reset(state: State, fresh: State, rows_B: Tensor) -> State:
 def reorder(state: State, index_B: Tensor) -> State:
     """Rows in the order of `index_B` (long); rows may repeat or vanish, as in beam search."""
     return map_state(lambda t: t.index_select(0, index_B), state)
+
+
+def join(states: Sequence[State]) -> State:
+    """The rows of several states of one structure, one state behind the other."""
+    return map_state(lambda *ts: torch.cat(ts), *states)
 
 
 def repeat(state: State, times: int) -> State:
