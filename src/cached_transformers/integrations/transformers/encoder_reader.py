@@ -29,7 +29,7 @@ from cached_transformers.seam.memory import Tokens
 from cached_transformers.state import State
 
 from .handed import Handed
-from .row_segments import refuse_packing
+from .packed_rows import refuse_told
 from .segment_reader import Call, SegmentReader, handed_back, is_exporting, refuse_masks
 from .stream_tap import Passage, Running, StreamTap
 
@@ -59,6 +59,8 @@ class EncoderReader(SegmentReader):
         remembers: whether the memory carries a state.
     """
 
+    takes = ()
+
     def __init__(
         self,
         encoder: nn.Module,
@@ -77,6 +79,9 @@ class EncoderReader(SegmentReader):
     @property
     def in_loops(self) -> type[nn.Module]:
         return TokensModel if self.cuts else FramesModel
+
+    def documents(self, given: dict[str, Any]) -> None:
+        """None: rows are one text each."""
 
     def detach(self) -> None:
         for place in self.entrance:
@@ -101,7 +106,7 @@ class EncoderReader(SegmentReader):
 
     def _refuse(self, given: dict[str, Any]) -> None:
         self._refuse_weights(given)
-        refuse_packing(given)
+        refuse_told(given, "an encoder with a memory reads one text a row")
         given.pop("use_cache", None)  # an encoder keeps nothing
         for name in ("past_key_values", "encoder_hidden_states"):
             if name in given:

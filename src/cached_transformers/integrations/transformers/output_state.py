@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cached_transformers.state import State
 
@@ -19,11 +19,16 @@ OUTPUT = "memory_state"
 
 
 class Carried:
-    """A state on its way down from a model to its decoder, and the one that comes back."""
+    """A state on its way down from a model to its decoder, and the one that comes back.
+
+    Attributes:
+        documents: of each token, where the model was told of them.
+    """
 
     def __init__(self, state: State | None) -> None:
         self.state = state
         self.after: State | None = None
+        self.documents: Tensor | None = None
 
 
 def _rebuild(kind: type, fields: dict[str, Any]) -> Any:

@@ -138,31 +138,6 @@ def _first_place(places_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
     return torch.where(padding_BN.all(1, keepdim=True), 0, first_B1)
 
 
-def refuse_packed(places_BM: Tensor, padding_BM: Tensor | None) -> None:
-    """Refuse (`insist`) rows in which texts stand one after the other: their places begin again."""
-    begins_BM = places_BM[:, 1:] <= places_BM[:, :-1]
-    if padding_BM is not None:
-        begins_BM = begins_BM & ~padding_BM[:, 1:] & ~padding_BM[:, :-1]
-    insist(~begins_BM.any(), f"position_ids begin again inside a row: {PACKED}")
-
-
-PACKED = (
-    "texts packed into one row would read each other's memory; give each text a row of its own, padded on the right "
-    "(a data collator that pads in the place of DataCollatorWithFlattening, packing=False)"
-)
-
-
-def refuse_packing(options: dict[str, Any]) -> None:
-    """Refuse what tells attention where packed texts begin.
-
-    Raises:
-        ValueError: there is such a keyword.
-    """
-    for name in options:
-        if name.startswith("cu_seq_lens") or name == "seq_idx":
-            raise ValueError(f"{name}: {PACKED}")
-
-
 def put_together(outs: list[Any], segments: list[Segment], columns: int) -> Any:
     """One output for all columns, of the outputs for each of the segments; zeros where there is padding."""
 

@@ -4,7 +4,8 @@ Within a segment the memory is as the past has left it; it is written when the s
 tokens, which a longer text is cut into, and at the end of a call. With `past_key_values` the next call goes on in the
 open segment instead. Keys, values and positions begin anew with each segment.
 
-A segment is that of a row: rows that are padded each begin at their own first token (`row_segments.py`).
+A segment is that of a row: rows that are padded each begin at their own first token (`row_segments.py`), and rows of
+several documents are read as a row for each (`packed_rows.py`).
 
 Legend: B rows, M columns of the open segments and of a call, N tokens of a segment, D width.
 """
@@ -36,10 +37,14 @@ from .context_tap import ContextTap
 from .described import TAKE_MASKS, no_masks
 from .hosted import TransformersModel
 from .output_state import Carried, with_state
-from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments, stream_positions
+from .packed_rows import COMPILED, NO_CACHE, documents_told, read_packed, refuse_packed, refuse_told, several
+from .row_segments import Segment, put_together, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
 from .stream_tap import Passage, Running, StreamTap, slot_attentions_of, undeclared
 from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
+
+COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
+"""What a text is given as, in columns."""
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 """torch 2.6 does not tell export from torch.compile."""
@@ -74,7 +79,13 @@ class SegmentReader:
         decoder: the module that embeds tokens and has the layers.
         taps: of the layers that have a memory. spans: whether the decoder has one that spans the layers.
         segment_length: tokens in a segment; None for one segment a call.
+
+    Attributes:
+        takes: what its forward is called with by name, beside what the host knows and the state.
+        outside: the parameters of the forward of the model round the decoder.
     """
+
+    takes: tuple[str, ...] = ("document_ids",)
 
     def __init__(self, decoder: nn.Module, taps: list[StreamTap], spans: bool, segment_length: int | None) -> None:
         self.decoder: Any = decoder
@@ -83,7 +94,8 @@ class SegmentReader:
         if not hasattr(SegmentReader._read_apart, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
             outside = torch.compiler.disable(SegmentReader._read_apart, recursive=False)
             setattr(SegmentReader, "_read_apart", outside)  # noqa: B010  (a type checker sees no method there)
-        self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+        self.names = parameter_names(decoder)
+        self.outside = self.names
 
     @property
     def in_loops(self) -> type[nn.Module]:
@@ -125,20 +137,64 @@ class SegmentReader:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
         given, carried = self._given(args, kwargs, memory_state)
-        names = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
-        new = {name: given.pop(name) for name in names if name in given}
+        documents_BM = self.documents(given) if carried.documents is None else carried.documents
+        tuples = given.pop("return_dict", None) is False
+        if several(documents_BM):
+            assert documents_BM is not None
+            out, after = self._read_documents(given, documents_BM, carried.state)
+        else:
+            if documents_BM is not None and bool((documents_BM < 0).any()):
+                given["attention_mask"] = (documents_BM >= 0).to(self.decoder.device)
+            out, after = self._read_rows(given, carried.state)
+        return handed_back(out, after, carried, tuples)
+
+    def documents(self, given: dict[str, Any]) -> Tensor | None:
+        """The document of each token, see `documents_told`; None where every row is one text.
+
+        Raises:
+            ValueError: as `documents_told`, or a text that goes on in its open segment is told of documents.
+        """
+        cache, first = given.get("past_key_values"), given.get("input_ids")
+        first = given.get("inputs_embeds") if first is None else first
+        if isinstance(cache, MemoryCache) and cache.tokens:
+            refuse_told(given, NO_CACHE)
+        elif first is not None and first.dim() > 1:
+            return documents_told(given, *first.shape[:2])
+        return None
+
+    def _read_documents(self, given: dict[str, Any], ids_BM: Tensor, state: State | None) -> tuple[Any, State]:
+        """The host's output for rows of several documents, and the state after the last one of each."""
+        if given.pop("use_cache", None) or given.get("past_key_values") is not None:
+            raise ValueError(f"use_cache and past_key_values beside several documents in a row: {NO_CACHE}")
+        rows, columns = ids_BM.shape
+        if (mask := given.pop("attention_mask", None)) is not None:  # documents know it already
+            refuse_masks(mask, rows, columns)
+        new = {name: given.pop(name) for name in COLUMNS if name in given}
+        new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
+
+        def read(tokens: dict[str, Tensor], padding_BN: Tensor | None, before: State) -> tuple[Any, State]:
+            mask = {} if padding_BN is None else {"attention_mask": (~padding_BN).long()}
+            return self._read_rows({**given, **tokens, **mask, "use_cache": False}, before)
+
+        out, after = read_packed(read, new, ids_BM, self._begun(state, rows), self.init_state)
+        return out, seal(after)
+
+    def _read_rows(self, given: dict[str, Any], state: State | None) -> tuple[Any, State | None]:
+        """The host's output for rows of one text each, and the state after it, where somebody knows it."""
+        new = {name: given.pop(name) for name in COLUMNS if name in given}
         self._check(new, given)
         first = new.get("input_ids", new.get("inputs_embeds"))
         assert first is not None
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
-        text = self._text(given.pop("past_key_values", None), carried.state, rows)
+        text = self._text(given.pop("past_key_values", None), state, rows)
         padding_BM = self._padding(given.pop("attention_mask", None), text, rows, n)
-        tuples = given.pop("return_dict", None) is False
         keeps = self._keeps(given.pop("use_cache", None))
         columns = text.with_new(new, padding_BM)
         if "position_ids" in new:
-            refuse_packed(columns["position_ids"], padding_BM)
+            refuse_packed(
+                columns["position_ids"], padding_BM, COMPILED if text.tokens == 0 else f"position_ids: {NO_CACHE}"
+            )
         total = text.length + n
         segments = row_segments(total, self.segment_length, padding_BM, keeps)
         text.tokens += n
@@ -151,7 +207,7 @@ class SegmentReader:
             out = out if total == n else narrowed(out, total - n, n)
         if keeps:
             out["past_key_values"] = text
-        return handed_back(out, text.after, carried, tuples)
+        return out, text.after
 
     def _given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State | None
@@ -176,7 +232,6 @@ class SegmentReader:
         kind = self.decoder.config._attn_implementation
         if kind not in TAKE_MASKS and any(isinstance(tap, ContextTap) for tap in self.taps):
             raise ValueError(f"the memory's slots need a mask: {no_masks(kind)}")
-        refuse_packing(given)
         if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
             raise ValueError(
                 "output_router_logits=True: the loss that balances the experts takes its tokens for one text; beside a "
@@ -393,6 +448,11 @@ class SegmentReader:
                 **extra,
                 **options,
             )
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Of its class's forward, in their order."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 
 
 def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
