@@ -106,7 +106,7 @@ class EncoderReader(SegmentReader):
 
     def _refuse(self, given: dict[str, Any]) -> None:
         self._refuse_weights(given)
-        refuse_told(given, "an encoder with a memory reads one text a row")
+        refuse_told(given, "an encoder with a memory reads one text a row;")
         given.pop("use_cache", None)  # an encoder keeps nothing
         for name in ("past_key_values", "encoder_hidden_states"):
             if name in given:

@@ -18,7 +18,7 @@ from cached_transformers.state import State, repeat
 
 from .handed import Handed
 from .output_state import OUTPUT, Carried, prepare_outputs, with_state
-from .packed_rows import refuse_pooled, refuse_told, score_within, several
+from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 from .segment_reader import SegmentReader, parameter_names
 
 ATTACHED = (
@@ -59,13 +59,13 @@ def forward_with_state(
     carried.documents = reader.documents(given) if carried.documents is None else carried.documents
     if carried.documents is not None:
         args, kwargs = (), given
-        if several(carried.documents):
+        if carried.documents.plan is not None:
             kwargs.setdefault("use_cache", False)  # some hosts ask their config in its place
         if hasattr(type(model), "_expand_inputs_for_generation"):  # whose loss is shifted
-            score_within(kwargs, carried.documents)
+            score_within(kwargs, carried.documents.ids_BM)
     with Handed(carried, [reader]):
         out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
-    if several(carried.documents):
+    if carried.documents is not None and carried.documents.plan is not None:
         refuse_pooled(model, out)
     if carried.after is not None:
         out = with_state(out, carried.after)
@@ -94,7 +94,11 @@ class Generate:
         Raises:
             ValueError: what a memory cannot follow, beside what transformers refuses.
         """
-        refuse_told(kwargs, "generate goes on with one text in each row")
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        why = "generate goes on with one text in each row;"
+        refuse_told(kwargs, why)
+        if self.reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
+            raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
         for name in ("past_key_values", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -106,7 +110,6 @@ class Generate:
         )
         if isinstance(out, Tensor):
             return out
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
         out[OUTPUT] = self._after(out.sequences, prompt, memory_state, generation_config, kwargs)
         return out
 

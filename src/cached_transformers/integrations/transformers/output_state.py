@@ -6,9 +6,11 @@ import dataclasses
 import sys
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from cached_transformers.state import State
+
+from .packed_rows import Documents
 
 try:
     from transformers.utils import ModelOutput
@@ -22,13 +24,13 @@ class Carried:
     """A state on its way down from a model to its decoder, and the one that comes back.
 
     Attributes:
-        documents: of each token, where the model was told of them.
+        documents: in the rows of the call, where the model was told of them.
     """
 
     def __init__(self, state: State | None) -> None:
         self.state = state
         self.after: State | None = None
-        self.documents: Tensor | None = None
+        self.documents: Documents | None = None
 
 
 def _rebuild(kind: type, fields: dict[str, Any]) -> Any:

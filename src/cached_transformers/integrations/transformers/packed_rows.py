@@ -16,7 +16,7 @@ Legend: B rows, M columns of a call, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.documents import (
     PADDING,
+    Plan,
     check_documents,
     document_ids_from_cu_seqlens,
     ids_of,
@@ -43,36 +44,51 @@ KEYWORDS = (*IDS, *BOUNDS, "max_length_q", "max_length_k")
 WAY_OUT = "give each text a row of its own, padded on the right (a collator that pads its rows, packing=False)"
 NO_CACHE = (
     "keys and values are kept for texts that go on, one in each row, not for rows of several documents; leave "
-    f"use_cache and past_key_values out and go on with memory_state, or {WAY_OUT}"
+    "use_cache and past_key_values out and go on with memory_state, or"
 )
 COMPILED = (
-    "position_ids begin again inside a row, where a compiled graph cannot depend on values; say by document_ids where "
-    f"documents begin, which is asked outside of the graph, call the model without torch.compile, or {WAY_OUT}"
+    "a compiled graph cannot depend on where; say by document_ids where documents begin, which is asked outside of the "
+    "graph, call the model without torch.compile, or"
 )
 
 
-def documents_told(given: dict[str, Any], rows: int, columns: int) -> Tensor | None:
-    """The document of each token, (B, M), on the CPU, -1 at padding; None where nobody tells of several.
+class Documents(NamedTuple):
+    """What a call is told of the documents in its rows, on the CPU.
+
+    Attributes:
+        ids_BM: the document of each token, -1 at padding. plan: how they are read; None where no row has several.
+    """
+
+    ids_BM: Tensor
+    plan: Plan | None
+
+
+def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
+    """The documents of a call; None where nobody tells of any.
 
     Args:
-        given: what the host is called with, by name; `KEYWORDS` are taken out of it. rows, columns: B and M.
+        told: what was given of `KEYWORDS`. given: what else the host is called with, by name. rows, columns: B and M.
 
     Raises:
         ValueError: what is given contradicts itself, or is of another shape than the tokens.
     """
-    told = {name: given.pop(name) for name in KEYWORDS if name in given}
-    told = {name: t for name, t in told.items() if t is not None and name in (*IDS, *BOUNDS)}
-    places = given.get("position_ids")
-    seen = isinstance(places, Tensor) and places.dim() == 2 and places.shape[1] == columns > 1
-    # Of a graph `refuse_packed` asks; a tensor without values, on which operations are counted, is not asked.
-    seen = seen and not torch.compiler.is_compiling() and not isinstance(places, FakeTensor)
-    if not told and not seen:
+    ids_BM = _ids_told({name: t for name, t in told.items() if name in (*IDS, *BOUNDS)}, given, rows, columns)
+    if ids_BM is None:
         return None
-    mask = given.get("attention_mask")
+    several = bool((_begins(ids_BM).sum(1) > 1).any())
+    return Documents(ids_BM, plan_documents(ids_BM) if several else None)
+
+
+def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Tensor | None:
+    """The document of each token, (B, M), -1 at padding."""
+    mask, places = given.get("attention_mask"), given.get("position_ids")
     padding_BM = mask.cpu() == 0 if isinstance(mask, Tensor) and mask.shape == (rows, columns) else None
-    places_BM = places.expand(rows, columns).cpu() if seen else None  # type: ignore[union-attr]
+    places_BM = None
+    if may_begin_again(places) and places.shape[1] == columns:
+        places_BM = places.expand(rows, columns).cpu()
     if not told:
-        assert places_BM is not None
+        if places_BM is None:
+            return None
         real_BM = torch.ones_like(places_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
         begins_BM = _falls(places_BM, real_BM)
         return begins_BM.cumsum(1).masked_fill(~real_BM, PADDING) if bool(begins_BM.any()) else None
@@ -84,6 +100,14 @@ def documents_told(given: dict[str, Any], rows: int, columns: int) -> Tensor | N
     if places_BM is not None:
         _refuse_places(places_BM, ids_BM, name)
     return ids_BM
+
+
+def may_begin_again(places: Any) -> bool:
+    """Whether to look at values of `position_ids`: a graph insists (`refuse_packed`), and a tensor without values, on
+    which operations are counted, has none."""
+    if torch.compiler.is_compiling() or not isinstance(places, Tensor) or isinstance(places, FakeTensor):
+        return False
+    return places.dim() == 2 and places.shape[1] > 1
 
 
 def _ids(name: str, t: Any, rows: int, columns: int) -> Tensor:
@@ -146,11 +170,6 @@ def _refuse_places(places_BM: Tensor, ids_BM: Tensor, name: str) -> None:
         )
 
 
-def several(ids_BM: Tensor | None) -> bool:
-    """Whether a row has more than one document."""
-    return ids_BM is not None and bool((_begins(ids_BM).sum(1) > 1).any())
-
-
 def refuse_packed(places_BM: Tensor, padding_BM: Tensor | None, why: str) -> None:
     """Refuse (`insist`) rows whose places begin again."""
     real_BM = torch.ones_like(places_BM, dtype=torch.bool) if padding_BM is None else ~padding_BM
@@ -165,7 +184,7 @@ def refuse_told(given: dict[str, Any], why: str) -> None:
     """
     for name in KEYWORDS:
         if given.get(name) is not None:
-            raise ValueError(f"{name}: {why}; {WAY_OUT}")
+            raise ValueError(f"{name}: {why} {WAY_OUT}")
 
 
 def score_within(given: dict[str, Any], ids_BM: Tensor) -> None:
@@ -207,12 +226,12 @@ Rows = Callable[[dict[str, Tensor], Tensor | None, State], tuple[Any, State]]
 
 
 def read_packed(
-    read: Rows, new: dict[str, Tensor], ids_BM: Tensor, state: State, init_state: Callable[[int], State]
+    read: Rows, new: dict[str, Tensor], plan: Plan, state: State, init_state: Callable[[int], State]
 ) -> tuple[Any, State]:
     """The host's output for rows of documents, zeros at padding, and the state after each row's last document.
 
     Args:
-        new: tokens by name, (B, M, ...) each. ids_BM: of `documents_told`, with more than one document in a row.
+        new: tokens by name, (B, M, ...) each. plan: of `documents_told`.
         state: of the rows. init_state: a fresh one of so many.
     """
     outs: list[Any] = []
@@ -225,8 +244,6 @@ def read_packed(
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return ModelOutput(whole, after, whole.new_zeros(()))
 
-    plan = plan_documents(ids_BM)
-    assert plan is not None, "a row has several documents"
     placed, after, _ = read_plan(read_group, plan, list(new.values()), state, init_state)
     out = outs[-1]
     hidden = out.get("hidden_states") or ()

@@ -28,6 +28,7 @@ from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.open_stack import reads_alone
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.models.documents import Plan
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
 from cached_transformers.state import State, seal, used_again
@@ -37,7 +38,18 @@ from .context_tap import ContextTap
 from .described import TAKE_MASKS, no_masks
 from .hosted import TransformersModel
 from .output_state import Carried, with_state
-from .packed_rows import COMPILED, NO_CACHE, documents_told, read_packed, refuse_packed, refuse_told, several
+from .packed_rows import (
+    COMPILED,
+    KEYWORDS,
+    NO_CACHE,
+    WAY_OUT,
+    Documents,
+    documents_told,
+    may_begin_again,
+    read_packed,
+    refuse_packed,
+    refuse_told,
+)
 from .row_segments import Segment, put_together, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
 from .stream_tap import Passage, Running, StreamTap, slot_attentions_of, undeclared
@@ -91,9 +103,10 @@ class SegmentReader:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.handed: Carried | None = None
-        if not hasattr(SegmentReader._read_apart, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
-            outside = torch.compiler.disable(SegmentReader._read_apart, recursive=False)
-            setattr(SegmentReader, "_read_apart", outside)  # noqa: B010  (a type checker sees no method there)
+        for name, whole in (("_read_apart", False), ("_read_documents", False), ("_told", True)):
+            run = getattr(SegmentReader, name)
+            if not hasattr(run, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
+                setattr(SegmentReader, name, torch.compiler.disable(run, recursive=whole))
         self.names = parameter_names(decoder)
         self.outside = self.names
 
@@ -137,46 +150,52 @@ class SegmentReader:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
         given, carried = self._given(args, kwargs, memory_state)
-        documents_BM = self.documents(given) if carried.documents is None else carried.documents
+        found = self.documents(given) if carried.documents is None else carried.documents
         tuples = given.pop("return_dict", None) is False
-        if several(documents_BM):
-            assert documents_BM is not None
-            out, after = self._read_documents(given, documents_BM, carried.state)
+        if found is not None and found.plan is not None:
+            out, after = self._read_documents(given, found.plan, carried.state)
         else:
-            if documents_BM is not None and bool((documents_BM < 0).any()):
-                given["attention_mask"] = (documents_BM >= 0).to(self.decoder.device)
+            if found is not None and bool((found.ids_BM < 0).any()):
+                given["attention_mask"] = (found.ids_BM >= 0).to(self.decoder.device)
             out, after = self._read_rows(given, carried.state)
         return handed_back(out, after, carried, tuples)
 
-    def documents(self, given: dict[str, Any]) -> Tensor | None:
-        """The document of each token, see `documents_told`; None where every row is one text.
+    def documents(self, given: dict[str, Any]) -> Documents | None:
+        """What tells of documents is taken out of what the host is called with; None where rows are one text each.
 
         Raises:
             ValueError: as `documents_told`, or a text that goes on in its open segment is told of documents.
         """
+        told = {name: given.pop(name) for name in KEYWORDS if name in given}
+        told = {name: t for name, t in told.items() if t is not None}
         cache, first = given.get("past_key_values"), given.get("input_ids")
         first = given.get("inputs_embeds") if first is None else first
         if isinstance(cache, MemoryCache) and cache.tokens:
-            refuse_told(given, NO_CACHE)
-        elif first is not None and first.dim() > 1:
-            return documents_told(given, *first.shape[:2])
+            refuse_told(told, NO_CACHE)
+        elif first is not None and first.dim() > 1 and (told or may_begin_again(given.get("position_ids"))):
+            read = documents_told if is_exporting() else self._told
+            return read(told, given, *first.shape[:2])
         return None
 
-    def _read_documents(self, given: dict[str, Any], ids_BM: Tensor, state: State | None) -> tuple[Any, State]:
+    def _told(self, told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
+        """Values are looked at outside of a graph."""
+        return documents_told(told, given, rows, columns)
+
+    def _read_documents(self, given: dict[str, Any], plan: Plan, state: State | None) -> tuple[Any, State]:
         """The host's output for rows of several documents, and the state after the last one of each."""
         if given.pop("use_cache", None) or given.get("past_key_values") is not None:
-            raise ValueError(f"use_cache and past_key_values beside several documents in a row: {NO_CACHE}")
-        rows, columns = ids_BM.shape
+            raise ValueError(f"use_cache and past_key_values beside several documents in a row: {NO_CACHE} {WAY_OUT}")
+        rows, columns = plan.source_BN.shape
         if (mask := given.pop("attention_mask", None)) is not None:  # documents know it already
             refuse_masks(mask, rows, columns)
         new = {name: given.pop(name) for name in COLUMNS if name in given}
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
 
-        def read(tokens: dict[str, Tensor], padding_BN: Tensor | None, before: State) -> tuple[Any, State]:
+        def read(tokens: dict[str, Tensor], padding_BN: Tensor | None, before: State) -> tuple[Any, State | None]:
             mask = {} if padding_BN is None else {"attention_mask": (~padding_BN).long()}
             return self._read_rows({**given, **tokens, **mask, "use_cache": False}, before)
 
-        out, after = read_packed(read, new, ids_BM, self._begun(state, rows), self.init_state)
+        out, after = read_packed(read, new, plan, self._begun(state, rows), self.init_state)
         return out, seal(after)
 
     def _read_rows(self, given: dict[str, Any], state: State | None) -> tuple[Any, State | None]:
@@ -193,7 +212,9 @@ class SegmentReader:
         columns = text.with_new(new, padding_BM)
         if "position_ids" in new:
             refuse_packed(
-                columns["position_ids"], padding_BM, COMPILED if text.tokens == 0 else f"position_ids: {NO_CACHE}"
+                columns["position_ids"],
+                padding_BM,
+                f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}",
             )
         total = text.length + n
         segments = row_segments(total, self.segment_length, padding_BM, keeps)
