@@ -38,7 +38,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "encoder_decoder": {"vocabulary": VOCABULARY, "max_length": 2 * SEGMENT, "dropout": 0.0},
 }
 """What each model needs beside the sizes that all have."""
-RULES = ("remembers", "empty", "learns", "recomputes")
+RULES = ("remembers", "empty", "learns", "recomputes", "packed")
 WITH_ALL = {"grc": "sequence_classifier", "grc_stream": "language_model"}
 """Memories that are held to the contract with every attention, and in which model. The others are with softmax alone;
 `test_pairs` sees to it that they run with all that they can be paired with."""

@@ -207,17 +207,32 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case: Case) -> None:
             near(states.map_state(lambda t, row=row: t[row : row + 1], state), alone[row])
 
 
-@cases(STREAMS, rule="padding_in_front")
-def test_padding_in_front_of_the_tokens_changes_nothing(case: Case) -> None:
-    model = case.build().eval()
-    state, other = model.init_state(ROWS), model.init_state(ROWS)
-    for segment in case.segments(3):
-        padding = torch.zeros(ROWS, SEGMENT + 2, dtype=torch.bool)
-        padding[:, :2] = True
-        out, padded = model(segment, state), model(torch.cat([segment[:, :2], segment], 1), other, padding=padding)
+AMONG = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
+"""Where padding stands in rows of six tokens: in front of them, among them, and on both sides."""
+
+
+@cases(STREAMS)
+def test_padding_in_front_of_tokens_and_among_them_changes_nothing(case: Case) -> None:
+    # Cores that count places are told that it is one document, which is read without what stands inside it.
+    more = {"documents": torch.zeros(AMONG.shape, dtype=torch.long)} if case.exempt("padding_in_front") else {}
+    # In float32 a processor may round products of another size so that an attention chooses another key.
+    model = case.build().double().eval()
+    state, other, one, two = model.init_state(ROWS), model.init_state(ROWS), 0.0, 0.0
+    for index, segment in enumerate(case.segments(3)):
+        spread = torch.full(AMONG.shape, index)  # what stands in padding
+        spread[~AMONG] = segment.flatten()
+        out, padded = model(segment, state), model(spread, other, padding=AMONG, **more)
         state, other = out.state, padded.state
-        close(padded.outputs[:, 2:], out.outputs)
+        told = padded.outputs[~AMONG].view_as(out.outputs)
+        close(told, out.outputs)
         near(other, state)
+        weights = torch.linspace(-1, 1, told.numel(), dtype=told.dtype).view_as(told)
+        one, two = one + (out.outputs * weights).sum(), two + (told * weights).sum()
+    want, got = (torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in (one, two))
+    for (name, _), a, b in zip(model.named_parameters(), got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @cases()

@@ -287,8 +287,8 @@ def read_plan(
         state: of the rows, before the segment. init_state: a fresh one of so many rows.
 
     Returns:
-        Outputs in their places, 0 at padding; the states of the rows; and the auxiliary losses of the groups, weighed
-        by their tokens.
+        Outputs in their places, 0 at padding; the states of the rows; and the mean of the groups' auxiliary losses,
+        weighed by their tokens. What a memory weighs alike in a call, as its rows, it weighs alike in a group.
 
     Raises:
         ValueError: outputs that are not one for each token.
@@ -340,22 +340,21 @@ def resets_between(ids_BN: Tensor, parts: Sequence[slice]) -> list[Tensor | None
     return resets
 
 
-def refuse_shared(model: nn.Module) -> None:
-    """Refuse (ValueError) a memory that all rows write in training: it would be written once a group."""
+def check_suits(model: nn.Module) -> None:
+    """Refuse (ValueError) a model that cannot be told of documents in a row.
+
+    It answers once for a row, or has a memory that all rows write in training, which would be once a group.
+    """
+    if getattr(model, "answers_once", False):
+        refuse_documents(True, f"{type(model).__name__} answers once for a row, and not for each document in it")
     for name, module in model.named_modules():
         if isinstance(module, LayerMemory) and module.shared and module.training:
-            raise ValueError(
-                f"documents: memory {type(module).__name__} ({name}) is one for all rows, which each of the calls "
-                "that packed rows take would write in training; give each document a row of its own"
-            )
+            why = "is one for all rows, which each of the calls that packed rows take would write in training"
+            refuse_documents(True, f"memory {type(module).__name__} ({name}) {why}")
 
 
 def refuse_documents(documents: Any, why: str) -> None:
-    """Refuse documents for a model, or a way of reading, that cannot be told of them.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse (ValueError) documents, where some are given, to what cannot be told of them."""
     if documents is not None:
         raise ValueError(f"documents: {why}; give each document a row of its own, padded behind it")
 

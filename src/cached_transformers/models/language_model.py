@@ -20,7 +20,7 @@ from cached_transformers.registry import MODELS
 from cached_transformers.seam.positions import make_positions, share_biases
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from .documents import read_documents, refuse_shared
+from .documents import check_suits, read_documents
 from .generation import Generation, generate
 from .initial_weights import initialise
 from .inputs import check_padding, check_places, check_targets, check_tokens
@@ -163,7 +163,7 @@ class LanguageModel(StackModel):
         self.check_call(inputs_BN, state, reset, padding, targets)
         state = begun(self, state, reset, inputs_BN.shape[0])
         if documents is not None:
-            refuse_shared(self)
+            check_suits(self)
             given = (inputs_BN, targets, places)
             out = read_documents(self._read, documents, padding, given, state, self.init_state)
             return out._replace(outputs=out.outputs[:, -1:]) if last_only else out

@@ -24,6 +24,7 @@ from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import LearnedPositions, Positions, make_positions
 
+from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_padding, check_tokens
 from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
@@ -55,6 +56,9 @@ class SequenceClassifier(StackModel):
     Raises:
         ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
     """
+
+    answers_once = True
+    """A row has one answer, so that documents cannot stand behind each other in it."""
 
     @takes_stack_options(
         *("memory", "attention", "positions", "dropout", "attention_dropout", "activation", "norm_eps", "bias"),
@@ -111,7 +115,12 @@ class SequenceClassifier(StackModel):
             nn.init.normal_(self.embedding.weight)
 
     def forward(
-        self, inputs_BN: Tensor, state: StackState | None = None, *, padding: Tensor | None = None
+        self,
+        inputs_BN: Tensor,
+        state: StackState | None = None,
+        *,
+        padding: Tensor | None = None,
+        documents: None = None,
     ) -> ModelOutput:
         """Logits (B, classes) of token ids (B, N).
 
@@ -121,12 +130,15 @@ class SequenceClassifier(StackModel):
             inputs_BN: token ids.
             state: state after the segment before, of the same text; None for the start of a text.
             padding: (B, N) bool, True = padding.
+            documents: refused: a row is one text, with one answer.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit, a state of another model, a token that the vocabulary has not
+            ValueError: documents, shapes or dtypes that do not fit, a state of another model, a token that the vocabulary has not
                 (on the CPU, outside compiled code; an assertion of the device later elsewhere), more than `max_length`
                 tokens; or, with learned positions, a stream that is longer.
         """
+        if documents is not None:
+            check_suits(self)
         self.check_call(inputs_BN, state, padding=padding)
         if state is None and self._carries:
             state = self.stack.init_state(inputs_BN.shape[0], self.class_token)

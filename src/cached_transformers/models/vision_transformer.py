@@ -38,6 +38,9 @@ class VisionTransformer(StackModel):
         ValueError: sizes that do not fit, unknown names, images of another size.
     """
 
+    answers_once = True
+    """A row has one answer, so that documents cannot stand behind each other in it."""
+
     @takes_stack_options("memory", "attention", "dropout", "attention_dropout", "drop_path", "reversible")
     def __init__(
         self,

@@ -67,7 +67,7 @@ class ReplayLoop(SegmentLoop):
         super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
-        arguments = self._call(piece, state, reset_B)
+        read = super()._segment
         if not torch.is_grad_enabled():
-            return self.scoring(*arguments)
-        return checkpoint(self.scoring, *arguments, use_reentrant=False, preserve_rng_state=True)
+            return read(piece, state, reset_B)
+        return checkpoint(read, piece, state, reset_B, use_reentrant=False, preserve_rng_state=True)  # type: ignore[no-any-return]

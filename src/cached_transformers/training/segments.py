@@ -18,6 +18,15 @@ from torch.nn import functional as F
 from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.diagonal import check_schedule, read_diagonally
+from cached_transformers.models.documents import (
+    check_documents,
+    check_suits,
+    ids_of,
+    plan_documents,
+    read_documents,
+    refuse_documents,
+    resets_between,
+)
 from cached_transformers.models.inputs import check_places
 from cached_transformers.models.segments import (
     begun,
@@ -32,8 +41,9 @@ from cached_transformers.state import State, detach
 
 from .sliding import WINDOWS, read_sliding
 
-Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Inputs, targets and padding of a segment, (B, n) each, and what numbers sentences and paragraphs have, (B, n, 2)."""
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Inputs, targets and padding of a segment, (B, n) each, what numbers sentences and paragraphs have, (B, n, 2), and ids
+of documents, (B, n)."""
 
 
 class SegmentLoop(nn.Module):
@@ -116,6 +126,7 @@ class SegmentLoop(nn.Module):
         reset: Tensor | None = None,
         padding: Tensor | None = None,
         places: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """The loss of the batch, and the state after it, cut from the graph.
 
@@ -127,6 +138,11 @@ class SegmentLoop(nn.Module):
                 of each of its first S segments, (B, S).
             padding: (B, N) bool, True = padding, which takes no part in the loss and is not remembered.
             places: (B, N, 2) numbers of sentences and paragraphs, for a model that takes them (`LanguageModel`).
+            documents: (B, N) ids of the documents that a row holds one behind the other, negative at padding; names
+                within this batch. Each is read as in a row of its own (`models/documents.py`): a row's first one goes
+                on with the row's state, unless it is reset, and every further one begins with a fresh state, in the
+                middle of a segment or not. Targets are the caller's: that of a document's last token is no token of
+                the next one. On the CPU they keep no device waiting. The model may be compiled, the loop not.
 
         Returns:
             Mean cross-entropy (nats) over all tokens that take part, 0 if there is none, plus the mean over segments of
@@ -134,10 +150,14 @@ class SegmentLoop(nn.Module):
 
         Raises:
             ValueError: there is no token, the shapes of inputs, targets and padding differ, or there are more resets
-                than segments, or several although there are several passes.
+                than segments, or several although there are several passes; documents of which one begins again in its
+                row, with several passes, with a model that answers once a row, with a memory that is one for all rows
+                in training, or that begin inside a segment where the schedule is "diagonal".
         """
+        if documents is not None:
+            documents, padding = _told(documents, padding, inputs_BN)
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding, places))
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding, places, documents))
         for out in outs:
             total = total + out.outputs.sum()
             auxiliary = auxiliary + out.auxiliary_loss
@@ -156,6 +176,7 @@ class SegmentLoop(nn.Module):
         reset: Tensor | None = None,
         padding: Tensor | None = None,
         places: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Iterator[ModelOutput]:
         """The last pass, segment by segment: losses (B, n) of its tokens, the state after it, the auxiliary loss.
 
@@ -165,11 +186,19 @@ class SegmentLoop(nn.Module):
         if places is not None:
             check_places(places, inputs_BN)
         self._check_reset(reset, inputs_BN.shape[1])
-        pieces = self._pieces(inputs_BN, targets_BN, padding, places)
+        if documents is not None:
+            if self.passes > 1:
+                refuse_documents(documents, f"passes={self.passes} begin again with what rows have read as a whole")
+            check_suits(self.model)
+            documents, padding = _told(documents, padding, inputs_BN)
+        pieces = self._pieces(inputs_BN, targets_BN, padding, places, documents)
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
         resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        if documents is not None:
+            resets = self._resets(documents, resets, inputs_BN)
         if self.schedule == "diagonal":
+            _refuse_inside(pieces)
             if places is not None:
                 raise ValueError("schedule='diagonal' takes no places; the memories that do span the layers")
             return read_diagonally(self.model, [piece[:3] for piece in pieces], state, resets, self.bptt)
@@ -196,8 +225,22 @@ class SegmentLoop(nn.Module):
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
 
+    def _resets(self, ids_BN: Tensor, given: list[Tensor], inputs_BN: Tensor) -> list[Tensor | None]:
+        """Rows that begin anew at each segment: those that were given, and those in which another document begins."""
+        between = resets_between(ids_BN, cut(inputs_BN.shape[1], self.segment_length))
+        resets = [None if rows_B is None else rows_B.to(inputs_BN.device, non_blocking=True) for rows_B in between]
+        for index, rows_B in enumerate(given):
+            found = resets[index]
+            resets[index] = rows_B if found is None else rows_B | found
+        return resets
+
     def _pieces(
-        self, inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None, places: Tensor | None = None
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        padding_BN: Tensor | None,
+        places: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> list[Piece]:
         if padding_BN is not None:
             targets_BN = targets_BN.masked_fill(padding_BN, IGNORED)
@@ -207,6 +250,7 @@ class SegmentLoop(nn.Module):
                 targets_BN[:, part],
                 None if padding_BN is None else padding_BN[:, part],
                 None if places is None else places[:, part],
+                None if documents is None else documents[:, part],
             )
             for part in cut(inputs_BN.shape[1], self.segment_length)
         ]
@@ -233,13 +277,23 @@ class SegmentLoop(nn.Module):
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         """What is made of one segment, with the state after it."""
-        return self.scoring(*self._call(piece, state, reset_B))
+        inputs_BN, targets_BN, padding_BN, places, documents = piece
+        if documents is None:
+            return self._score(inputs_BN, targets_BN, places, state, padding_BN, reset_B)
+        state, given = begun(self.model, state, reset_B, len(inputs_BN)), (inputs_BN, targets_BN, places)
+        return read_documents(self._score, documents, None, given, state, self.model.init_state)  # type: ignore[arg-type]
 
-    def _call(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> tuple[Any, ...]:
-        """Arguments of `scoring`."""
-        inputs_BN, targets_BN, padding_BN, places = piece
+    def _score(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        places: Tensor | None,
+        state: State | None,
+        padding_BN: Tensor | None,
+        reset_B: Tensor | None = None,
+    ) -> ModelOutput:
         arguments = (self.model, inputs_BN, targets_BN, state, reset_B, padding_BN)
-        return arguments if places is None else (*arguments, places)
+        return self.scoring(*arguments) if places is None else self.scoring(*arguments, places)
 
 
 def token_losses(
@@ -279,6 +333,25 @@ def _check_sliding(model: nn.Module, bptt: int, passes: int, schedule: str) -> N
             "bptt_window='sliding' goes back through a segment several times, and a compiled model lets go of what it "
             "needs at the first; give the loop the model as it was, or take bptt_window='blocks'"
         )
+
+
+def _told(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Ids with what padding says, and padding with what the ids say."""
+    check_documents(documents, *inputs_BN.shape[:2])
+    ids_BN = ids_of(documents, padding)
+    nothing_BN = ids_BN < 0
+    return ids_BN, nothing_BN.to(inputs_BN.device) if bool(nothing_BN.any()) else None
+
+
+def _refuse_inside(pieces: list[Piece]) -> None:
+    """Refuse (ValueError) documents that do not begin with a segment."""
+    for index, (*_, documents) in enumerate(pieces):
+        if documents is not None and plan_documents(documents) is not None:
+            raise ValueError(
+                f"schedule='diagonal' reads segments as they stand, and in segment {index} of the batch a document "
+                "begins behind a row's first token, or behind padding; take schedule='segments', or let documents begin "
+                "with segments, padded behind"
+            )
 
 
 def _check_shapes(inputs_BN: Tensor, targets_BN: Tensor, padding_BN: Tensor | None) -> None:

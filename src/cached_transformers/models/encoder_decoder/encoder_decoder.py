@@ -23,6 +23,7 @@ from cached_transformers.layers.token_loss import token_losses
 from cached_transformers.registry import MODELS, unknown_name
 from cached_transformers.seam.positions import BucketedPositions, Positions, make_positions
 
+from ..documents import refuse_documents
 from ..inputs import check_padding, check_targets, check_tokens
 from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
 from ..stack_options import StackKeywords, StackOptions, takes_stack_options
@@ -149,6 +150,7 @@ class EncoderDecoder(StackModel):
         targets: Tensor | None = None,
         *,
         label_smoothing: float = 0.0,
+        documents: None = None,
     ) -> ModelOutput:
         """Logits (B, T, V) for the token behind each of `decoder_inputs_BT`.
 
@@ -160,11 +162,13 @@ class EncoderDecoder(StackModel):
                 where the target is -100.
             label_smoothing: share of the target's weight that is spread over all V tokens, as in
                 `torch.nn.functional.cross_entropy`; only with `targets`.
+            documents: refused: a row is one source and its target.
 
         Raises:
-            ValueError: shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
+            ValueError: documents, shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
                 assertion of the device later elsewhere) a token that the vocabulary has not.
         """
+        refuse_documents(documents, "EncoderDecoder reads one source a row, for one target")
         self._check_target(inputs_BN, decoder_inputs_BT, targets, label_smoothing)
         encoded = self.encode(inputs_BN, padding, state)
         behind_BT = None
