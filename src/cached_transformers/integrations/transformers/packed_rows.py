@@ -222,7 +222,7 @@ def refuse_pooled(model: nn.Module, out: Any) -> None:
 
 
 Rows = Callable[[dict[str, Tensor], Tensor | None, State], tuple[Any, State]]
-"""Reads one text a row: (tokens by name, (P, N, ...) each, their padding, state before) -> host's output, state after."""
+"""Reads one text a row: (tokens by name, (P, N, ...) each; their padding; state before) -> (host's output, state)."""
 
 
 def read_packed(
