@@ -84,7 +84,7 @@ def _ids_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: i
     mask, places = given.get("attention_mask"), given.get("position_ids")
     padding_BM = mask.cpu() == 0 if isinstance(mask, Tensor) and mask.shape == (rows, columns) else None
     places_BM = None
-    if may_begin_again(places) and places.shape[1] == columns:
+    if isinstance(places, Tensor) and may_begin_again(places) and places.shape[1] == columns:
         places_BM = places.expand(rows, columns).cpu()
     if not told:
         if places_BM is None:
