@@ -105,6 +105,24 @@ def test_a_document_begins_at_the_next_segment_of_a_step():
     ]
 
 
+def test_packed_documents_follow_each_other_without_the_past():
+    tokens, starts = corpus(5, 3, 7)
+    batches = epoch(Streams(tokens, starts, START, 1, 4, packed=True))
+    assert [batch.inputs[0].tolist() for batch in batches] == [
+        [START, 100, 101, 102],
+        [103, START, 105, 106],
+        [START, 108, 109, 110],
+        [111, 112, 113],
+    ]
+    assert [batch.told[0].tolist() for batch in batches] == [[0] * 4, [0, 1, 1, 1], [2] * 4, [2] * 3]
+    assert [bool(batch.reset) for batch in batches] == [True, False, True, False]
+    assert Streams(tokens, starts, START, 1, 4).batch(0).told is None
+    short = epoch(Streams(tokens, starts, START, 2, 8, packed=True))[0]
+    assert short.told.tolist() == [[0] * 5 + [1] * 2 + [-1], [1] + [2] * 7]
+    with pytest.raises(ValueError, match="align=4 pads documents to segments, and packed=True none"):
+        Streams(tokens, starts, START, 1, 4, align=4, packed=True)
+
+
 def test_documents_are_shuffled_by_seed_and_epoch():
     tokens, starts = corpus(*[4] * 8)
     orders = [

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "all": "a bit of all on one card, in minutes: eager and compiled, two precisions, of the card's measured peaks",
     "generation": "tokens a second that language models write, beside GPT-2 of transformers and x-transformers",
     "diagonal": "layers on different segments at once, beside one segment after the other",
+    "documents": "documents packed into rows, beside padded rows of their own, and beside rows read on over their ends",
 }
 
 
@@ -56,14 +57,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--path", help="loading: an image folder or archive (default: made images of 500 x 375 pixels)")
     parser.add_argument(
         "--memories",
-        help="memories, generation, diagonal: names, separated by commas, or all "
-        "(default: all; transformer_xl,grc_stream,rmt; transformer_xl,grc_stream)",
+        help="memories, generation, diagonal, documents: names, separated by commas, or all "
+        "(default: all; transformer_xl,grc_stream,rmt; transformer_xl,grc_stream; none,transformer_xl,rmt,infini)",
     )
     parser.add_argument("--attentions", default="all", help="attentions: names, separated by commas (default: all)")
     parser.add_argument(
         "--lengths",
         type=_numbers,
-        help="attentions, diagonal: numbers of tokens, separated by commas; memorizing: of keys",
+        help="attentions, diagonal: numbers of tokens, separated by commas; documents: mean ones; memorizing: of keys",
     )
     parser.add_argument(
         "--dtype",

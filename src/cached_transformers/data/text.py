@@ -110,7 +110,8 @@ class Corpus(TextDataset):
         tokenizer: "word", "byte" or "bpe"; its vocabulary is built on the training split.
         vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
         reset: "never" lets a stream run on from document to document, as Transformer-XL does; "document" begins each
-            at the start of a batch's tokens, with an empty memory.
+            at the start of a segment, with an empty memory, padded up to there; "packed" begins each with an empty
+            memory right behind the one before it, wherever in a segment that is.
         shuffle: draw a new order of documents for each epoch of training.
 
     Raises:
@@ -130,8 +131,8 @@ class Corpus(TextDataset):
     def __post_init__(self) -> None:
         kind, size = self.tokenizer, self.vocabulary_size
         check_kind(kind, size)
-        if self.reset not in ("never", "document"):
-            raise ValueError(f"data.reset={self.reset!r} must be 'never' or 'document'")
+        if self.reset not in ("never", "document", "packed"):
+            raise ValueError(f"data.reset={self.reset!r} must be 'never', 'document' or 'packed'")
         check_split(self.split)
         self.kind = kind
         key: dict[str, object] = {"kind": kind, "size": size, "punctuation": self.punctuation, "version": VERSION}

@@ -95,7 +95,7 @@ def paired_units(carry: SplitLosses, shuffle: SplitLosses) -> tuple[str, Tensor,
 
 def emptied_in_training(dataset: TextDataset, config: RunConfig) -> dict[str, Any]:
     """Whether, and how, training met an empty memory: {"reset_rows", "documents", "trained_on"}."""
-    share, documents = config.training.reset_rows, dataset.reset == "document"
+    share, documents = config.training.reset_rows, dataset.reset != "never"
     return {"reset_rows": share, "documents": documents, "trained_on": bool(share) or documents}
 
 

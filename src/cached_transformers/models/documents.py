@@ -164,8 +164,8 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
         row, column = wrong_BN.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids[{row}, {column}] is {int(position_ids_BN[row, column])}, behind "
-            f"{int(before_BN[row, column])}; inside a row each is 0, where a document begins, or the one before it + 1: "
-            "mark padding by padding, or give ids of the documents themselves"
+            f"{int(before_BN[row, column])}; inside a row each is 0, where a document begins, or the one before "
+            "it + 1: mark padding by padding, or give ids of the documents themselves"
         )
     return (begins_BN.long().cumsum(1) - 1).masked_fill(~real_BN, PADDING)
 

@@ -133,9 +133,9 @@ class SequenceClassifier(StackModel):
             documents: refused: a row is one text, with one answer.
 
         Raises:
-            ValueError: documents, shapes or dtypes that do not fit, a state of another model, a token that the vocabulary has not
-                (on the CPU, outside compiled code; an assertion of the device later elsewhere), more than `max_length`
-                tokens; or, with learned positions, a stream that is longer.
+            ValueError: documents, shapes or dtypes that do not fit, a state of another model, a token that the
+                vocabulary has not (on the CPU, outside compiled code; an assertion of the device later elsewhere), more
+                than `max_length` tokens; or, with learned positions, a stream that is longer.
         """
         if documents is not None:
             check_suits(self)

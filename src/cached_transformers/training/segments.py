@@ -8,7 +8,7 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -194,9 +194,8 @@ class SegmentLoop(nn.Module):
         pieces = self._pieces(inputs_BN, targets_BN, padding, places, documents)
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
-        resets = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
-        if documents is not None:
-            resets = self._resets(documents, resets, inputs_BN)
+        given = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        resets: Sequence[Tensor | None] = given if documents is None else self._resets(documents, given, inputs_BN)
         if self.schedule == "diagonal":
             _refuse_inside(pieces)
             if places is not None:
@@ -349,8 +348,8 @@ def _refuse_inside(pieces: list[Piece]) -> None:
         if documents is not None and plan_documents(documents) is not None:
             raise ValueError(
                 f"schedule='diagonal' reads segments as they stand, and in segment {index} of the batch a document "
-                "begins behind a row's first token, or behind padding; take schedule='segments', or let documents begin "
-                "with segments, padded behind"
+                "begins behind a row's first token, or behind padding; take schedule='segments', or let documents "
+                "begin with segments, padded behind"
             )
 
 

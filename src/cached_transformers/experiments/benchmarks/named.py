@@ -20,6 +20,7 @@ from cached_transformers.files import write_whole
 from . import (
     attentions,
     diagonal,
+    documents,
     everything,
     generation,
     grc,
@@ -216,6 +217,12 @@ def _diagonal(options: Options, device: str) -> Measured:
     return Measured(rows, diagonal.as_markdown(rows))
 
 
+def _documents(options: Options, device: str) -> Measured:
+    names = documents.MEMORIES if options.memories in (None, "all") else tuple(options.memories.split(","))
+    rows = documents.run(options.rounds, device, names, options.lengths or documents.LENGTHS)
+    return Measured(rows, documents.as_markdown(rows))
+
+
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "grc": _grc,
     "vision": _vision,
@@ -226,4 +233,5 @@ BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "memorizing": _memorizing,
     "generation": _generation,
     "diagonal": _diagonal,
+    "documents": _documents,
 }

@@ -38,7 +38,7 @@ def reset_sentence(reset: Mapping[str, Any]) -> str:
     """What the row of an emptied memory is worth, of what `emptied_in_training` found."""
     ways = [f"in a share of {reset['reset_rows']:g} of the rows at each step (training.reset_rows)"]
     ways = ways if reset["reset_rows"] else []
-    ways += ["where a document begins (data.reset=document)"] if reset["documents"] else []
+    ways += ["where a document begins (data.reset)"] if reset["documents"] else []
     if ways:
         return f"reset: an empty memory; trained on: yes, {' and '.join(ways)}"
     return "reset: an empty memory; trained on: no (training.reset_rows=0), so that its loss is no measure of use"

@@ -165,8 +165,8 @@ class EncoderDecoder(StackModel):
             documents: refused: a row is one source and its target.
 
         Raises:
-            ValueError: documents, shapes that do not fit, a state of another model, or (on the CPU, outside compiled code; an
-                assertion of the device later elsewhere) a token that the vocabulary has not.
+            ValueError: documents, shapes that do not fit, a state of another model, or (on the CPU, outside compiled
+                code; an assertion of the device later elsewhere) a token that the vocabulary has not.
         """
         refuse_documents(documents, "EncoderDecoder reads one source a row, for one target")
         self._check_target(inputs_BN, decoder_inputs_BT, targets, label_smoothing)

@@ -61,7 +61,15 @@ def read_split(
 
     Args:
         seen: of `hidden_states`, which is open. scores: what is asked of the head.
+
+    Raises:
+        ValueError: documents are packed, which are not read segment by segment.
     """
+    if dataset.reset == "packed":
+        raise ValueError(
+            "data.reset=packed: a cache over outputs is written once a segment, and several documents in one would "
+            "share it; take data.reset=document"
+        )
     check_passes(model, config.training.passes)
     streams, length = evaluation_streams(dataset, config), segment_length(config)
     rows = slice(*(rank * streams.rows // world.size for rank in (world.rank, world.rank + 1)))

@@ -74,6 +74,7 @@ def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
         length * window,
         unit=length,
         align=grain(dataset, length, settings),
+        packed=dataset.reset == "packed",
     )
 
 
@@ -119,10 +120,14 @@ def split_losses(model: nn.Module, dataset: TextDataset, world: World, config: R
         for batch, losses_BN in _read(model, streams, slice(first, last), world, config):
             segment_N = torch.arange(losses_BN.shape[1]) // length
             read_B1 = read_B1.masked_fill(batch.reset[:, :1], 0)
+            carried_BN = read_B1 + segment_N
+            if batch.packed:  # since its document began, in this row
+                place_N = begun * length + torch.arange(len(segment_N))
+                carried_BN = place_N // length - (place_N - batch.positions).clamp(min=0) // length
             parts = (
                 _power(batch.positions),
                 (torch.arange(len(segment_N)) % length * QUARTERS // length)[None],
-                _power(read_B1 + segment_N),
+                _power(carried_BN),
                 batch.documents,
                 rows_B1 + begun + segment_N,
             )
@@ -155,7 +160,7 @@ def _read(
             shift = int(torch.randint(1, count, (), generator=generator))
             state = reorder(state, torch.arange(count, device=world.device).roll(shift))
         with last_use(state if config.training.passes == 1 else None):
-            outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN))
+            outs = list(loop.read(inputs_BN, targets_BN, state, reset, padding_BN, documents=batch.told))
         state = outs[-1].state
         yield batch, torch.cat([out.outputs for out in outs], 1)
 

@@ -4,8 +4,9 @@ The documents, in the order of the epoch, are laid end to end and cut into one c
 gives each row its next tokens, so the place in the data is a function of the step number. Every token is predicted
 exactly once an epoch: rows that are through wait for the others as padding.
 
-With `align` each document begins at a multiple of so many tokens of its row, which is where a memory can be reset; the
-places up to there are padding.
+With `align` each document begins at a multiple of so many tokens of its row, where the memory of a row is reset; the
+places up to there are padding. With `packed` each begins where the one before it ends, and a loop is told the ids of
+documents, so that each is read with a memory of its own (`models/documents.py`).
 
 Legend: B rows, N tokens of a step, S segments of a step.
 """
@@ -38,6 +39,7 @@ class StreamBatch(NamedTuple):
         positions: places of the targets in their documents, long (B, N), from 0.
         documents: which documents they are of, long (B, N), in order of the split.
         tokens: number of targets, over all rows of the step and not only those asked for.
+        packed: documents begin with an empty memory wherever in a row that is.
     """
 
     inputs: Tensor
@@ -47,6 +49,12 @@ class StreamBatch(NamedTuple):
     positions: Tensor
     documents: Tensor
     tokens: int
+    packed: bool = False
+
+    @property
+    def told(self) -> Tensor | None:
+        """Ids of documents for a loop, -1 at padding, on the CPU, where they keep no device waiting; None for none."""
+        return self.documents.masked_fill(self.targets == IGNORED, -1) if self.packed else None
 
     def moved(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Inputs, targets, resets and padding on a device."""
@@ -81,10 +89,12 @@ class Streams:
         rows: B. length: N, tokens of a row in one step.
         unit: steps at the end of an epoch are cut to the shortest multiple of it that holds what is left.
         align: documents begin at multiples of so many tokens of their row, with a reset; 0 lets rows run on.
+        packed: documents begin anywhere, each as in a row of its own.
         seed: for an order of documents drawn anew each epoch; None keeps theirs.
 
     Raises:
-        ValueError: more rows than tokens, or than segments of documents; or `align` does not divide `length`.
+        ValueError: more rows than tokens, or than segments of documents; `align` does not divide `length`, or stands
+            beside `packed`.
     """
 
     def __init__(
@@ -97,14 +107,18 @@ class Streams:
         *,
         unit: int = 1,
         align: int = 0,
+        packed: bool = False,
         seed: int | None = None,
     ) -> None:
+        if align and packed:
+            raise ValueError(f"align={align} pads documents to segments, and packed=True none; take one of the two")
         if align and length % align:
             raise ValueError(f"align={align} must divide length={length}, so that documents begin with a segment")
         if rows > len(tokens):
             raise ValueError(f"a batch of {rows} rows exceeds the {len(tokens)} tokens of the text; take fewer rows")
         self.tokens, self.starts, self.start = tokens, starts, start
         self.rows, self.length, self.unit, self.align, self.seed = rows, length, unit, align, seed
+        self.packed, self._apart = packed, packed or bool(align)
         self.lengths = np.diff(np.append(starts, len(tokens)))
         self._grain = align or 1
         total = int(self._room(self.lengths).sum()) // self._grain
@@ -156,10 +170,10 @@ class Streams:
         # Before the first token of a document stands the last of the document before it, or, after a reset, nothing.
         before_BN = self._order[np.maximum(document_BN - 1, 0)]
         last_BN = self.tokens[self.starts[before_BN] + self.lengths[before_BN] - 1].astype(np.int64)
-        last_BN = np.where((document_BN == 0) | bool(self.align), self.start, last_BN)
+        last_BN = np.where((document_BN == 0) | self._apart, self.start, last_BN)
         inputs_BN = np.where(offset_BN > 0, self.tokens[np.maximum(index_BN - 1, 0)].astype(np.int64), last_BN)
         inputs_BN = np.where(valid_BN, inputs_BN, self.start)
-        fresh_BS = ((offset_BN == 0) & valid_BN & bool(self.align))[:, :: self.align or width]
+        fresh_BS = ((offset_BN == 0) & valid_BN & self._apart)[:, :: self.align or width]
         fresh_BS[:, 0] |= turn == 0
         padded = self.align or not valid_BN.all()
         return StreamBatch(
@@ -170,4 +184,5 @@ class Streams:
             positions=torch.from_numpy(offset_BN),
             documents=torch.from_numpy(own_BN),
             tokens=count,
+            packed=self.packed,
         )

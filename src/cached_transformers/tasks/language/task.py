@@ -61,6 +61,7 @@ class LanguageModelling(Task):
             length,
             unit=settings.segment_length,
             align=grain(train, settings.segment_length, settings),
+            packed=train.reset == "packed",
             seed=settings.seed if train.shuffle else None,
         )
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
@@ -95,7 +96,7 @@ class LanguageModelling(Task):
         if state is None and self.shards is None:  # whose weights are there inside the runner alone, which begins anew
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
-            loss, state = runner(inputs, targets, state, reset, padding)
+            loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told)
         self._coming.append(state)
         count = int((batch.targets != IGNORED).sum())
         # The loss is the mean of this piece, and gradients are averaged over processes: every token weighs alike.
@@ -167,3 +168,8 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
     if settings.label_smoothing:
         raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
     check_passes(model, settings.passes)
+    if data.reset == "packed" and settings.passes > 1:
+        raise ValueError(
+            f"data.reset=packed with training.passes={settings.passes}: a pass begins again with what a row has read as "
+            "a whole; take data.reset=document, or training.passes=1"
+        )
