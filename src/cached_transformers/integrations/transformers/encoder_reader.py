@@ -29,8 +29,10 @@ from cached_transformers.seam.memory import Tokens
 from cached_transformers.state import State
 
 from .handed import Handed
+from .output_state import handed_back
 from .packed_rows import refuse_told
-from .segment_reader import Call, SegmentReader, handed_back, is_exporting, refuse_masks
+from .row_segments import refuse_masks
+from .segment_reader import Call, SegmentReader, is_exporting
 from .stream_tap import Passage, Running, StreamTap
 
 TEXT = ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids")

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
+from .described import parameter_names
 from .handed import Handed
 from .output_state import OUTPUT, Carried, prepare_outputs, with_state
 from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
-from .segment_reader import SegmentReader, parameter_names
+from .segment_reader import SegmentReader
 
 ATTACHED = (
     *("forward", "segment_reader", "generate", "_expand_inputs_for_generation", "init_memory_state"),
@@ -59,8 +60,8 @@ def forward_with_state(
     carried.documents = reader.documents(given) if carried.documents is None else carried.documents
     if carried.documents is not None:
         args, kwargs = (), given
-        if carried.documents.plan is not None:
-            kwargs.setdefault("use_cache", False)  # some hosts ask their config in its place
+        if carried.documents.plan is not None and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # some hosts ask their config in its place
         if hasattr(type(model), "_expand_inputs_for_generation"):  # whose loss is shifted
             score_within(kwargs, carried.documents.ids_BM)
     with Handed(carried, [reader]):

@@ -65,3 +65,11 @@ def prepare_outputs(*modules: nn.Module) -> None:
 def with_state(out: Any, state: State) -> Any:
     """The host's output, with the state beside what it holds."""
     return output_with_state(type(out))(**dict(out.items()), **{OUTPUT: state})
+
+
+def handed_back(out: Any, after: State | None, carried: Carried, tuples: bool) -> Any:
+    """The output with the state after it, where somebody knows it."""
+    if after is not None:
+        carried.after = after
+        out = with_state(out, after)
+    return out.to_tuple() if tuples else out

@@ -62,6 +62,13 @@ class Documents(NamedTuple):
     ids_BM: Tensor
     plan: Plan | None
 
+    def with_mask(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The call for rows of one document each, in which what has no document is padding."""
+        tokens, mask = given.get("input_ids", given.get("inputs_embeds")), given.get("attention_mask")
+        if tokens is None or bool((self.ids_BM >= 0).all()) or (mask is not None and mask.shape != self.ids_BM.shape):
+            return given
+        return {**given, "attention_mask": (self.ids_BM >= 0).long().to(tokens.device)}
+
 
 def documents_told(told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
     """The documents of a call; None where nobody tells of any.

@@ -153,3 +153,20 @@ def put_together(outs: list[Any], segments: list[Segment], columns: int) -> Any:
     if out.get("hidden_states") is not None:
         out["hidden_states"] = tuple(whole(list(parts)) for parts in zip(*(o.hidden_states for o in outs), strict=True))
     return out
+
+
+def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
+    """Refuse what is no mask of padding.
+
+    Args:
+        counted: which tokens there are, for the message.
+
+    Raises:
+        ValueError: it is of another shape than (rows, tokens).
+    """
+    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise ValueError(
+            f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
+            f"(rows, tokens) = {(rows, tokens)}{counted}"
+        )

@@ -12,7 +12,6 @@ Legend: B rows, M columns of the open segments and of a call, N tokens of a segm
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -35,9 +34,9 @@ from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
 
 from .context_tap import ContextTap
-from .described import TAKE_MASKS, no_masks
+from .described import TAKE_MASKS, no_masks, parameter_names
 from .hosted import TransformersModel
-from .output_state import Carried, with_state
+from .output_state import Carried, handed_back
 from .packed_rows import (
     COMPILED,
     KEYWORDS,
@@ -50,7 +49,7 @@ from .packed_rows import (
     refuse_packed,
     refuse_told,
 )
-from .row_segments import Segment, put_together, row_segments, stream_positions
+from .row_segments import Segment, put_together, refuse_masks, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
 from .stream_tap import Passage, Running, StreamTap, slot_attentions_of, undeclared
 from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
@@ -155,8 +154,7 @@ class SegmentReader:
         if found is not None and found.plan is not None:
             out, after = self._read_documents(given, found.plan, carried.state)
         else:
-            if found is not None and bool((found.ids_BM < 0).any()):
-                given["attention_mask"] = (found.ids_BM >= 0).to(self.decoder.device)
+            given = given if found is None else found.with_mask(given)
             out, after = self._read_rows(given, carried.state)
         return handed_back(out, after, carried, tuples)
 
@@ -469,33 +467,3 @@ class SegmentReader:
                 **extra,
                 **options,
             )
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Of its class's forward, in their order."""
-    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
-
-
-def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
-    """Refuse what is no mask of padding.
-
-    Args:
-        counted: which tokens there are, for the message.
-
-    Raises:
-        ValueError: it is of another shape than (rows, tokens).
-    """
-    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
-        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-        raise ValueError(
-            f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
-            f"(rows, tokens) = {(rows, tokens)}{counted}"
-        )
-
-
-def handed_back(out: Any, after: State | None, carried: Carried, tuples: bool) -> Any:
-    """The output with the state after it, where somebody knows it."""
-    if after is not None:
-        carried.after = after
-        out = with_state(out, after)
-    return out.to_tuple() if tuples else out
