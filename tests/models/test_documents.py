@@ -301,6 +301,15 @@ def test_operations_are_counted_without_values() -> None:
         assert model(inputs, documents=inputs).outputs.shape == (2, 6, VOCABULARY)
 
 
+@pytest.mark.parametrize("kind", [SegmentLoop, ReplayLoop])
+def test_the_plan_is_made_where_the_ids_are_and_waits_for_no_device(kind: Any) -> None:
+    # A device without values: nothing can be read back from it, and nothing on it meets what is left on the CPU.
+    inputs, targets = (t.to("meta") for t in text(PACKED))
+    loss, state = kind(build().to("meta"), SEGMENT, bptt=4)(inputs, targets, documents=PACKED)
+    loss.backward()
+    assert {t.device.type for _, t in states.named_tensors(state)} == {"meta"}
+
+
 def test_places_go_with_their_tokens() -> None:
     segatron = {"name": "segatron", "length": 4, "sentence_ends": (1,)}
     model = build(segatron, positions=None).eval()

@@ -154,10 +154,12 @@ class SegmentLoop(nn.Module):
                 row, with several passes, with a model that answers once a row, with a memory that is one for all rows
                 in training, or that begin inside a segment where the schedule is "diagonal".
         """
+        told = padding
         if documents is not None:
             documents, padding = _told(documents, padding, inputs_BN)
+            told = None  # the ids say it, where no device has to be waited for
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
-        outs = list(self.read(inputs_BN, targets_BN, state, reset, padding, places, documents))
+        outs = list(self.read(inputs_BN, targets_BN, state, reset, told, places, documents))
         for out in outs:
             total = total + out.outputs.sum()
             auxiliary = auxiliary + out.auxiliary_loss

@@ -27,7 +27,7 @@ from .peers import Sizes, random_tokens
 
 MEMORIES = ("none", "transformer_xl", "rmt", "infini")
 LENGTHS = (32, 128, 512)
-BASE = Sizes()
+BASE = Sizes(width=128, depth=2)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,6 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
     check_passes(model, settings.passes)
     if data.reset == "packed" and settings.passes > 1:
         raise ValueError(
-            f"data.reset=packed with training.passes={settings.passes}: a pass begins again with what a row has read as "
-            "a whole; take data.reset=document, or training.passes=1"
+            f"data.reset=packed with training.passes={settings.passes}: a pass begins again with what a row has read "
+            "as a whole; take data.reset=document, or training.passes=1"
         )
