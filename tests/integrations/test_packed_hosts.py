@@ -32,7 +32,7 @@ from integrations.transformers_hosts import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model
+from cached_transformers import ReplayLoop, SegmentLoop, add_memory, create_model, tune_initial_state
 from cached_transformers.integrations.transformers.packed_rows import labels_within
 from cached_transformers.state import map_state
 
@@ -162,6 +162,17 @@ def test_a_row_s_first_document_goes_on_with_its_state_and_no_other_does() -> No
     before = map_state(torch.clone, past)
     model(TOKENS, document_ids=IDS, memory_state=past)
     assert differences(before, past) == 0
+
+
+def test_every_document_begins_with_the_state_that_was_tuned() -> None:
+    """And trains it; a row's first document does where no state is given."""
+    model = awaken(stream(LLAMA, "rmt"))
+    tuned = tune_initial_state(model, words(1, 3 * SEGMENT, 9), segment_length=SEGMENT)
+    same(model, model.init_memory_state(len(IDS)), document_ids=IDS)
+    grads = [p.grad.clone() for p in tuned.parameters()]
+    gradients(model, model(TOKENS, labels=TOKENS, document_ids=IDS).loss)
+    torch.testing.assert_close([p.grad for p in tuned.parameters()], grads)
+    assert grads and all(grad.abs().max() > 0 for grad in grads)
 
 
 @architectures(DECODERS)
