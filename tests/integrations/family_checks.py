@@ -85,6 +85,21 @@ def carries(family: Family, memory: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
+def packs(family: Family, memory: dict[str, Any]) -> None:
+    """Documents in a row, told by ids or by places, are what each is alone; no token is asked for one of another."""
+    lengths = (SEGMENT + 2, 1, SEGMENT)
+    model, ids = awaken(family.with_memory(memory)), words(1, sum(lengths))
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = [model(text).logits[0] for text in ids.split(lengths, 1)]
+    told = model(ids, labels=ids, document_ids=numbers)
+    equal(told.logits[0], torch.cat(alone), 1e-5)
+    equal(model(ids, position_ids=places).logits, told.logits, 1e-5)
+    asked = torch.cat([logits[:-1] for logits in alone])
+    equal(told.loss, torch.nn.functional.cross_entropy(asked, ids[:, 1:][numbers.diff() == 0]), 1e-5)
+
+
+@torch.no_grad()
 def remembers_all(family: Family) -> None:
     """A memory that keeps all that was read makes segments of the host's own text, and forgets nothing of it."""
     plain, model, ids = family.build(), family.with_memory({"name": "transformer_xl", "length": 12}), words()

@@ -52,12 +52,20 @@ def test_a_decoder_with_a_memory(family: Family, memory: str) -> None:
     for check in (
         checks.plain_again,
         checks.carries,
+        checks.packs,
         checks.generates,
         checks.trains,
         checks.checkpoints,
         checks.saves,
     ):
         check(family, spec)
+
+
+@pytest.mark.slow
+@families([family for family in DECODERS if not family.refused])
+def test_any_decoder_reads_packed_rows(family: Family) -> None:
+    for memory in (checks.STREAMS["grc_stream"], checks.CAUSAL["rmt"]):
+        checks.packs(family, memory)
 
 
 WITHOUT_STORED = {

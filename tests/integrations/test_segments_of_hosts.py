@@ -1,4 +1,4 @@
-"""Where the segments of GPT-2 and Llama begin: the length that must be given, rows of unequal length, packed rows."""
+"""Where the segments of GPT-2 and Llama begin: the length that must be given, rows of unequal length."""
 
 from __future__ import annotations
 
@@ -179,34 +179,3 @@ def test_a_padded_text_in_pieces_of_any_size_is_the_text(host: Architecture, mem
         alone = model(ids[index : index + 1, real])
         torch.testing.assert_close(logits[index : index + 1, real], alone.logits, rtol=1e-4, atol=1e-5)
         assert differences(row(cache.memory_state, index), alone.memory_state) < 1e-5
-
-
-# ---- packed rows
-
-PACKED = {
-    "position_ids": {"position_ids": torch.tensor([[*range(7), *range(6)]])},
-    "one token": {"position_ids": torch.tensor([[0, *range(12)]])},
-    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 7, 13])},
-    "seq_idx": {"seq_idx": torch.tensor([[0] * 7 + [1] * 6])},
-}
-
-
-@architectures(DECODERS)
-@pytest.mark.parametrize("length", [SEGMENT, None])
-@pytest.mark.parametrize("name", list(PACKED))
-def test_texts_packed_into_one_row_are_refused(host: Architecture, length: int | None, name: str) -> None:
-    model, ids = stream(host, "rmt", length), words(1, 13)
-    with pytest.raises(ValueError, match=rf"{next(iter(PACKED[name]))}.*a row of its own"):
-        model(ids, **PACKED[name])
-    assert model(ids, position_ids=torch.arange(13)[None]).logits.isfinite().all()
-
-
-@pytest.mark.slow
-def test_packed_rows_are_refused_in_a_compiled_graph() -> None:
-    torch._dynamo.reset()
-    model, ids = stream(GPT2, "grc_stream", None).eval(), words(1, 13)
-    compiled = torch.compile(model, backend="aot_eager")
-    places = torch.arange(13)[None]
-    torch.testing.assert_close(compiled(ids, position_ids=places).logits, model(ids).logits)
-    with pytest.raises(RuntimeError, match=r"position_ids .*a row of its own"):
-        compiled(ids, position_ids=PACKED["position_ids"]["position_ids"])

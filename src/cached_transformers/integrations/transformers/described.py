@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from torch import nn
 
 from cached_transformers.integrations.hosts import HostAttention, Site
 
@@ -55,3 +58,8 @@ def softmax_of(site: Site, *, causal: bool = False, bias: bool = False) -> HostA
 def no_masks(kind: str) -> str:
     """Why a model cannot be given a mask, and the way out."""
     return f"attn_implementation={kind!r} takes no masks; call model.set_attn_implementation('sdpa')"
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Of its class's forward, in their order."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]

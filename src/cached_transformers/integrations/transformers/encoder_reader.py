@@ -29,8 +29,10 @@ from cached_transformers.seam.memory import Tokens
 from cached_transformers.state import State
 
 from .handed import Handed
-from .row_segments import refuse_packing
-from .segment_reader import Call, SegmentReader, handed_back, is_exporting, refuse_masks
+from .output_state import handed_back
+from .packed_rows import refuse_told
+from .row_segments import refuse_masks
+from .segment_reader import Call, SegmentReader, is_exporting
 from .stream_tap import Passage, Running, StreamTap
 
 TEXT = ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids")
@@ -59,6 +61,8 @@ class EncoderReader(SegmentReader):
         remembers: whether the memory carries a state.
     """
 
+    takes = ()
+
     def __init__(
         self,
         encoder: nn.Module,
@@ -77,6 +81,9 @@ class EncoderReader(SegmentReader):
     @property
     def in_loops(self) -> type[nn.Module]:
         return TokensModel if self.cuts else FramesModel
+
+    def documents(self, given: dict[str, Any]) -> None:
+        """None: rows are one text each."""
 
     def detach(self) -> None:
         for place in self.entrance:
@@ -101,7 +108,7 @@ class EncoderReader(SegmentReader):
 
     def _refuse(self, given: dict[str, Any]) -> None:
         self._refuse_weights(given)
-        refuse_packing(given)
+        refuse_told(given, "an encoder with a memory reads one text a row;")
         given.pop("use_cache", None)  # an encoder keeps nothing
         for name in ("past_key_values", "encoder_hidden_states"):
             if name in given:

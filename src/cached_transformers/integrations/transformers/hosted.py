@@ -13,10 +13,11 @@ from cached_transformers.extras import refused_by, require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import OneMemory
+from cached_transformers.models.documents import read_documents
 from cached_transformers.models.generation import Generation, generate
+from cached_transformers.models.segments import begun
 from cached_transformers.registry import MODELS
 from cached_transformers.state import State
-from cached_transformers.state import reset as reset_rows
 
 
 @MODELS.register("transformers")
@@ -102,6 +103,7 @@ class TransformersModel(nn.Module):
         *,
         padding: Tensor | None = None,
         last_only: bool = False,
+        documents: Tensor | None = None,
     ) -> ModelOutput:
         """Logits (B, N, V) for the next token at each place of the segment.
 
@@ -111,15 +113,22 @@ class TransformersModel(nn.Module):
             reset: (B,) bool, rows that begin a new document and forget.
             padding: (B, N) bool, True = padding.
             last_only: outputs of the last place alone, (B, 1, V).
+            documents: (B, N) ids of the documents that a row holds one behind the other, negative at padding; see
+                `LanguageModel`.
 
         Raises:
-            ValueError: a state of another model or number of rows.
+            ValueError: a state of another model or number of rows; documents in a compiled call, or of which one begins
+                again.
         """
-        more: dict[str, Any] = {}
-        if self.remembers:
-            rows = inputs_BN.shape[0]
-            state = self.init_state(rows) if state is None else state
-            more["memory_state"] = state if reset is None else reset_rows(state, self.init_state(rows), reset)
+        state = begun(self, state, reset, inputs_BN.shape[0]) if self.remembers else ()
+        if documents is not None:
+            out = read_documents(self._read, documents, padding, (inputs_BN,), state, self.init_state)
+            return out._replace(outputs=out.outputs[:, -1:]) if last_only else out
+        return self._read(inputs_BN, state, padding, last_only)
+
+    def _read(self, inputs_BN: Tensor, state: State, padding: Tensor | None, last_only: bool = False) -> ModelOutput:
+        """`forward` of rows of one text each."""
+        more: dict[str, Any] = {"memory_state": state} if self.remembers else {}
         mask = None if padding is None else (~padding).to(torch.long)
         keep = 1 if last_only else 0
         out = self.model(input_ids=inputs_BN, attention_mask=mask, use_cache=False, logits_to_keep=keep, **more)

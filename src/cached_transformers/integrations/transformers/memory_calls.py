@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.state import State, repeat
 
+from .described import parameter_names
 from .handed import Handed
 from .output_state import OUTPUT, Carried, prepare_outputs, with_state
+from .packed_rows import WAY_OUT, refuse_pooled, refuse_told, score_within
 from .segment_reader import SegmentReader
 
 ATTACHED = (
@@ -27,16 +29,18 @@ ATTACHED = (
 """Attributes of an instance, which hide those of its class."""
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any], first: Any, *more: str) -> None:
     """Put a function with its first argument in the place of a module's forward.
 
     As a partial it can be copied and pickled with the module, and torch.export, Trainer and generate find what they
-    look at: code, and the host's signature with the state in it.
+    look at: code, and the host's signature with the state in it, and what `more` it is called with by name.
     """
     own = inspect.signature(type(module).forward)
     parameters = [p for name, p in own.parameters.items() if name != "self"]
-    state = inspect.Parameter(OUTPUT, inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters.insert(len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD), state)
+    place = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    parameters[place:place] = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in (OUTPUT, *more)
+    ]
     replaced = functools.partial(forward, first)
     vars(replaced)["__signature__"] = own.replace(parameters=parameters)
     vars(module)["forward"] = replaced
@@ -52,8 +56,18 @@ def forward_with_state(
     """Stands in the place of the forward of a model round a decoder; `place` is that model, and who reads for it."""
     model, reader = place
     carried = memory_state if isinstance(memory_state, Carried) else Carried(memory_state)
+    given = {**dict(zip(reader.outside, args, strict=False)), **kwargs}
+    carried.documents = reader.documents(given) if carried.documents is None else carried.documents
+    if carried.documents is not None:
+        args, kwargs = (), given
+        if carried.documents.plan is not None and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # some hosts ask their config in its place
+        if hasattr(type(model), "_expand_inputs_for_generation"):  # whose loss is shifted
+            score_within(kwargs, carried.documents.ids_BM)
     with Handed(carried, [reader]):
         out = type(model).forward(model, *args, memory_state=carried, return_dict=True, **kwargs)
+    if carried.documents is not None and carried.documents.plan is not None:
+        refuse_pooled(model, out)
     if carried.after is not None:
         out = with_state(out, carried.after)
     if return_dict is None:
@@ -81,6 +95,11 @@ class Generate:
         Raises:
             ValueError: what a memory cannot follow, beside what transformers refuses.
         """
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        why = "generate goes on with one text in each row;"
+        refuse_told(kwargs, why)
+        if self.reader.documents({"input_ids": prompt, "position_ids": kwargs.get("position_ids")}) is not None:
+            raise ValueError(f"position_ids begin again inside a prompt: {why} {WAY_OUT}")
         for name in ("past_key_values", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -92,7 +111,6 @@ class Generate:
         )
         if isinstance(out, Tensor):
             return out
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
         out[OUTPUT] = self._after(out.sequences, prompt, memory_state, generation_config, kwargs)
         return out
 
@@ -161,9 +179,10 @@ def attach_calls(model: nn.Module, decoder: nn.Module, reader: SegmentReader) ->
     ours: Any = model
     prepare_outputs(decoder, model)
     vars(decoder)["segment_reader"] = reader
-    replace_forward(decoder, type(reader).read, reader)
+    replace_forward(decoder, type(reader).read, reader, *reader.takes)
     if model is not decoder:
-        replace_forward(model, forward_with_state, (model, reader))
+        reader.outside = parameter_names(model)
+        replace_forward(model, forward_with_state, (model, reader), *reader.takes)
     if hasattr(type(model), "_expand_inputs_for_generation"):
         vars(model)["generate"] = Generate(model, reader)
         vars(model)["_expand_inputs_for_generation"] = Expand(model)

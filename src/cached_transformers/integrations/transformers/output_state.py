@@ -10,6 +10,8 @@ from torch import nn
 
 from cached_transformers.state import State
 
+from .packed_rows import Documents
+
 try:
     from transformers.utils import ModelOutput
 except ImportError:  # this module is of use to those alone who hold a model of transformers, but imports without it
@@ -19,11 +21,16 @@ OUTPUT = "memory_state"
 
 
 class Carried:
-    """A state on its way down from a model to its decoder, and the one that comes back."""
+    """A state on its way down from a model to its decoder, and the one that comes back.
+
+    Attributes:
+        documents: in the rows of the call, where the model was told of them.
+    """
 
     def __init__(self, state: State | None) -> None:
         self.state = state
         self.after: State | None = None
+        self.documents: Documents | None = None
 
 
 def _rebuild(kind: type, fields: dict[str, Any]) -> Any:
@@ -58,3 +65,11 @@ def prepare_outputs(*modules: nn.Module) -> None:
 def with_state(out: Any, state: State) -> Any:
     """The host's output, with the state beside what it holds."""
     return output_with_state(type(out))(**dict(out.items()), **{OUTPUT: state})
+
+
+def handed_back(out: Any, after: State | None, carried: Carried, tuples: bool) -> Any:
+    """The output with the state after it, where somebody knows it."""
+    if after is not None:
+        carried.after = after
+        out = with_state(out, after)
+    return out.to_tuple() if tuples else out

@@ -138,31 +138,6 @@ def _first_place(places_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
     return torch.where(padding_BN.all(1, keepdim=True), 0, first_B1)
 
 
-def refuse_packed(places_BM: Tensor, padding_BM: Tensor | None) -> None:
-    """Refuse (`insist`) rows in which texts stand one after the other: their places begin again."""
-    begins_BM = places_BM[:, 1:] <= places_BM[:, :-1]
-    if padding_BM is not None:
-        begins_BM = begins_BM & ~padding_BM[:, 1:] & ~padding_BM[:, :-1]
-    insist(~begins_BM.any(), f"position_ids begin again inside a row: {PACKED}")
-
-
-PACKED = (
-    "texts packed into one row would read each other's memory; give each text a row of its own, padded on the right "
-    "(a data collator that pads in the place of DataCollatorWithFlattening, packing=False)"
-)
-
-
-def refuse_packing(options: dict[str, Any]) -> None:
-    """Refuse what tells attention where packed texts begin.
-
-    Raises:
-        ValueError: there is such a keyword.
-    """
-    for name in options:
-        if name.startswith("cu_seq_lens") or name == "seq_idx":
-            raise ValueError(f"{name}: {PACKED}")
-
-
 def put_together(outs: list[Any], segments: list[Segment], columns: int) -> Any:
     """One output for all columns, of the outputs for each of the segments; zeros where there is padding."""
 
@@ -178,3 +153,20 @@ def put_together(outs: list[Any], segments: list[Segment], columns: int) -> Any:
     if out.get("hidden_states") is not None:
         out["hidden_states"] = tuple(whole(list(parts)) for parts in zip(*(o.hidden_states for o in outs), strict=True))
     return out
+
+
+def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
+    """Refuse what is no mask of padding.
+
+    Args:
+        counted: which tokens there are, for the message.
+
+    Raises:
+        ValueError: it is of another shape than (rows, tokens).
+    """
+    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
+        raise ValueError(
+            f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
+            f"(rows, tokens) = {(rows, tokens)}{counted}"
+        )

@@ -4,14 +4,14 @@ Within a segment the memory is as the past has left it; it is written when the s
 tokens, which a longer text is cut into, and at the end of a call. With `past_key_values` the next call goes on in the
 open segment instead. Keys, values and positions begin anew with each segment.
 
-A segment is that of a row: rows that are padded each begin at their own first token (`row_segments.py`).
+A segment is that of a row: rows that are padded each begin at their own first token (`row_segments.py`), and rows of
+several documents are read as a row for each (`packed_rows.py`).
 
 Legend: B rows, M columns of the open segments and of a call, N tokens of a segment, D width.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -27,19 +27,35 @@ from cached_transformers.layers.initial_state import initial_state_of
 from cached_transformers.layers.open_stack import reads_alone
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.models.documents import Plan
 from cached_transformers.models.segments import read_segments
 from cached_transformers.seam.memory import LayerMemory, ModelMemory, Tokens, begin
 from cached_transformers.state import State, seal, used_again
 from cached_transformers.state import check as check_state
 
 from .context_tap import ContextTap
-from .described import TAKE_MASKS, no_masks
+from .described import TAKE_MASKS, no_masks, parameter_names
 from .hosted import TransformersModel
-from .output_state import Carried, with_state
-from .row_segments import Segment, put_together, refuse_packed, refuse_packing, row_segments, stream_positions
+from .output_state import Carried, handed_back
+from .packed_rows import (
+    COMPILED,
+    KEYWORDS,
+    NO_CACHE,
+    WAY_OUT,
+    Documents,
+    documents_told,
+    may_begin_again,
+    read_packed,
+    refuse_packed,
+    refuse_told,
+)
+from .row_segments import Segment, put_together, refuse_masks, row_segments, stream_positions
 from .segment_cache import DynamicCache, MemoryCache, SegmentCache
 from .stream_tap import Passage, Running, StreamTap, slot_attentions_of, undeclared
 from .through_host import HostThrough, call_for, joined, narrowed, passage_for, place_of_segment
+
+COLUMNS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
+"""What a text is given as, in columns."""
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 """torch 2.6 does not tell export from torch.compile."""
@@ -74,16 +90,24 @@ class SegmentReader:
         decoder: the module that embeds tokens and has the layers.
         taps: of the layers that have a memory. spans: whether the decoder has one that spans the layers.
         segment_length: tokens in a segment; None for one segment a call.
+
+    Attributes:
+        takes: what its forward is called with by name, beside what the host knows and the state.
+        outside: the parameters of the forward of the model round the decoder.
     """
+
+    takes: tuple[str, ...] = ("document_ids",)
 
     def __init__(self, decoder: nn.Module, taps: list[StreamTap], spans: bool, segment_length: int | None) -> None:
         self.decoder: Any = decoder
         self.taps, self.spans, self.segment_length = taps, spans, segment_length
         self.handed: Carried | None = None
-        if not hasattr(SegmentReader._read_apart, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
-            outside = torch.compiler.disable(SegmentReader._read_apart, recursive=False)
-            setattr(SegmentReader, "_read_apart", outside)  # noqa: B010  (a type checker sees no method there)
-        self.names = [name for name in inspect.signature(type(decoder).forward).parameters if name != "self"]
+        for name, whole in (("_read_apart", False), ("_read_documents", False), ("_told", True)):
+            run = getattr(SegmentReader, name)
+            if not hasattr(run, "_torchdynamo_disable"):  # not sooner, since it imports the compiler
+                setattr(SegmentReader, name, torch.compiler.disable(run, recursive=whole))
+        self.names = parameter_names(decoder)
+        self.outside = self.names
 
     @property
     def in_loops(self) -> type[nn.Module]:
@@ -125,20 +149,71 @@ class SegmentReader:
             ValueError: arguments that a memory cannot follow, or a state of another model or number of rows.
         """
         given, carried = self._given(args, kwargs, memory_state)
-        names = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
-        new = {name: given.pop(name) for name in names if name in given}
+        found = self.documents(given) if carried.documents is None else carried.documents
+        tuples = given.pop("return_dict", None) is False
+        if found is not None and found.plan is not None:
+            out, after = self._read_documents(given, found.plan, carried.state)
+        else:
+            given = given if found is None else found.with_mask(given)
+            out, after = self._read_rows(given, carried.state)
+        return handed_back(out, after, carried, tuples)
+
+    def documents(self, given: dict[str, Any]) -> Documents | None:
+        """What tells of documents is taken out of what the host is called with; None where rows are one text each.
+
+        Raises:
+            ValueError: as `documents_told`, or a text that goes on in its open segment is told of documents.
+        """
+        told = {name: given.pop(name) for name in KEYWORDS if name in given}
+        told = {name: t for name, t in told.items() if t is not None}
+        cache, first = given.get("past_key_values"), given.get("input_ids")
+        first = given.get("inputs_embeds") if first is None else first
+        if isinstance(cache, MemoryCache) and cache.tokens:
+            refuse_told(told, NO_CACHE)
+        elif first is not None and first.dim() > 1 and (told or may_begin_again(given.get("position_ids"))):
+            read = documents_told if is_exporting() else self._told
+            return read(told, given, *first.shape[:2])
+        return None
+
+    def _told(self, told: dict[str, Any], given: dict[str, Any], rows: int, columns: int) -> Documents | None:
+        """Values are looked at outside of a graph."""
+        return documents_told(told, given, rows, columns)
+
+    def _read_documents(self, given: dict[str, Any], plan: Plan, state: State | None) -> tuple[Any, State]:
+        """The host's output for rows of several documents, and the state after the last one of each."""
+        if given.pop("use_cache", None) or given.get("past_key_values") is not None:
+            raise ValueError(f"use_cache and past_key_values beside several documents in a row: {NO_CACHE} {WAY_OUT}")
+        rows, columns = plan.source_BN.shape
+        if (mask := given.pop("attention_mask", None)) is not None:  # documents know it already
+            refuse_masks(mask, rows, columns)
+        new = {name: given.pop(name) for name in COLUMNS if name in given}
+        new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
+
+        def read(tokens: dict[str, Tensor], padding_BN: Tensor | None, before: State) -> tuple[Any, State | None]:
+            mask = {} if padding_BN is None else {"attention_mask": (~padding_BN).long()}
+            return self._read_rows({**given, **tokens, **mask, "use_cache": False}, before)
+
+        out, after = read_packed(read, new, plan, self._begun(state, rows), self.init_state)
+        return out, seal(after)
+
+    def _read_rows(self, given: dict[str, Any], state: State | None) -> tuple[Any, State | None]:
+        """The host's output for rows of one text each, and the state after it, where somebody knows it."""
+        new = {name: given.pop(name) for name in COLUMNS if name in given}
         self._check(new, given)
         first = new.get("input_ids", new.get("inputs_embeds"))
         assert first is not None
         rows, n = first.shape[:2]
         new = {name: t.expand(rows, *t.shape[1:]) for name, t in new.items()}
-        text = self._text(given.pop("past_key_values", None), carried.state, rows)
+        text = self._text(given.pop("past_key_values", None), state, rows)
         padding_BM = self._padding(given.pop("attention_mask", None), text, rows, n)
-        tuples = given.pop("return_dict", None) is False
         keeps = self._keeps(given.pop("use_cache", None))
         columns = text.with_new(new, padding_BM)
         if "position_ids" in new:
-            refuse_packed(columns["position_ids"], padding_BM)
+            refuse_packed(
+                columns["position_ids"],
+                padding_BM,
+                f"position_ids begin again inside a row: {NO_CACHE if text.tokens else COMPILED} {WAY_OUT}",
+            )
         total = text.length + n
         segments = row_segments(total, self.segment_length, padding_BM, keeps)
         text.tokens += n
@@ -151,7 +226,7 @@ class SegmentReader:
             out = out if total == n else narrowed(out, total - n, n)
         if keeps:
             out["past_key_values"] = text
-        return handed_back(out, text.after, carried, tuples)
+        return out, text.after
 
     def _given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State | None
@@ -176,7 +251,6 @@ class SegmentReader:
         kind = self.decoder.config._attn_implementation
         if kind not in TAKE_MASKS and any(isinstance(tap, ContextTap) for tap in self.taps):
             raise ValueError(f"the memory's slots need a mask: {no_masks(kind)}")
-        refuse_packing(given)
         if given.get("output_router_logits", getattr(self.decoder.config, "output_router_logits", False)):
             raise ValueError(
                 "output_router_logits=True: the loss that balances the experts takes its tokens for one text; beside a "
@@ -393,28 +467,3 @@ class SegmentReader:
                 **extra,
                 **options,
             )
-
-
-def refuse_masks(mask: Any, rows: int, tokens: int, counted: str = "") -> None:
-    """Refuse what is no mask of padding.
-
-    Args:
-        counted: which tokens there are, for the message.
-
-    Raises:
-        ValueError: it is of another shape than (rows, tokens).
-    """
-    if not isinstance(mask, Tensor) or mask.shape != (rows, tokens):
-        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-        raise ValueError(
-            f"an attention mask of {found}: beside a memory it marks padding alone, 0 for padding, as "
-            f"(rows, tokens) = {(rows, tokens)}{counted}"
-        )
-
-
-def handed_back(out: Any, after: State | None, carried: Carried, tuples: bool) -> Any:
-    """The output with the state after it, where somebody knows it."""
-    if after is not None:
-        carried.after = after
-        out = with_state(out, after)
-    return out.to_tuple() if tuples else out
