@@ -30,6 +30,7 @@ from .documents.labelled import LabelledDocuments
 from .documents.planted import PlantedDocuments
 from .documents.reordered import ReorderedDocuments
 from .language.datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
+from .language.hub_stream import HuggingFaceStream
 from .language.streams import StreamBatch, Streams
 from .pretraining.datasets import Denoising
 from .translation.datasets import IWSLT14, Multi30k, Translation
@@ -49,6 +50,7 @@ __all__ = [
     "FasterRCNN",
     "HuggingFace",
     "HuggingFaceImages",
+    "HuggingFaceStream",
     "ImageDataset",
     "ImageFolder",
     "ImageNet",
