@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data import streaming_library
 from sharding_worker import fitted
-from test_streamed_text import streamed
+from test_streamed_text import ALIKE, streamed
 
 from cached_transformers.training.distributed import World, in_world
 
 
 def work(world: World) -> None:
     folder, text = Path(sys.argv[1]), Path(sys.argv[2])
-    options = streamed(text, "model.dropout=0.0")
+    options = streamed(text, *ALIKE)
     fitted(folder / "whole", folder, world, *options)
     fitted(folder / "killed", folder, world, *options, "training.steps=6")
     fitted(folder / "killed", folder, world, *options)

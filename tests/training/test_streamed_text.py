@@ -27,6 +27,7 @@ from cached_transformers.tasks.language.streams import IGNORED
 from cached_transformers.training.distributed import World
 from cached_transformers.training.settings import TrainingConfig
 
+ALIKE = ("model.dropout=0.0", "optimizer.name=sgd")
 WORKER = Path(__file__).with_name("streamed_worker.py")
 DATA = {"train": 9, "validation": 6}
 OPTIONS = ("data.window=5", "data.parts=2", "training.save_every=3", "training.accumulate=2")
@@ -180,7 +181,7 @@ def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(
     for name in ("carried", "optimizer", "rng", "total"):
         assert_same_tree(killed.training[name], whole.training[name], name)
     put_in_place(monkeypatch)
-    fitted(tmp_path / "alone", tmp_path, *streamed(folder, "model.dropout=0.0"))
+    fitted(tmp_path / "alone", tmp_path, *streamed(folder, *ALIKE))
     one, two = final(tmp_path / "alone"), final(tmp_path / "whole")
     places = [{k: v for k, v in c.training["carried"].items() if k.startswith("places/")} for c in (one, two)]
     assert_same_tree(*(dict(sorted(tree.items())) for tree in places))
@@ -242,11 +243,12 @@ def test_bad_options_are_named(library: str, folder: Path, options: dict[str, An
         create_dataset("huggingface_stream", "train", **{"dataset": str(folder), **options})
 
 
-def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:
     with (folder / "train-00002.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken")
+    train = create_dataset("huggingface_stream", "train", dataset=str(folder))
     with pytest.raises(ValueError, match=r"split train, shard 2 cannot be read: .*the same command goes on"):
-        fitted(tmp_path / "run", tmp_path, *streamed(folder))
+        list(hub_stream._once(train.documents))
 
 
 def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(folder: Path) -> None:
