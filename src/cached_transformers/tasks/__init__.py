@@ -19,6 +19,7 @@ from .classification.images.digits import Digits
 from .classification.images.huggingface_images import HuggingFaceImages
 from .classification.images.image_folder import ImageFolder
 from .classification.images.image_shards import ImageShards
+from .classification.images.image_stream import ImageStream
 from .classification.images.imagenet import ImageNet
 from .classification.images.tiny_imagenet import TinyImageNet
 from .classification.listops.datasets import ListOps, ListOpsTSV
@@ -55,6 +56,7 @@ __all__ = [
     "ImageFolder",
     "ImageNet",
     "ImageShards",
+    "ImageStream",
     "LabelledDocuments",
     "ListOps",
     "ListOpsTSV",

@@ -45,7 +45,7 @@ class TextStream(TextDataset):
 
     def __len__(self) -> int:
         if self.streamed:
-            raise TypeError(f"split {self.split!r} of {self.name!r} is a stream, which has no length")
+            raise ValueError(f"split {self.split!r} of {self.name!r} is a stream, which has no length; take validation")
         return super().__len__()
 
     def _sizes(self) -> dict[str, object]:
