@@ -105,4 +105,4 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         Dealer(Lists(SHARDS[:2]), window=4, seed=0).go_on(dealer.state())
     list(islice(dealer, 3))  # the window is given out
     with pytest.raises(ValueError, match=r"has fewer items than when"):
-        Dealer(Lists([[], [], ['c0'], [], []]), window=4, seed=0).go_on(dealer.state())
+        Dealer(Lists([[], [], ["c0"], [], []]), window=4, seed=0).go_on(dealer.state())

@@ -84,7 +84,9 @@ def fitted(settings: RunConfig, folder: Path, world: World | None = None) -> Tra
 
 def test_it_has_the_examples_of_shards_that_are_indexed(folder: Path) -> None:
     options = {"path": folder, "image_size": 8, "augment": False}
-    stream, indexed = (create_dataset(n, "train", **options, **o) for n, o in (("image_stream", {"classes": 3}), ("image_shards", {})))
+    stream, indexed = (
+        create_dataset(n, "train", **options, **o) for n, o in (("image_stream", {"classes": 3}), ("image_shards", {}))
+    )
     dealer = Dealer(stream.examples)
     assert stream.shards == 3 and isinstance(indexed, ImageShards)
     for number, example in enumerate(islice(dealer, len(indexed))):
@@ -173,7 +175,10 @@ def test_a_run_from_the_beginning_to_the_report(folder: Path, tmp_path: Path) ->
 def test_shards_that_programs_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = create_dataset("image_stream", "train", path=folder, classes=3, image_size=8)
     write = f"{shlex.quote(sys.executable)} -c 'import sys; sys.stdout.buffer.write(open(sys.argv[1], \"rb\").read())'"
-    path = {"train": f"pipe:{write} {folder}/made-train-{{000..002}}.tar", "validation": str(folder / "made-validation-000.tar")}
+    path = {
+        "train": f"pipe:{write} {folder}/made-train-{{000..002}}.tar",
+        "validation": str(folder / "made-validation-000.tar"),
+    }
     with pytest.raises(ValueError, match=rf"data.path starts a program .*set {ALLOWED}=1"):
         create_dataset("image_stream", "train", path=path, classes=3)
     monkeypatch.setenv(ALLOWED, "1")

@@ -148,7 +148,9 @@ def test_processes_and_pieces_read_what_one_reads(folder: Path, reset: str) -> N
         for step in range(9):
             whole = one.batch(step, slice(0, 8))
             pieces = [
-                half.batch(step, slice(begin, begin + 2)) for rank, half in enumerate(two) for begin in (4 * rank, 4 * rank + 2)
+                half.batch(step, slice(begin, begin + 2))
+                for rank, half in enumerate(two)
+                for begin in (4 * rank, 4 * rank + 2)
             ]
             for name in ("inputs", "targets", "reset", "positions", "documents"):
                 assert torch.equal(getattr(whole, name), torch.cat([getattr(piece, name) for piece in pieces]))

@@ -169,7 +169,7 @@ class Corpus(TextDataset):
 
 
 def encoded(documents: Iterable[str], tokenizer: Tokenizer, line: str) -> Arrays:
-    """"tokens", "starts" and "counts" (tokens, words, bytes) of some documents; `line` is that of `TextDataset`."""
+    """ "tokens", "starts" and "counts" (tokens, words, bytes) of some documents; `line` is that of `TextDataset`."""
     parts, words, size = [], 0, 0
     for text in documents:
         parts.append(tokenizer.encode(text))

@@ -50,9 +50,7 @@ class Classification(Task):
                 f"training.repeats={settings.repeats} takes images several times, and data {train.name!r} are read "
                 "once; leave it at 1"
             )
-        return StreamedOrder(
-            train.examples, settings.batch_size, settings.seed, self.share, train.parts, train.window
-        )
+        return StreamedOrder(train.examples, settings.batch_size, settings.seed, self.share, train.parts, train.window)
 
     def batches(self, step: int) -> Iterator[Any]:
         order = self.order
