@@ -79,7 +79,7 @@ def test_an_evaluation_leaves_trainers_state_alone(page: dict[str, Any]) -> None
     plain.train()
     fresh(page)
     often = {"eval_strategy": "steps", "eval_steps": 1}
-    trainer = page["stream_trainer"]("evaluated", page["rows"], page["rows"][:3], **often)
+    trainer = page["stream_trainer"]("evaluated", page["rows"], page["rows"][:8], **often)
     trainer.train()
     assert len([line for line in trainer.state.log_history if "eval_loss" in line]) >= 6
     assert same(trainer.model, plain.model)

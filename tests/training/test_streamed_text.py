@@ -1,4 +1,4 @@
-"""Text that is read as a stream: rows against a loop over tokens, and a run that was killed against one that was not."""
+"""Text that is read as a stream: rows against a loop over tokens; a run that was killed against one that was not."""
 
 from __future__ import annotations
 

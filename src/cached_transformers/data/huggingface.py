@@ -10,7 +10,6 @@ from cached_transformers.extras import require
 
 from .splits import SPLIT_WORDS
 
-
 SAVED_SHARDS = 64
 """Shards in which a data set that was saved to disk is read as a stream, where it has as many rows."""
 

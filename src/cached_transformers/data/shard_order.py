@@ -40,7 +40,8 @@ class Sharded(Protocol[T_co]):
         names: of the shards, for messages.
     """
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def read(self, shard: int, place: Any = None) -> ShardReader[T_co]: ...
 

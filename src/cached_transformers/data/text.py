@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .samples import Sample
 from .splits import check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
@@ -51,7 +52,7 @@ class TextDataset:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def samples(self) -> Iterator[np.ndarray]:
+    def samples(self) -> Iterator[Sample]:
         """What tells this text from others (`data/samples.py`)."""
         yield self.tokens
         yield self.starts

@@ -149,19 +149,18 @@ class StreamedRows:
             self._step, self._batch = step, self._next()
         first = self._parts.own.start * self._parts.each
         own = slice(rows.start - first, rows.stop - first)
-        parts = (None if part is None else part[own] for part in self._batch[:-1])
-        return StreamBatch(*parts, tokens=self._batch.tokens)  # type: ignore[arg-type]
+        return StreamBatch(*(part[own] if isinstance(part, Tensor) else part for part in self._batch))  # type: ignore[arg-type]
 
     def _next(self) -> StreamBatch:
         """The next step of all rows of the parts that are read here."""
-        read = [part.read() for part in self._read.values()]
-        columns = [None if column[0] is None else torch.cat(column) for column in zip(*(r[:-1] for r in read))]  # type: ignore[arg-type]
-        tokens = self._whole
-        if self._align:  # rows of other processes have padding of their own
-            begin = self._first - self._parts.own.start * self._parts.each
-            targets_BN = columns[1][begin : begin + self._rows]  # type: ignore[index]
-            tokens = int(self._world.sum((targets_BN != IGNORED).sum()))
-        return StreamBatch(*columns, tokens=tokens)  # type: ignore[arg-type]
+        columns = zip(*(part.read() for part in self._read.values()), strict=True)
+        joined = StreamBatch(*(torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns))  # type: ignore[arg-type]
+        if not self._align:
+            return joined._replace(tokens=self._whole)
+        # Rows of other processes have padding of their own.
+        begin = self._first - self._parts.own.start * self._parts.each
+        count = (joined.targets[begin : begin + self._rows] != IGNORED).sum()
+        return joined._replace(tokens=int(self._world.sum(count)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Where all parts stand, of all processes; all of them must ask."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
+from cached_transformers.data.samples import Sample, is_stream
 from cached_transformers.data.splits import SPLITS
 from cached_transformers.data.text import TextDataset
 from cached_transformers.data.tokenizers import SpecialTokens
@@ -127,7 +128,7 @@ class Denoising:
         """Padded pairs; lengths are multiples of 8 where `max_length` is one."""
         return pad_pairs(items, self.tokenizer.pad, self._multiple)
 
-    def samples(self) -> Iterator[np.ndarray]:
+    def samples(self) -> Iterator[Sample]:
         """What tells this text from others (`data/samples.py`)."""
         return self.text.samples()
 

@@ -123,7 +123,9 @@ class ImageStream(EncodedImages):
 
     def __getitem__(self, index: Any) -> tuple[Tensor, int]:
         """An item by its number; or an example of the stream, read."""
-        return (self._input(index), index.label) if isinstance(index, Example) else super().__getitem__(index)
+        if isinstance(index, Example):
+            return self._input(index), index.label  # type: ignore[arg-type]  # which only `encoded` looks at
+        return super().__getitem__(index)
 
     def encoded(self, index: Any) -> tuple[bytes, object]:
         if isinstance(index, Example):

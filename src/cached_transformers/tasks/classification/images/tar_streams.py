@@ -16,7 +16,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from cached_transformers.data.archives import naming, refuse_special
 
@@ -69,7 +69,8 @@ class TarReader(Iterator[Example]):
         self._program: subprocess.Popen[bytes] | None = None
         with naming(name, "shard"):
             self._file = self._opened()
-            self._archive = tarfile.open(fileobj=self._file, mode="r:" if self._program is None else "r|")
+            mode: Literal["r:", "r|"] = "r:" if self._program is None else "r|"
+            self._archive = tarfile.open(fileobj=self._file, mode=mode)  # noqa: SIM115  # read on in __next__
             self._coming = _files(self._archive)
             self._next = self._header()
             while self._place < place:
