@@ -91,7 +91,7 @@ def test_what_would_take_the_memory_away_from_trainer_is_refused(page: dict[str,
         page["StreamTrainer"](page["model"], arguments, train_dataset=page["rows"])
     trainer = page["stream_trainer"]("short", page["rows"])
     trainer.train()
-    with pytest.raises(ValueError, match=r"4 rows|3 rows|rows"):  # a last batch of fewer rows
+    with pytest.raises(ValueError, match=r"rows"):  # a last batch of fewer rows
         ids = page["text"].view(4, -1)[:3, :64]
         trainer.compute_loss(page["model"].train(), {"input_ids": ids, "labels": ids})
     plain = page["GPT2LMHeadModel"](page["GPT2Config"](n_embd=32, n_layer=1, n_head=2, vocab_size=256))

@@ -93,8 +93,9 @@ class Denoising:
             raise ValueError(unknown_name("data.corpus.name", name, DATASETS.names()))
         DATASETS.check(name, options, "data.corpus")
         text = DATASETS.create(name, split=split, **options)
-        if not isinstance(text, TextDataset):
-            raise ValueError(f"data.corpus={corpus!r} is no text; take text, wikitext2, books, ...")
+        if not isinstance(text, TextDataset) or is_stream(text):
+            kind = "no text" if not isinstance(text, TextDataset) else "a stream, and pairs are made of a text at hand"
+            raise ValueError(f"data.corpus={corpus!r} is {kind}; take text, wikitext2, books, ...")
         self.text, self.split, self.augment = text, split, split == "train"
         self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
         self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
