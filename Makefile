@@ -33,7 +33,7 @@ test-slow: $(VENV)/.installed-dev  ## the tests that take more than a few second
 	$(PYTEST) -m slow
 	$(MAKE) test-gpu DEVICE=cpu
 
-test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers $(VENV)/.installed-eval  ## compare with published implementations of the same mechanisms, and run inside lm-eval
+test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers $(VENV)/.installed-eval $(VENV)/.installed-language $(VENV)/.installed-trainers  ## compare with published implementations, and run inside lm-eval and the loops and data of others
 	$(PYTEST) -m peers
 
 # An old torch comes with gigabytes of CUDA; TORCHVISION must be the one that was built for it.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
     from .tasks import create_dataset, create_model
     from .tasks.language.streaming import read_stream
+    from .training.carried import CarriedState
     from .training.curriculum import Curriculum
     from .training.replay import ReplayLoop
     from .training.segments import SegmentLoop
@@ -50,6 +51,7 @@ _NAMES = {
     ),
     "tasks": ("create_dataset", "create_model"),
     "tasks.language.streaming": ("read_stream",),
+    "training.carried": ("CarriedState",),
     "training.curriculum": ("Curriculum",),
     "training.replay": ("ReplayLoop",),
     "training.segments": ("SegmentLoop",),
@@ -68,6 +70,7 @@ __all__ = [
     "DATASETS",
     "MEMORIES",
     "MODELS",
+    "CarriedState",
     "Curriculum",
     "GRCAttention",
     "GatedRecurrentCache",

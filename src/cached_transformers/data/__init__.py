@@ -6,6 +6,7 @@
 - text_files, text: texts on disk; a corpus as token ids
 - tokenizers, subwords: bytes, words, byte pairs and special ids of a text; subwords of pairs of texts
 - pairs, huggingface: a source and a target; data sets of the Hugging Face hub
+- shard_order: items of shards in an order that goes on from its middle, for what does not fit a disk
 """
 
 from __future__ import annotations

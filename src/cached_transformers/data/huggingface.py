@@ -1,8 +1,8 @@
-"""Data sets of the Hugging Face hub, or saved to disk, through the `datasets` library."""
+"""Data sets of the Hugging Face hub, or saved to disk, through the `datasets` library: whole, or as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,20 @@ from cached_transformers.extras import require
 
 from .splits import SPLIT_WORDS
 
+SAVED_SHARDS = 64
+"""Shards in which a data set that was saved to disk is read as a stream, where it has as many rows."""
 
-def load_from_hub(dataset: str, config: str | None = None, instead: str = "") -> Mapping[str, Any]:
+
+def load_from_hub(
+    dataset: str, config: str | None = None, instead: str = "", streaming: bool = False
+) -> Mapping[str, Any]:
     """The splits of a data set under the library's names; one that has none is all "train".
 
     Args:
         dataset: its name on the hub, or the folder that `save_to_disk` wrote.
         config: its configuration, if it has any.
         instead: what else an error should offer, e.g. ", or give local files to data.name=text".
+        streaming: its files are read as they are needed, and none is kept.
 
     Raises:
         ImportError: the `datasets` library is not installed.
@@ -27,13 +33,78 @@ def load_from_hub(dataset: str, config: str | None = None, instead: str = "") ->
     folder = Path(dataset).expanduser()
     try:
         saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-        loaded = library.load_from_disk(str(folder)) if saved else library.load_dataset(dataset, config)
+        if saved:
+            loaded = library.load_from_disk(str(folder))
+        else:
+            loaded = library.load_dataset(dataset, config, **({"streaming": True} if streaming else {}))
     except Exception as error:  # the library raises a wide choice: no network, no such name, no such configuration
         raise ValueError(
             f"data.dataset={dataset!r} cannot be loaded: {error}; check the name, or fetch it once on a machine with a "
             f"network and keep its cache (HF_HOME) or what save_to_disk writes{instead}"
         ) from error
-    return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    splits = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    if not (streaming and saved):
+        return splits
+    return {name: rows.to_iterable_dataset(num_shards=min(len(rows), SAVED_SHARDS)) for name, rows in splits.items()}
+
+
+class HubShards:
+    """The texts of a streamed split, shard by shard.
+
+    Args:
+        rows: an `IterableDataset` of the library. column: where the text stands. called: what messages call the split.
+        wanted: whether a text is read; others are passed over. None wants all that are not blank.
+
+    Raises:
+        ValueError: the split has no such column; later, a row that holds no text, or files that cannot be read.
+    """
+
+    def __init__(self, rows: Any, column: str, called: str, wanted: Callable[[str], bool] | None = None) -> None:
+        columns = rows.column_names
+        if columns is not None and column not in columns:
+            raise ValueError(f"data.column={column!r}: {called} has {', '.join(columns)}")
+        self._rows, self._column, self._wanted = rows, column, wanted
+        self.names = [f"{called}, shard {number}" for number in range(rows.num_shards)]
+
+    def read(self, shard: int, place: Any = None) -> HubReader:
+        rows = self._rows.shard(num_shards=len(self.names), index=shard)
+        if place is not None:
+            rows.load_state_dict(place)
+        return HubReader(rows, self._column, self._wanted, self.names[shard])
+
+
+class HubReader(Iterator[str]):
+    """The texts of one shard, which `place` tells the library's own way."""
+
+    def __init__(self, rows: Any, column: str, wanted: Callable[[str], bool] | None, name: str) -> None:
+        self._rows, self._column, self._wanted, self._name = rows, column, wanted, name
+        self._items = iter(rows)
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                row = next(self._items)
+            except StopIteration:
+                raise
+            except Exception as error:  # of its file formats, of the network, of the disk
+                reason = " ".join(str(error).split())[:300]
+                raise ValueError(
+                    f"{self._name} cannot be read: {type(error).__name__}: {reason}; the same command goes on from the "
+                    "last checkpoint once it can"
+                ) from error
+            text = row.get(self._column)
+            if text is None:
+                continue
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{self._name}: a row holds {type(text).__name__} in column {self._column!r}, not text; choose "
+                    f"another data.column of {', '.join(row)}"
+                )
+            if text.strip() and (self._wanted is None or self._wanted(text)):
+                return text
+
+    def place(self) -> Any:
+        return self._rows.state_dict()
 
 
 def hub_split(dataset: str, config: str | None, split: str, instead: str) -> Any:

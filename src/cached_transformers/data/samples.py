@@ -21,11 +21,16 @@ Sample = np.ndarray | bytes
 
 
 def described(dataset: Any) -> dict[str, object]:
-    """Rows of a split, and a SHA-256 of its samples where the data set gives some."""
-    facts: dict[str, object] = {"size": len(dataset)}
+    """Rows of a split, and a SHA-256 of its samples where the data set gives some; a stream has shards for rows."""
+    facts: dict[str, object] = {"size": dataset.shards if is_stream(dataset) else len(dataset)}
     if hasattr(dataset, "samples"):
         facts["sha256"] = digest_of(dataset.samples())
     return facts
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a split is read in order and has neither a length nor an item by number."""
+    return bool(getattr(dataset, "streamed", False))
 
 
 def digest_of(samples: Iterable[Sample]) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from .samples import Sample
 from .splits import check_split
 from .store import Arrays, load_or_build
 from .text_files import TextFile
@@ -51,7 +52,7 @@ class TextDataset:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def samples(self) -> Iterator[np.ndarray]:
+    def samples(self) -> Iterator[Sample]:
         """What tells this text from others (`data/samples.py`)."""
         yield self.tokens
         yield self.starts
@@ -62,14 +63,15 @@ class TextDataset:
         return {
             "name": self.name,
             "split": self.split,
-            "size": len(self),
-            "documents": len(self.starts),
-            **self.counts,
+            **self._sizes(),
             "tokenizer": self.kind,
             "vocabulary": self.tokenizer.vocabulary,
             "sentence_ends": lines if self.line == "sentence" else self.tokenizer.sentence_ends,
             "paragraph_ends": lines if self.line == "paragraph" else (),
         }
+
+    def _sizes(self) -> dict[str, object]:
+        return {"size": len(self), "documents": len(self.starts), **self.counts}
 
     def scores(self, nats: float, tokens: float) -> dict[str, float]:
         """What a summed loss over so many tokens amounts to.
@@ -165,16 +167,21 @@ class Corpus(TextDataset):
         return self.kind == "byte"
 
     def _encode(self, tokenizer: Tokenizer) -> Arrays:
-        parts, words, size = [], 0, 0
-        for text in self._documents(self.split):
-            parts.append(tokenizer.encode(text))
-            words += len(text.split()) + (text.count("\n") if self.line != "wrapped" else 0)
-            size += len(text.encode("utf-8", "surrogateescape"))
-        starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
-        kinds = (np.uint8, np.uint16, np.int32)
-        kind = next(k for k in kinds if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
-        tokens = np.concatenate(parts).astype(kind)
-        return {"tokens": tokens, "starts": starts, "counts": np.array([len(tokens), words, size], dtype=np.int64)}
+        return encoded(self._documents(self.split), tokenizer, self.line)
+
+
+def encoded(documents: Iterable[str], tokenizer: Tokenizer, line: str) -> Arrays:
+    """ "tokens", "starts" and "counts" (tokens, words, bytes) of some documents; `line` is that of `TextDataset`."""
+    parts, words, size = [], 0, 0
+    for text in documents:
+        parts.append(tokenizer.encode(text))
+        words += len(text.split()) + (text.count("\n") if line != "wrapped" else 0)
+        size += len(text.encode("utf-8", "surrogateescape"))
+    starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    kinds = (np.uint8, np.uint16, np.int32)
+    kind = next(k for k in kinds if tokenizer.vocabulary - 1 <= np.iinfo(k).max)
+    tokens = np.concatenate(parts).astype(kind)
+    return {"tokens": tokens, "starts": starts, "counts": np.array([len(tokens), words, size], dtype=np.int64)}
 
 
 def fingerprint(texts: list[TextFile]) -> list[list[str | None]]:

@@ -19,6 +19,7 @@ from .classification.images.digits import Digits
 from .classification.images.huggingface_images import HuggingFaceImages
 from .classification.images.image_folder import ImageFolder
 from .classification.images.image_shards import ImageShards
+from .classification.images.image_stream import ImageStream
 from .classification.images.imagenet import ImageNet
 from .classification.images.tiny_imagenet import TinyImageNet
 from .classification.listops.datasets import ListOps, ListOpsTSV
@@ -30,6 +31,7 @@ from .documents.labelled import LabelledDocuments
 from .documents.planted import PlantedDocuments
 from .documents.reordered import ReorderedDocuments
 from .language.datasets import Books, Enwik8, HuggingFace, PennTreebank, Text, WikiText2, WikiText103
+from .language.hub_stream import HuggingFaceStream
 from .language.streams import StreamBatch, Streams
 from .pretraining.datasets import Denoising
 from .translation.datasets import IWSLT14, Multi30k, Translation
@@ -49,10 +51,12 @@ __all__ = [
     "FasterRCNN",
     "HuggingFace",
     "HuggingFaceImages",
+    "HuggingFaceStream",
     "ImageDataset",
     "ImageFolder",
     "ImageNet",
     "ImageShards",
+    "ImageStream",
     "LabelledDocuments",
     "ListOps",
     "ListOpsTSV",

@@ -114,6 +114,8 @@ class _Batches(TorchDataset[Loaded]):
                 bad.append(error)
         if isinstance(self.rows, SeededRows):
             bad, self.rows.met = bad + self.rows.met, []
+        if items and getattr(self.rows, "fills", False):
+            items += [items[place % len(items)] for place in range(len(keys) - len(items))]
         return Loaded(self.dataset.collate(items) if items else None, tuple(bad))
 
 
@@ -256,16 +258,20 @@ class GroupedOrder(TrainingOrder):
         return [(epoch, index) for index in self._batches[position].tolist()]
 
 
-def training_batches(dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False) -> Iterator[Any]:
+def training_batches(
+    dataset: Any, order: Order, workers: int = 0, pin_memory: bool = False, rows: Any = None
+) -> Iterator[Any]:
     """Endless batches (`dataset.collate`) in the given order.
 
     Args:
         workers: loading processes. pin_memory: batches in memory from which a GPU copies while it computes.
+        rows: what makes items of the keys of the order; None for `SeededRows`.
 
     Raises:
         BadFile: a file cannot be used, and the dataset does not say to skip such files.
     """
-    yield from _loaded(dataset, SeededRows(dataset, order.seed), order, workers, pin_memory)
+    rows = SeededRows(dataset, order.seed) if rows is None else rows
+    yield from _loaded(dataset, rows, order, workers, pin_memory)
 
 
 def _loaded(dataset: Any, rows: Any, batches: Any, workers: int, pin_memory: bool) -> Iterator[Any]:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.data.samples import is_stream
 from cached_transformers.training.config import RunConfig
 from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import TrainingOrder, evaluation_batches
+from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
+from cached_transformers.training.streamed_order import SeededExamples, StreamedOrder
 from cached_transformers.training.task import Task, sums_of
 
 from .mixing import Mixing, make_mixing
@@ -35,12 +37,42 @@ class Classification(Task):
             )
         self.classes, self.width = train.classes, score_width(train.classes)
         settings = self.settings
-        self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        self.order = self._order(train)
         self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
 
+    def _order(self, train: Any) -> TrainingOrder | StreamedOrder:
+        """The order of the training split, by number or as a stream (ValueError: it cannot fill a batch)."""
+        settings = self.settings
+        if not is_stream(train):
+            return TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        if settings.repeats > 1:
+            raise ValueError(
+                f"training.repeats={settings.repeats} takes images several times, and data {train.name!r} are read "
+                "once; leave it at 1"
+            )
+        return StreamedOrder(train.examples, settings.batch_size, settings.seed, self.share, train.parts, train.window)
+
     def batches(self, step: int) -> Iterator[Any]:
-        batches = self._loaded(self.order, step)
+        order = self.order
+        batches = self._streamed(order, step) if isinstance(order, StreamedOrder) else self._loaded(order, step)
         return batches if self.mixing is None else self._mixed(batches, self.mixing, step)
+
+    def _streamed(self, order: StreamedOrder, step: int) -> Iterator[Any]:
+        order.start = step
+        pinned, rows = self.world.device.type == "cuda", SeededExamples(self.data, order.seed)
+        for number, batch in enumerate(training_batches(self.data, order, self.settings.workers, pinned, rows)):  # type: ignore[arg-type]
+            if batch is None:
+                raise ValueError(f"no file of a whole batch of {self.data.name!r} can be used; fetch the data again")
+            self._begun = step + number // self.settings.accumulate + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where a stream stands."""
+        return self.order.state_dict(self._begun, self.world) if isinstance(self.order, StreamedOrder) else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if isinstance(self.order, StreamedOrder) and state:
+            self.order.load_state_dict(state)
 
     def _mixed(self, batches: Iterator[Any], mixing: Mixing, step: int) -> Iterator[Any]:
         pieces = self.settings.accumulate

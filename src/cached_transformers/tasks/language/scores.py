@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.data.samples import is_stream
 from cached_transformers.data.text import TextDataset
 from cached_transformers.models.segments import model_memory, remembers
 from cached_transformers.state import State, last_use, reorder
@@ -62,7 +63,12 @@ def by_powers(sums: Tensor) -> list[dict[str, Any]]:
 
 
 def evaluation_streams(dataset: TextDataset, config: RunConfig) -> Streams:
-    """A split from beginning to end, in as many rows as an evaluation batch has."""
+    """A split from beginning to end, in as many rows as an evaluation batch has (ValueError: a stream has no end)."""
+    if is_stream(dataset):
+        raise ValueError(
+            f"split {dataset.split!r} of data {dataset.name!r} is read as a stream, which has no end; score validation "
+            "or test, which are held in memory"
+        )
     settings = config.training
     length = segment_length(config)
     window = settings.segments if settings.passes > 1 else 1

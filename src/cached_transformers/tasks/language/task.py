@@ -20,10 +20,16 @@ from cached_transformers.training.distributed import World
 from cached_transformers.training.recall import Recall
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.training.settings import TrainingConfig
 from cached_transformers.training.task import Arguments, Task
 
+from .hub_stream import TextStream
 from .scores import check_passes, evaluate_language, evaluation_streams
+from .streamed_rows import StreamedRows
 from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
+
+_PLACES = "places/"
+"""Begins the names of what a stream saves, beside those of the state."""
 
 
 class LanguageModelling(Task):
@@ -43,27 +49,10 @@ class LanguageModelling(Task):
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
     ) -> None:
         super().__init__(config, model, train, validation, world)
-        check(config, model, train)
+        check(config, model, train, validation)
         settings = self.settings
         self.share.check(settings.batch_size)
-        length = settings.segment_length * settings.segments
-        if settings.batch_size * length > len(train):
-            raise ValueError(
-                f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
-                f"training.segment_length={settings.segment_length} tokens exceed the {len(train)} tokens of the text; "
-                "take fewer or shorter rows"
-            )
-        self.streams = Streams(
-            train.tokens,
-            train.starts,
-            train.tokenizer.start,
-            settings.batch_size,
-            length,
-            unit=settings.segment_length,
-            align=grain(train, settings.segment_length, settings),
-            packed=train.reset == "packed",
-            seed=settings.seed if train.shuffle else None,
-        )
+        self.streams = _streams(train, settings, world)
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
         self._rows = settings.batch_size // world.size
         self._piece = self._rows // settings.accumulate
@@ -129,7 +118,12 @@ class LanguageModelling(Task):
         check_tokenizer(folder, self.data.tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of all rows, in order of the rows, whatever processes and pieces they belong to."""
+        """The states of all rows, in order of the rows, whatever processes and pieces they belong to; and where the
+        rows of a stream stand."""
+        places = self.streams.state_dict() if isinstance(self.streams, StreamedRows) else {}
+        return self._carried() | {f"{_PLACES}{name}": tensor for name, tensor in places.items()}
+
+    def _carried(self) -> dict[str, Tensor]:
         if self._states[0] is None:
             return {}
         parts: list[dict[str, Tensor]] = [dict(named_tensors(state)) for state in self._states]
@@ -139,6 +133,10 @@ class LanguageModelling(Task):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up the states of the rows of this process (ValueError: they are of another model)."""
+        places = {name.removeprefix(_PLACES): t for name, t in state.items() if name.startswith(_PLACES)}
+        if isinstance(self.streams, StreamedRows) and places:
+            self.streams.load_state_dict(places)
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(_PLACES)}
         if not state:
             return
         self.model.train()  # the size of a state may depend on the mode
@@ -148,8 +146,34 @@ class LanguageModelling(Task):
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
 
-def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
-    """Refuse settings and models that do not suit text (ValueError)."""
+def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Streams | StreamedRows:
+    """The rows of the training split (ValueError: more than the text has)."""
+    length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
+    packed = train.reset == "packed"
+    if isinstance(train, TextStream):
+        order = (train.parts, train.window, train.shuffle)
+        return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
+    if settings.batch_size * length > len(train):
+        raise ValueError(
+            f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
+            f"training.segment_length={settings.segment_length} tokens exceed the {len(train)} tokens of the text; "
+            "take fewer or shorter rows"
+        )
+    return Streams(
+        train.tokens,
+        train.starts,
+        train.tokenizer.start,
+        settings.batch_size,
+        length,
+        unit=settings.segment_length,
+        align=align,
+        packed=packed,
+        seed=settings.seed if train.shuffle else None,
+    )
+
+
+def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDataset) -> None:
+    """Refuse settings and models that do not suit text (ValueError); `scored` is the split that decides."""
     settings, size = config.training, data.tokenizer.vocabulary
     if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
         raise ValueError(
@@ -159,7 +183,7 @@ def check(config: RunConfig, model: nn.Module, data: TextDataset) -> None:
         raise ValueError(
             f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out, or raise it"
         )
-    known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in data.scores(1, 1)]
+    known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
     if settings.metric not in known:
         raise ValueError(
             f"training.metric={settings.metric!r} does not suit text with tokenizer {data.kind!r}; "

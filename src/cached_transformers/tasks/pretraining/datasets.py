@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cached_transformers.data.pairs import Pair, PairBatch, pad_pairs
+from cached_transformers.data.samples import Sample, is_stream
 from cached_transformers.data.splits import SPLITS
 from cached_transformers.data.text import TextDataset
 from cached_transformers.data.tokenizers import SpecialTokens
@@ -92,8 +93,9 @@ class Denoising:
             raise ValueError(unknown_name("data.corpus.name", name, DATASETS.names()))
         DATASETS.check(name, options, "data.corpus")
         text = DATASETS.create(name, split=split, **options)
-        if not isinstance(text, TextDataset):
-            raise ValueError(f"data.corpus={corpus!r} is no text; take text, wikitext2, books, ...")
+        if not isinstance(text, TextDataset) or is_stream(text):
+            kind = "no text" if not isinstance(text, TextDataset) else "a stream, and pairs are made of a text at hand"
+            raise ValueError(f"data.corpus={corpus!r} is {kind}; take text, wikitext2, books, ...")
         self.text, self.split, self.augment = text, split, split == "train"
         self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
         self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
@@ -127,7 +129,7 @@ class Denoising:
         """Padded pairs; lengths are multiples of 8 where `max_length` is one."""
         return pad_pairs(items, self.tokenizer.pad, self._multiple)
 
-    def samples(self) -> Iterator[np.ndarray]:
+    def samples(self) -> Iterator[Sample]:
         """What tells this text from others (`data/samples.py`)."""
         return self.text.samples()
 

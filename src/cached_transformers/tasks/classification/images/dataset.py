@@ -128,16 +128,19 @@ class ImageDataset(_Facts):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         position = self.position(index)
-        label = int(self.labels[position])
+        return self._input(position), int(self.labels[position])
+
+    def _input(self, position: int) -> Tensor:
+        """One item as it is given to a model."""
         if self._transform is not None:
-            return self._transform(self.picture(position)), label
+            return self._transform(self.picture(position))  # type: ignore[no-any-return]
         image_CHW = self.pixels(position).to(torch.float32) / 255
         if self.augment:
             shift = max(1, self.image_size // 8) if self.shift is None else self.shift
             image_CHW = random_shift(image_CHW, shift)
             if self.flip and torch.rand(()) < 0.5:
                 image_CHW = image_CHW.flip(-1)
-        return (image_CHW - self._mean_C11) / self._std_C11, label
+        return (image_CHW - self._mean_C11) / self._std_C11
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
         """Stack images to (B, C, H, W)."""

@@ -90,8 +90,8 @@ class ImageShards(EncodedImages):
             )
         classes = sorted(shard.name.removesuffix(".tar") for shard in shards["train"]) if self.label == "tar" else []
         tars = {name: number for number, name in enumerate(classes)}
-        train = _index(shards["train"], self.label, tars, self.bad_files)
-        chosen = train if source == "train" else _index(shards[source], self.label, tars, self.bad_files)
+        train = index_shards(shards["train"], self.label, tars, self.bad_files)
+        chosen = train if source == "train" else index_shards(shards[source], self.label, tars, self.bad_files)
         number = len(tars) or self.classes or int(train.label.max()) + 1
         if number > MOST_CLASSES:
             where = (
@@ -192,11 +192,9 @@ def shards_of_splits(path: ShardPath) -> dict[str, list[Path]]:
 def find_shards(path: str | Path) -> list[Path]:
     """The tars below a folder, or those of a pattern with {first..last} (FileNotFoundError: see `shards_of_splits`)."""
     text = str(Path(path).expanduser())
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", text)
-    if braces:
-        first, last = braces.groups()
-        numbers = range(int(first), int(last) + 1)
-        shards = [Path(text.replace(braces.group(), str(number).zfill(len(first)))) for number in numbers]
+    numbered = expanded(text)
+    if numbered != [text]:
+        shards = [Path(name) for name in numbered]
     elif Path(text).is_dir():
         shards = sorted(file for file in Path(text).rglob("*.tar") if not file.name.startswith("."))
     else:
@@ -208,8 +206,17 @@ def find_shards(path: str | Path) -> list[Path]:
     return shards
 
 
-def _index(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> Examples:
-    """The images of some shards; `tars` are the classes by name where each is a shard."""
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern with {first..last} stands for; the pattern itself where it has no such numbers."""
+    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if braces is None:
+        return [pattern]
+    first, last = braces.groups()
+    return [pattern.replace(braces.group(), str(n).zfill(len(first))) for n in range(int(first), int(last) + 1)]
+
+
+def index_shards(shards: Sequence[Path], label: str, tars: Mapping[str, int], bad_files: BadFiles) -> Examples:
+    """The images of some shards (ValueError: there is none); `tars` are the classes by name where each is a shard."""
     columns = []
     for number, shard in enumerate(shards):
         if label == "tar":
@@ -250,7 +257,7 @@ def _labelled(shard: Path, label: str) -> Arrays:
         if is_image(f"_.{extension}"):
             images[example] = place
         elif extension == wanted:
-            labels[example] = _label(tar.read(place), key, f"{shard}:{name}")
+            labels[example] = read_label(tar.read(place), key, f"{shard}:{name}")
     if images and not labels:
         found = ", ".join(sorted(kinds))
         raise ValueError(f"{shard} has no .{wanted} members, only {found}; set data.label to cls, json:KEY or tar")
@@ -268,7 +275,8 @@ def _labelled(shard: Path, label: str) -> Arrays:
     }
 
 
-def _label(content: bytes, key: str, name: str) -> int:
+def read_label(content: bytes, key: str, name: str) -> int:
+    """The label in a member called `name`: a whole number, or one under `key` in JSON (ValueError: it is none)."""
     try:
         value = json.loads(content)[key] if key else int(content)
         if isinstance(value, bool) or int(value) != value:

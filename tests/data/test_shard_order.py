@@ -1,0 +1,108 @@
+"""The order of what is read shard by shard: every item once an epoch, the same from any place on, little of it held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from cached_transformers.data.shard_order import Dealer, Parts, as_tensor, from_tensor
+
+SHARDS = [["a0", "a1", "a2"], [], ["c0"], ["d0", "d1", "d2", "d3", "d4"], ["e0", "e1"]]
+ALL = sorted(item for shard in SHARDS for item in shard)
+
+
+class Reader(Iterator[str]):
+    def __init__(self, items: list[str], at: int) -> None:
+        self.items, self.at = items, at
+
+    def __next__(self) -> str:
+        if self.at >= len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+    def place(self) -> int:
+        return self.at
+
+
+class Lists:
+    """Shards in memory, which count what is read of them."""
+
+    def __init__(self, shards: list[list[str]] = SHARDS) -> None:
+        self.shards, self.names = shards, [f"list {number}" for number in range(len(shards))]
+        self.opened: list[tuple[int, int]] = []
+
+    def read(self, shard: int, place: int | None = None) -> Reader:
+        self.opened.append((shard, place or 0))
+        return Reader(self.shards[shard], place or 0)
+
+
+@pytest.mark.parametrize(("window", "seed"), [(1, None), (1, 3), (4, 3), (100, 3)])
+def test_every_epoch_has_every_item_once(window: int, seed: int | None) -> None:
+    dealer = Dealer(Lists(), window=window, seed=seed)
+    epochs = [list(islice(dealer, len(ALL))) for _ in range(4)]
+    assert [sorted(epoch) for epoch in epochs] == [ALL] * 4 and dealer.given == 4 * len(ALL)
+    if seed is None:
+        assert epochs == [[item for shard in SHARDS for item in shard]] * 4
+    else:
+        assert epochs[0] != epochs[1] != epochs[2]
+        assert list(islice(Dealer(Lists(), window=window, seed=seed + 1), len(ALL))) != epochs[0]
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_it_goes_on_from_every_place(window: int, parts: int) -> None:
+    whole = list(islice(Dealer(Lists(), 1 % parts, parts, window, 5), 40))
+    dealer = Dealer(Lists(), 1 % parts, parts, window, 5)
+    for taken in range(30):
+        state = json.loads(json.dumps(dealer.state()))
+        assert from_tensor(as_tensor(state)) == state
+        other = Dealer(Lists(), 1 % parts, parts, window, 5)
+        other.go_on(state)
+        assert other.state() == state and other.given == taken
+        assert list(islice(other, 40 - taken)) == whole[taken:]
+        assert next(dealer) == whole[taken]
+
+
+def test_going_on_reads_the_window_again_and_no_more() -> None:
+    dealer = Dealer(Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)]), window=10, seed=0)
+    state = [next(dealer) and dealer.state() for _ in range(75)][-1]
+    data = Lists([[f"{s}.{i}" for i in range(50)] for s in range(4)])
+    other = Dealer(data, window=10, seed=0)
+    other.go_on(state)
+    assert len(data.opened) == 1 and data.opened[0][1] == 20 and len(other._held) == 10
+
+
+def test_parts_have_shards_of_their_own() -> None:
+    found = []
+    for part in range(2):
+        own = [item for shard in SHARDS[part::2] for item in shard]
+        found.append(sorted(islice(Dealer(Lists(), part, 2, 3, 0), len(own))))
+        assert found[-1] == sorted(own)
+    assert sorted(found[0] + found[1]) == ALL
+
+
+def test_rows_of_a_process_are_of_these_parts() -> None:
+    assert Parts.of_rows(4, 8, 0, 8) == (2, range(4)) and Parts.of_rows(4, 8, 4, 4) == (2, range(2, 4))
+    assert Parts.of_rows(1, 8, 4, 4) == (8, range(1)) and Parts.of_rows(2, 12, 4, 4) == (6, range(2))
+    with pytest.raises(ValueError, match=r"data.parts=3 must divide training.batch_size=8"):
+        Parts.of_rows(3, 8, 0, 8)
+
+
+def test_what_cannot_be_dealt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.parts=6 must lie between 1 and the number of shards, 5"):
+        Dealer(Lists(), 0, 6)
+    with pytest.raises(ValueError, match=r"data.window=0 must be at least 1"):
+        Dealer(Lists(), window=0)
+    with pytest.raises(ValueError, match=r"list . and 1 other shards hold no item"):
+        next(Dealer(Lists([[], []])))
+    dealer = Dealer(Lists(), window=4, seed=0)
+    next(dealer)
+    with pytest.raises(ValueError, match=r"have 2 shards, and had 5"):
+        Dealer(Lists(SHARDS[:2]), window=4, seed=0).go_on(dealer.state())
+    list(islice(dealer, 3))  # the window is given out
+    with pytest.raises(ValueError, match=r"has fewer items than when"):
+        Dealer(Lists([[], [], ["c0"], [], []]), window=4, seed=0).go_on(dealer.state())

@@ -1,0 +1,283 @@
+"""Text that is read as a stream: rows against a loop over tokens; a run that was killed against one that was not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import launch
+import numpy as np
+import pytest
+import torch
+from data import streaming_library
+from data.streaming_library import write_shards
+from training.same_run import assert_same_run, assert_same_tree, final
+from training.small_language import CPU, fitted, make
+
+from cached_transformers.data.huggingface import HubShards
+from cached_transformers.data.shard_order import Dealer
+from cached_transformers.data.tokenizers import ByteTokenizer
+from cached_transformers.tasks import create_dataset
+from cached_transformers.tasks.language import hub_stream
+from cached_transformers.tasks.language.streamed_rows import StreamedRows
+from cached_transformers.tasks.language.streams import IGNORED
+from cached_transformers.training.distributed import World
+from cached_transformers.training.settings import TrainingConfig
+
+ALIKE = ("model.dropout=0.0", "optimizer.name=sgd")
+WORKER = Path(__file__).with_name("streamed_worker.py")
+DATA = {"train": 9, "validation": 6}
+OPTIONS = ("data.window=5", "data.parts=2", "training.save_every=3", "training.accumulate=2")
+
+
+@pytest.fixture(params=["stand-in", pytest.param("datasets", marks=pytest.mark.peers)])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "datasets":
+        pytest.importorskip("datasets")
+    else:
+        put_in_place(monkeypatch)
+    hub_stream._splits.cache_clear()
+    hub_stream._tokenizer.cache_clear()
+    yield request.param
+    hub_stream._splits.cache_clear()
+    hub_stream._tokenizer.cache_clear()
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("datasets")
+    module.load_dataset = streaming_library.load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "text", DATA)
+
+
+def streamed(folder: Path, *overrides: str) -> tuple[str, ...]:
+    data = f"data={{name: huggingface_stream, dataset: {folder}, tokenizer: byte}}"
+    return (data, *OPTIONS, *overrides)
+
+
+def twin(
+    documents: Iterator[str], rows: int, length: int, align: int, packed: bool, steps: int
+) -> list[list[list[tuple[Any, ...]]]]:
+    """A token at a time: (input, target, whether the row begins anew here, offset, document)."""
+    left: list[list[int]] = [[] for _ in range(rows)]
+    last, offset, number, count = [10] * rows, [0] * rows, [-1] * rows, -1
+    found = []
+    for step in range(steps):
+        batch = []
+        for row in range(rows):
+            tokens: list[tuple[Any, ...]] = []
+            for place in range(length):
+                fresh = step == place == 0
+                if not left[row]:
+                    if align and place % align:
+                        tokens.append((10, IGNORED, False, 0, 0))
+                        continue
+                    left[row], offset[row], count = list(next(documents).encode()), 0, count + 1
+                    number[row] = count
+                    if align or packed:
+                        last[row] = 10
+                        fresh = fresh or bool(align) or place == 0
+                token = left[row].pop(0)
+                tokens.append((last[row], token, fresh, offset[row], number[row]))
+                last[row], offset[row] = token, offset[row] + 1
+            batch.append(tokens)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize(("align", "packed"), [(0, False), (4, False), (0, True)])
+def test_rows_are_those_of_a_loop_over_tokens(folder: Path, align: int, packed: bool) -> None:
+    rows = streaming_library.load_dataset(str(folder), streaming=True)["train"]
+    shards, settings = HubShards(rows, "text", "made"), TrainingConfig(batch_size=3, seed=4)
+    streams = StreamedRows(shards, ByteTokenizer(), settings, 12, align, packed, 1, 7, True, CPU)
+    expected = twin(Dealer(shards, window=7, seed=4), 3, 12, align, packed, 60)
+    for step in range(60):
+        batch = streams.batch(step, slice(0, 3))
+        reset_BN = torch.zeros(3, 12, dtype=torch.bool)
+        reset_BN[:, :: align or 12] = batch.reset
+        columns = (batch.inputs, batch.targets, reset_BN, batch.positions, batch.documents)
+        valid = batch.targets != IGNORED
+        kept = (*columns[:3], *(torch.where(valid, column, 0) for column in columns[3:]))
+        seen = [list(zip(*(column[row].tolist() for column in kept), strict=True)) for row in range(3)]
+        assert seen == expected[step]
+        assert batch.tokens == int(valid.sum()) and (batch.padding is None) == (not align)
+        assert (batch.told is not None) == packed
+    assert all(len(row.tokens) < 100 for row in streams._read[0].rows)
+
+
+def test_a_run_that_was_killed_is_one_that_was_not(
+    library: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = streamed(folder)
+    fitted(tmp_path / "whole", tmp_path, *text)
+    killed = make(tmp_path / "killed", tmp_path, *text)
+    batches = killed.task.batches
+
+    def ended(step: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(step)):
+            if number == 2 * 10 + 1:  # between the pieces of the eleventh step; the ninth was saved
+                raise RuntimeError("killed")
+            yield batch
+
+    monkeypatch.setattr(killed.task, "batches", ended)
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.fit()
+    assert final(tmp_path / "killed").step == 9
+    fitted(tmp_path / "killed", tmp_path, *text)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole", 12)
+    carried = final(tmp_path / "whole").training["carried"]
+    assert {name for name in carried if name.startswith("places/")} == {
+        f"places/{part}/{name}" for part in range(2) for name in ("dealer", "rows", "left")
+    }
+
+
+@pytest.mark.parametrize("reset", ["never", "document", "packed"])
+def test_processes_and_pieces_read_what_one_reads(folder: Path, reset: str) -> None:
+    """Rows of two worlds of two, of which each part is read by one or by both."""
+    rows = streaming_library.load_dataset(str(folder), streaming=True)["train"]
+    shards, settings = HubShards(rows, "text", "made"), TrainingConfig(batch_size=8, seed=1)
+    align = 4 if reset == "document" else 0
+    for parts in (1, 2, 4):
+        options = (shards, ByteTokenizer(), settings, 8, align, reset == "packed", parts, 3, True)
+        one = StreamedRows(*options, CPU)
+        two = [StreamedRows(*options, _Alone(torch.device("cpu"), rank, 2)) for rank in range(2)]
+        assert [len(half._read) for half in two] == [max(parts // 2, 1)] * 2
+        for step in range(9):
+            whole = one.batch(step, slice(0, 8))
+            pieces = [
+                half.batch(step, slice(begin, begin + 2))
+                for rank, half in enumerate(two)
+                for begin in (4 * rank, 4 * rank + 2)
+            ]
+            for name in ("inputs", "targets", "reset", "positions", "documents"):
+                assert torch.equal(getattr(whole, name), torch.cat([getattr(piece, name) for piece in pieces]))
+        state = one.state_dict()
+        both = [half.state_dict() for half in two]
+        assert_same_tree(state, dict(sorted((both[0] | both[1]).items(), key=lambda item: list(state).index(item[0]))))
+        other = StreamedRows(*options, _Alone(torch.device("cpu"), 1, 2))
+        other.load_state_dict(state)
+        assert torch.equal(other.batch(9, slice(4, 8)).inputs, one.batch(9, slice(4, 8)).inputs)
+
+
+class _Alone(World):
+    """A process of several that hears nothing of the others."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.double()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_to_the_bit_and_learn_what_one_learns(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.python(WORKER, tmp_path, folder, processes=2)
+    killed, whole = (final(tmp_path / name) for name in ("killed", "whole"))
+    assert killed.step == whole.step == 12
+    assert_same_tree(killed.weights, whole.weights)
+    for name in ("carried", "optimizer", "rng", "total"):
+        assert_same_tree(killed.training[name], whole.training[name], name)
+    put_in_place(monkeypatch)
+    fitted(tmp_path / "alone", tmp_path, *streamed(folder, *ALIKE))
+    one, two = final(tmp_path / "alone"), final(tmp_path / "whole")
+    places = [{k: v for k, v in c.training["carried"].items() if k.startswith("places/")} for c in (one, two)]
+    assert_same_tree(*(dict(sorted(tree.items())) for tree in places))
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(two.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_held_out_documents_are_never_trained_on(library: str, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "one", {"train": 60})
+    splits = {
+        split: create_dataset("huggingface_stream", split, dataset=str(folder), held_fraction=0.1, held_out=500)
+        for split in ("train", "validation", "test")
+    }
+    texts = {split: set(hub_stream._once(data.documents)) for split, data in splits.items() if split == "train"}
+    held = {split: documents_of(splits[split]) for split in ("validation", "test")}
+    everything = [text for text in hub_stream._once(streamed_rows(folder))]
+    assert len(everything) == len(set(everything)) == 246
+    assert texts["train"] | held["validation"] | held["test"] == set(everything)
+    assert len(texts["train"]) + len(held["validation"]) + len(held["test"]) == 246
+    assert min(len(held["validation"]), len(held["test"])) > 8
+    few = create_dataset("huggingface_stream", "test", dataset=str(folder), held_fraction=0.1, held_out=3)
+    assert documents_of(few) < held["test"] and len(few.starts) == 3
+
+
+def streamed_rows(folder: Path) -> HubShards:
+    return HubShards(hub_stream._splits(str(folder), None)["train"], "text", "made")
+
+
+def documents_of(data: Any) -> set[str]:
+    return {bytes(part.tolist()).decode() for part in np.split(data.tokens, data.starts[1:])}
+
+
+def test_vocabularies_of_words(library: str, folder: Path) -> None:
+    options = {"dataset": str(folder), "tokenizer": "word", "vocabulary_documents": 4}
+    train, validation = (create_dataset("huggingface_stream", split, **options) for split in ("train", "validation"))
+    assert train.tokenizer is validation.tokenizer and {"abc", "de", "train"} <= set(train.tokenizer.words)
+    facts = train.describe()
+    assert facts["shards"] == 4 and facts["vocabulary"] == train.tokenizer.vocabulary and "size" not in facts
+    assert validation.describe()["documents"] == 6
+    assert set(train.scores(3.0, 2.0)) == {"loss", "perplexity"}
+    assert "word_perplexity" not in train.scores(1, 1) and validation.baselines(train) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"column": "body"}, r"data.column='body': .*, split train has text"),
+        ({"parts": 5}, r"data.parts=5 must lie between 1 and the number of shards, 4"),
+        ({"held_fraction": 0.5}, r"data.held_fraction=0.5 is taken twice"),
+        ({"window": 0}, r"data.window=0 must be at least 1"),
+        ({"reset": "always"}, r"data.reset='always' must be"),
+        ({"dataset": "no/such-data-here"}, r"data.dataset='no/such-data-here' cannot be loaded"),
+    ],
+)
+def test_bad_options_are_named(library: str, folder: Path, options: dict[str, Any], message: str) -> None:
+    if library == "datasets" and "dataset" in options:
+        pytest.skip("would look for it in the network")
+    with pytest.raises(ValueError, match=message):
+        create_dataset("huggingface_stream", "train", **{"dataset": str(folder), **options})
+
+
+def test_a_damaged_file_is_named_when_its_turn_comes(library: str, folder: Path) -> None:
+    with (folder / "train-00002.jsonl").open("a", encoding="utf-8") as file:
+        file.write("{broken")
+    train = create_dataset("huggingface_stream", "train", dataset=str(folder))
+    with pytest.raises(ValueError, match=r"split train, shard 2 cannot be read: .*the same command goes on"):
+        list(hub_stream._once(train.documents))
+
+
+def test_pairs_are_made_of_no_stream(library: str, folder: Path) -> None:
+    corpus = {"name": "huggingface_stream", "dataset": str(folder)}
+    with pytest.raises(ValueError, match=r"is a stream, and pairs are made of a text at hand; take text"):
+        create_dataset("denoising", "train", corpus=corpus)
+
+
+def test_a_row_without_text_is_passed_over_and_one_of_another_kind_is_named(folder: Path) -> None:
+    rows = streaming_library.StandIn([folder / "train-00000.jsonl"])
+    rows.files[0].write_text('{"text": null}\n{"text": "good"}\n{"text": 5}\n', encoding="utf-8")
+    reader = HubShards(rows, "text", "made").read(0)
+    assert next(reader) == "good"
+    with pytest.raises(ValueError, match=r"made, shard 0: a row holds int in column 'text', not text; choose another"):
+        next(reader)
+
+
+def test_a_stream_is_not_scored_and_parts_divide_the_batch(library: str, folder: Path, tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", tmp_path, *streamed(folder))
+    with pytest.raises(ValueError, match=r"is read as a stream, which has no end"):
+        trainer.task.evaluate(trainer.model, trainer.task.data)
+    with pytest.raises(ValueError, match=r"data.parts=3 must divide training.batch_size=4"):
+        make(tmp_path / "other", tmp_path, *streamed(folder, "data.parts=3"))
+    with pytest.raises(RuntimeError, match="behind step"):
+        trainer.task.streams.batch(0, slice(0, 2))
+        trainer.task.streams.batch(2, slice(0, 2))
