@@ -161,10 +161,7 @@ class SegmentLoop(nn.Module):
 
         Arguments and errors are those of `forward`.
         """
-        _check_shapes(inputs_BN, targets_BN, padding)
-        if places is not None:
-            check_places(places, inputs_BN)
-        self._check_reset(reset, inputs_BN.shape[1])
+        self._check(inputs_BN, targets_BN, reset, padding, places)
         pieces = self._pieces(inputs_BN, targets_BN, padding, places)
         if self.passes > 1:
             state, reset = self._earlier_passes(pieces, state, reset), None
@@ -210,6 +207,20 @@ class SegmentLoop(nn.Module):
             )
             for part in cut(inputs_BN.shape[1], self.segment_length)
         ]
+
+    def _check(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        reset: Tensor | None,
+        padding: Tensor | None,
+        places: Tensor | None,
+    ) -> None:
+        """Refuse (ValueError) arguments that do not fit each other."""
+        _check_shapes(inputs_BN, targets_BN, padding)
+        if places is not None:
+            check_places(places, inputs_BN)
+        self._check_reset(reset, inputs_BN.shape[1])
 
     def _check_reset(self, reset: Tensor | None, tokens: int) -> None:
         count = 1 if reset is None or reset.dim() == 1 else reset.shape[1]
