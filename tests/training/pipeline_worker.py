@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case
 
-from cached_transformers.state import named_tensors
+from cached_transformers.state import detach, map_state, named_tensors
 from cached_transformers.training.distributed import World, in_world
 from cached_transformers.training.pipeline import SegmentPipeline
 from cached_transformers.training.segments import SegmentLoop
@@ -50,8 +50,11 @@ FEW = [
     case
     for case in STREAMS
     if (case.memory, case.attention)
-    in [(name, "softmax") for name in ("transformer_xl", "rmt/causal", "infini", "compressive", "grc_stream")]
+    in [(name, "softmax") for name in ("transformer_xl", "rmt/causal", "infini", "compressive")]
 ]
+
+MESH = [case for case in FEW if case.memory != "compressive"]
+"""Without an auxiliary loss, which several data-parallel processes weigh by tokens, and one process by segments."""
 
 
 def settings_of(case: Case) -> dict[str, Setting]:
@@ -77,7 +80,7 @@ def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) ->
 
     Of the pipeline with what is divided by the processes averaged over them, or of one `SegmentLoop`.
     """
-    model = case.build()
+    model = case.build().double()
     loop: nn.Module = SegmentLoop(model, SEGMENT, setting.bptt)
     called, parts = loop, [slice(None)]
     if world is not None:
@@ -97,18 +100,42 @@ def seen(case: Case, setting: Setting, world: World | None, mesh: Any = None) ->
         scaled = loss if mesh is None else loss * (2 * count / whole)
         scaled.backward()
     found = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    both = torch.stack([scaled.detach(), loop.auxiliary_loss.to(loss.dtype)])
+    both = torch.stack([scaled.detach().double(), loop.auxiliary_loss.double()])
     if world is not None:
-        both = (world.sum(both) / world.size).to(both.dtype)
+        both = world.sum(both) / world.size
     found |= {"loss": both[0]} | ({"auxiliary": both[1]} if mesh is None else {})
     return found | ({} if state is None else {f"state {n}": t for n, t in named_tensors(state)})
+
+
+def seen_in_parts(case: Case, setting: Setting) -> dict[str, Tensor]:
+    """What one process sees that reads one micro-batch after the other: for auxiliary losses, which may be means over
+    those rows alone that have something to do with them."""
+    model = case.build().double()
+    loop = SegmentLoop(model, SEGMENT, setting.bptt)
+    states: list[Any] = [None] * setting.micro_batches
+    for segments in (2, setting.segments):
+        model.zero_grad()
+        whole = batch(segments)
+        total, auxiliary = torch.zeros(2, dtype=torch.float64)
+        for number, rows in enumerate(torch.arange(ROWS).tensor_split(setting.micro_batches)):
+            inputs, targets, reset, padding = (t[rows] for t in whole)
+            outs = list(loop.read(inputs, targets, states[number], reset, padding))
+            total = total + sum(out.outputs.sum() for out in outs)
+            auxiliary = auxiliary + sum(out.auxiliary_loss for out in outs) * (len(rows) / ROWS / len(outs))
+            states[number] = detach(outs[-1].state)
+        loss = total / (~whole[3]).sum() + auxiliary
+        loss.backward()
+    found = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    state = map_state(lambda *parts: torch.cat(parts), *states)
+    scalars = {"loss": loss.detach(), "auxiliary": auxiliary.detach()}
+    return found | scalars | {f"state {n}": t for n, t in named_tensors(state)}
 
 
 def everything(world: World) -> dict[str, Any]:
     which = sys.argv[2] if len(sys.argv) > 2 else "few"
     if which == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-        return {f"{case} {name}": seen(case, s, world, mesh) for case in FEW for name, s in settings_of(case).items()}
+        return {f"{case} {name}": seen(case, s, world, mesh) for case in MESH for name, s in settings_of(case).items()}
     cases = FEW if which == "few" else STREAMS
     result: dict[str, Any] = {}
     for case in cases:
