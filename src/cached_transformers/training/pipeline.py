@@ -96,9 +96,7 @@ class SegmentPipeline(SegmentLoop):
         if schedule == "wavefront":
             check_layers(self.model, schedule)
             if scoring is not None:
-                raise ValueError(
-                    "schedule='wavefront' scores tokens by itself; leave scoring out, or take 'segments'"
-                )
+                raise ValueError("schedule='wavefront' scores tokens by itself; leave scoring out, or take 'segments'")
         if any(True for _ in caches(self.model)):
             raise ValueError(
                 "a cache that all rows share is written by each segment of a step, in its order, and processes of a "
@@ -172,9 +170,7 @@ class SegmentPipeline(SegmentLoop):
         self, relay: _Relay, pieces: list[Piece], state: State | None, resets: list[Tensor]
     ) -> list[ModelOutput]:
         given = [piece[:3] for piece in pieces]
-        return read_by_layers(
-            self.model, given, state, resets, self.bptt, relay.own.start, relay.arrive, relay.leave
-        )
+        return read_by_layers(self.model, given, state, resets, self.bptt, relay.own.start, relay.arrive, relay.leave)
 
     def _behind(self, after: list[State], last: int, rows: int, device: torch.device) -> State | None:
         """The state of all rows behind the batch, which the last process sends to the first."""

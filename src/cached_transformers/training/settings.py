@@ -64,8 +64,8 @@ class TrainingConfig:
     """What several processes of torchrun do: ddp averages gradients of whole models; fsdp also cuts weights, gradients
     and optimiser states up between them (`training/sharding.py`); none refuses several. One process does neither."""
     pipeline: int = 1
-    """Text: processes that share the segments of each row (`SegmentPipeline`); the processes of torchrun are so many, or
-    a multiple of it, which read other rows."""
+    """Text: processes that share the segments of each row (`SegmentPipeline`). torchrun starts so many, or a multiple
+    of it, which read other rows."""
     micro_batches: int = 1
     """Text, of a pipeline: parts of a piece's rows that follow each other through its processes."""
     wavefront: bool = False
@@ -124,8 +124,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
-        counts = (*counts, "repeats", "average_last", "pipeline", "micro_batches")
-        for name in (*counts, "segment_length", "segments", "bptt", "passes"):
+        pipelines = ("pipeline", "micro_batches")
+        for name in (*counts, "repeats", "average_last", *pipelines, "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(
@@ -198,17 +198,17 @@ class TrainingConfig:
                 f"training.pipeline={self.pipeline} processes have training.segments={self.segments} segments of a row "
                 "to share; take as many segments as processes, or more"
             )
-        refused = (
+        refused: tuple[tuple[str, object, object], ...] = (
             ("parallel", self.parallel, "ddp"),
             ("passes", self.passes, 1),
             ("compile", self.compile, False),
             *([("bptt_window", self.bptt_window, "blocks")] if self.bptt > 1 else []),
             *([("recall", self.recall, 0.0)] if self.wavefront else []),
         )
-        for name, value, plain in refused:
-            if value != plain:
+        for name, given, plain in refused:
+            if given != plain:
                 raise ValueError(
-                    f"training.pipeline={self.pipeline} does not go with training.{name}={value}; take "
+                    f"training.pipeline={self.pipeline} does not go with training.{name}={given}; take "
                     f"training.{name}={plain}, or training.pipeline=1"
                 )
 

@@ -110,7 +110,9 @@ class LanguageModelling(Task):
     def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
-        if state is None and self._first_in_line and self.shards is None:  # whose weights are there inside the runner alone, which begins anew
+        if (
+            state is None and self._first_in_line and self.shards is None
+        ):  # whose weights are there inside the runner alone, which begins anew
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
             loss, state = runner(inputs, targets, state, reset, padding)
