@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tasks import create_dataset, create_model
     from .tasks.language.streaming import read_stream
     from .training.curriculum import Curriculum
+    from .training.pipeline import SegmentPipeline
     from .training.replay import ReplayLoop
     from .training.segments import SegmentLoop
 
@@ -51,6 +52,7 @@ _NAMES = {
     "tasks": ("create_dataset", "create_model"),
     "tasks.language.streaming": ("read_stream",),
     "training.curriculum": ("Curriculum",),
+    "training.pipeline": ("SegmentPipeline",),
     "training.replay": ("ReplayLoop",),
     "training.segments": ("SegmentLoop",),
 }
@@ -75,6 +77,7 @@ __all__ = [
     "ModelMemory",
     "ReplayLoop",
     "SegmentLoop",
+    "SegmentPipeline",
     "Session",
     "__version__",
     "add_memory",

@@ -133,7 +133,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 
 def test_a_pipeline_refuses_what_it_cannot_read() -> None:
     rmt = next(case for case in FEW if case.memory == "rmt/causal").build()
-    with pytest.raises(ValueError, match="schedule='wavefront'.*spans the layers.*schedule='segments'"):
+    with pytest.raises(ValueError, match=r"schedule='wavefront'.*spans the layers.*schedule='segments'"):
         SegmentPipeline(rmt, 4, schedule="wavefront")
     with pytest.raises(ValueError, match="unknown schedule 'diagonal'"):
         SegmentPipeline(rmt, 4, schedule="diagonal")

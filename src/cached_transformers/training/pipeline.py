@@ -18,7 +18,7 @@ Legend: B rows, N tokens of all segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist

@@ -81,7 +81,7 @@ class LanguageModelling(Task):
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         settings = self.settings
         # One graph serves every segment, so the model is compiled and not the loop round it.
-        model = torch.compile(self.model) if settings.compile else self.model
+        model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
         scoring: Any = Recall(settings.recall) if settings.recall else None
         if settings.pipeline > 1:
@@ -110,9 +110,8 @@ class LanguageModelling(Task):
     def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
-        if (
-            state is None and self._first_in_line and self.shards is None
-        ):  # whose weights are there inside the runner alone, which begins anew
+        if state is None and self._first_in_line and self.shards is None:
+            # With shards the weights are there inside the runner alone, which begins anew.
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
             loss, state = runner(inputs, targets, state, reset, padding)
