@@ -13,6 +13,8 @@ import pytest
 from cached_transformers.cli.main import main
 from cached_transformers.experiments.plan.pipeline import FORWARD, Link, Work, best, flow, stops_at, timing, work_of
 from cached_transformers.experiments.plan.sizes import Given, sized
+from cached_transformers.state import nbytes
+from cached_transformers.tasks import create_model
 from cached_transformers.tasks.recipes import load_config
 
 WORK = Work(flops=3e9, weights=4_000_000, state=400_000, layers=6, rows=8, segments=16, bptt=16)
@@ -92,3 +94,35 @@ def test_what_cannot_be_is_refused() -> None:
         timing(WORK, PEAK, FAST, 2, 4, 4)
     with pytest.raises(ValueError, match="a wavefront needs a state in each"):
         timing(Work(**{**vars(WORK), "layers": 1}), PEAK, FAST, 2, 1, 1, "wavefront")
+
+
+def test_the_command_says_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["training.segments=64", "training.bptt=64"]
+    words = ["plan", "demo_text", "--gpus", "8", "--pipeline", "4", *changes]
+    assert main([*words, "--json"]) == 0
+    segments, wavefront = json.loads(capsys.readouterr().out)
+    recipe = sized(load_config("demo_text", changes), Given())
+    work = work_of(recipe.config, recipe.shape)
+    assert (work.rows, work.segments, work.bptt, work.layers) == (16, 64, 64, 2)
+    assert segments["state"] == wavefront["state"] == work.state
+    expected = timing(work, 19.5e12 * 0.35, Link(10e-6, 50 * 2**30), 4, 2, wavefront["micro_batches"], "wavefront")
+    assert wavefront["seconds"] == pytest.approx(expected.seconds) and wavefront["idle"] == pytest.approx(expected.idle)
+    assert main(words) == 0
+    assert "wavefront: 2 pipelines x 4 GPUs" in capsys.readouterr().out
+    assert main(["plan", "demo_text", "--gpus", "8", "--pipeline", "auto", "--markdown", *changes]) == 0
+    assert capsys.readouterr().out.count("| `demo_text` |") == 2
+    for wrong, said in {
+        ("--gpus", "8", "--pipeline", "3"): "--pipeline 3 must be auto, or a number of GPUs that divides --gpus 8",
+        ("--micro-batches", "2"): "--micro-batches 2 are of --pipeline",
+        ("--pipeline", "auto", "--micro-batches", "2"): "auto finds the micro-batches, too",
+    }.items():
+        assert main(["plan", "demo_text", *wrong]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_state_bytes_are_those_of_a_model() -> None:
+    changes = ["model.memory={name: infini}", "model.width=32", "model.heads=2"]
+    recipe = sized(load_config("demo_text", changes), Given())
+    memory = {"name": "infini"}
+    model = create_model("language_model", vocabulary=256, width=32, depth=2, heads=2, feed_forward=256, memory=memory)
+    assert work_of(recipe.config, recipe.shape).state == nbytes(model.init_state(1))

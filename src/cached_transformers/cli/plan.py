@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         return run_pipeline([sized(config, given) for config in configs], machine, arguments)
     if arguments.micro_batches is not None:
-        raise ValueError(f"--micro-batches {arguments.micro_batches} are of --pipeline; give it, too, or leave them out")
+        raise ValueError(
+            f"--micro-batches {arguments.micro_batches} are of --pipeline; give it, too, or leave them out"
+        )
     plans = [make_plan(sized(config, given), machine) for config in configs]
     if arguments.json:
         found = [plan.to_dict() for plan in plans]

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from cached_transformers.experiments.plan.plan import Machine
     from cached_transformers.experiments.plan.sizes import Sized
 
-COLUMNS = ("recipe", "way", "pipelines x GPUs", "micro-batches", "seconds a step", "times one GPU", "idle", "KiB a message")
+COLUMNS = (
+    "recipe",
+    "way",
+    "pipelines x GPUs",
+    "micro-batches",
+    "seconds a step",
+    "times one GPU",
+    "idle",
+    "KiB a message",
+)
 
 
 def run_pipeline(recipes: Sequence[Sized], machine: Machine, arguments: argparse.Namespace) -> int:
@@ -82,7 +91,7 @@ def sentences(name: str, work: Work, timed: Timing, most: int) -> list[str]:
         f"  {timed.seconds:.4g} s a step, {timed.averaging:.3g} s of them averaging gradients; one GPU "
         f"{timed.alone:.4g} s: {timed.faster:,.1f} times as fast, each GPU idle for {timed.idle:.0%} of the time",
         f"  {work.state / 1024:,.1f} KiB of state a row; {timed.message / 1024:,.1f} KiB a message",
-        f"  beyond {most:,} GPUs a pipeline they would wait for more than half of the time",
+        f"  up to {most:,} GPUs a pipeline (of {work.segments:,} segments) they compute for half of the time or more",
     ]
 
 

@@ -110,7 +110,13 @@ def flow(process: float, link: float, processes: int, units: int) -> float:
 
 
 def timing(
-    work: Work, peak: float, link: Link, processes: int, pipelines: int = 1, micro_batches: int = 1, way: str = "segments"
+    work: Work,
+    peak: float,
+    link: Link,
+    processes: int,
+    pipelines: int = 1,
+    micro_batches: int = 1,
+    way: str = "segments",
 ) -> Timing:
     """A step by the model above.
 
