@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from cached_transformers.experiments.plan.pipeline import best, link_of, reached, stops_at, ways, work_of
+from cached_transformers.experiments.plan.pipeline import Link, Work, best, link_of, reached, stops_at, ways, work_of
 from cached_transformers.experiments.plan.plan import Machine
 from cached_transformers.experiments.plan.sizes import Given, sized
 from cached_transformers.tasks.recipes import load_config
@@ -27,11 +27,14 @@ NAMES = (
 OPTIONS: dict[str, dict[str, object]] = {
     "rmt": {"length": 16},
     "armt": {"length": 16},
-    "memformer": {"slots": 64},
+    "memformer": {"length": 64},
     "transformer_xl": {"length": 512},
     "compressive": {"length": 512},
 }
 """Sizes of memories in the table, where their defaults are for shorter segments."""
+
+LINEAR = ("infini",)
+"""Memories whose state is a sum over segments, with their default options."""
 
 
 def overrides(memory: str) -> list[str]:
@@ -43,19 +46,23 @@ def overrides(memory: str) -> list[str]:
     ]
 
 
-def row(memory: str) -> str:
-    """One line: the fastest way at each number of GPUs."""
+def rows(memory: str) -> list[str]:
+    """One line: the fastest way at each number of GPUs; and one of a scan, where the state would allow it."""
     recipe = sized(load_config("demo_text", overrides(memory)), Given(vocabulary=32_000))
     machine = Machine(card="h100")
     work, link = work_of(recipe.config, recipe.shape), link_of(machine, LATENCY_US)
     peak = reached(machine, recipe.config.training.precision)
+    lines = [(ways(work)[-1], ways(work)), *([("scan, not built", ["scan"])] if memory in LINEAR else [])]
+    return [_line(memory, title, among, work, peak, link) for title, among in lines]
+
+
+def _line(memory: str, title: str, among: list[str], work: Work, peak: float, link: Link) -> str:
     cells = []
     for gpus in GPUS:
-        timed = min((best(work, peak, link, gpus, way) for way in ways(work)), key=lambda t: t.seconds)
+        timed = min((best(work, peak, link, gpus, way) for way in among), key=lambda t: t.seconds)
         cells.append(f"{timed.faster:,.1f} ({timed.pipelines} x {timed.processes}, {timed.micro_batches})")
-    way = ways(work)[-1]
-    most = stops_at(work, peak, link, 1, ROWS, way)
-    return f"| `{memory}` | {way} | {work.state / 2**10:,.0f} | {' | '.join(cells)} | {most:,} |"
+    most = stops_at(work, peak, link, 1, ROWS, among[-1])
+    return f"| `{memory}` | {title} | {work.state / 2**10:,.0f} | {' | '.join(cells)} | {most:,} |"
 
 
 def main() -> None:
@@ -64,7 +71,7 @@ def main() -> None:
     print(f"| --- | --- |{' ---: |' * (len(GPUS) + 2)}")
     for memory in sys.argv[1:] or NAMES:
         try:
-            print(row(memory), flush=True)
+            print("\n".join(rows(memory)), flush=True)
         except (ValueError, TypeError) as error:
             print(f"{memory}: {str(error)[:200]}", file=sys.stderr)
 

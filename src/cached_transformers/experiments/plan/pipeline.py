@@ -1,4 +1,4 @@
-"""How long a step would take whose rows' segments several processes share (`training/pipeline.py`): a model, by formula.
+"""How long a step would take whose segments several processes share (`training/pipeline.py`): a model, by formula.
 
 P processes, D pipelines beside each other, so that there are N = P D processes. Each process has S / P segments of the
 B / D rows of its pipeline, cut into M micro-batches; with a wavefront each micro-batch is one unit a layer. U = M, or
