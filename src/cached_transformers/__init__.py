@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .tasks.language.streaming import read_stream
     from .training.carried import CarriedState
     from .training.curriculum import Curriculum
+    from .training.pipeline import SegmentPipeline
     from .training.replay import ReplayLoop
     from .training.segments import SegmentLoop
 
@@ -53,6 +54,7 @@ _NAMES = {
     "tasks.language.streaming": ("read_stream",),
     "training.carried": ("CarriedState",),
     "training.curriculum": ("Curriculum",),
+    "training.pipeline": ("SegmentPipeline",),
     "training.replay": ("ReplayLoop",),
     "training.segments": ("SegmentLoop",),
 }
@@ -78,6 +80,7 @@ __all__ = [
     "ModelMemory",
     "ReplayLoop",
     "SegmentLoop",
+    "SegmentPipeline",
     "Session",
     "__version__",
     "add_memory",

@@ -71,10 +71,45 @@ def check_schedule(schedule: str, model: Any) -> None:
         raise ValueError(unknown_name("schedule", schedule, list(SCHEDULES)))
     if schedule == "diagonal":
         _groups(model)
-        if getattr(model, "pool", None) == "last":  # `answer` is told of no padding
-            raise ValueError(
-                f"schedule='diagonal' with pool='last' is not offered; take pool='class_token', or {WAY_OUT}"
-            )
+
+
+def check_layers(model: Any, schedule: str) -> None:
+    """Refuse (ValueError) a model whose layers cannot be run one by one, each over several segments."""
+    name, refused = type(model).__name__, f"schedule={schedule!r}"
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"{refused} runs the parts of a model itself and would leave out its compiled forward; give the "
+            "loop the model as it was, and compile the loop"
+        )
+    if not all(hasattr(model, part) for part in ("stack", "embed", "answer", "check_call")):
+        raise ValueError(
+            f"{refused} runs a model's layers itself, and {name} does not offer its parts; {WAY_OUT}, or a "
+            "language_model or sequence_classifier"
+        )
+    order = type(model).__mro__
+    if _written_in(order, "forward") < min(_written_in(order, part) for part in ("embed", "answer")):
+        raise ValueError(
+            f"{refused} runs the parts of a model, and {name} has a forward that is newer than they are; "
+            f"write embed and answer for it, too, or {WAY_OUT}"
+        )
+    stack: Stack = model.stack
+    if any(is_watched(called) or called._backward_hooks for called in (model, stack)):
+        raise ValueError(
+            f"{refused} runs the parts of {name} and would leave out the hooks on its own calls (as FSDP's "
+            f"round the model); wrap or watch the loop instead, or {WAY_OUT}"
+        )
+    memory = type(stack.model_memory)
+    if memory is not ModelMemory:
+        why = f"memory {memory.__name__} spans the layers: it leaves the last of a segment for the first of the next"
+        _refuse(why, schedule)
+    if stack.reversible:
+        _refuse("reversible=True computes activations again from the last layer's result", schedule)
+    for member in (member for own in stack.layer_memories() for member in members_of(own)):
+        if member.shared:
+            why = f"memory {type(member).__name__} is one for all rows and steps, which each segment would write"
+            _refuse(why, schedule)
+    if getattr(model, "pool", None) == "last":  # `answer` is told of no padding
+        raise ValueError(f"{refused} with pool='last' is not offered; take pool='class_token', or {WAY_OUT}")
 
 
 def read_diagonally(
@@ -102,7 +137,7 @@ def read_diagonally(
         ValueError: the model has something that crosses its layers, no two layers are alike, or one of them cannot be
             run for several at once.
     """
-    line = _Line(model, state)
+    line = _Diagonals(model, state)
     for index, piece in enumerate(pieces):
         reset_B = resets[index] if index < len(resets) else None
         line.enter(*piece, reset_B, cut=bool(bptt and index and index % bptt == 0))
@@ -136,7 +171,7 @@ class _Moving:
         return mine.x_BND.shape == others.x_BND.shape and (mine.padding_BN is None) == (others.padding_BN is None)
 
 
-class _Line:
+class Line:
     """The layers, and the segments that move through them.
 
     Attributes:
@@ -145,9 +180,9 @@ class _Line:
         states: of each layer behind the segment that passed it last.
     """
 
-    def __init__(self, model: InParts, state: StackState | None) -> None:
+    def __init__(self, model: InParts, groups: Sequence[Sequence[int]], state: StackState | None) -> None:
         self.model, self.stack = model, model.stack
-        self.groups = [AlikeBlocks(model.stack, layers) for layers in _groups(model)]
+        self.groups = [AlikeBlocks(model.stack, layers) for layers in groups]
         self.moving: deque[_Moving] = deque()
         self.last = state
         self.states: list[State] = []
@@ -176,21 +211,16 @@ class _Line:
         self.last = before._replace(clock_B=self.stack.clock_after(before, tokens))
         self.moving.append(_Moving(targets_BN, tokens, begin, cut, self.last))
 
-    def advance(self) -> list[ModelOutput]:
-        """Let every segment pass its next layer; the output of the one that has passed all, if there is one."""
-        before = {len(segment.states): segment for segment in self.moving}
-        for group in self.groups:
-            for first, segments in _runs(group.layers, before):
-                layers = group.layers[first : first + len(segments)]
-                states = [self._state_for(segment, layer) for segment, layer in zip(segments, layers, strict=True)]
-                passed = group.run(first, [segment.tokens for segment in segments], states)
-                for segment, layer, (x_BND, state, loss) in zip(segments, layers, passed, strict=True):
-                    segment.tokens = segment.tokens._replace(x_BND=x_BND)
-                    segment.states.append(state)
-                    segment.losses += [] if loss is None else [loss]
-                    self.states[layer] = state
-        arrived = len(self.moving[0].states) == len(self.stack.blocks)
-        return [self._left(self.moving.popleft())] if arrived else []
+    def run(self, group: AlikeBlocks, first: int, segments: Sequence[_Moving]) -> None:
+        """Let each of some segments pass a layer of its own of a group, from the layer at the place `first` on."""
+        layers = group.layers[first : first + len(segments)]
+        states = [self._state_for(segment, layer) for segment, layer in zip(segments, layers, strict=True)]
+        passed = group.run(first, [segment.tokens for segment in segments], states)
+        for segment, layer, (x_BND, state, loss) in zip(segments, layers, passed, strict=True):
+            segment.tokens = segment.tokens._replace(x_BND=x_BND)
+            segment.states.append(state)
+            segment.losses += [] if loss is None else [loss]
+            self.states[layer] = state
 
     def _state_for(self, segment: _Moving, layer: int) -> State:
         """The state with which a segment passes a layer."""
@@ -202,11 +232,27 @@ class _Line:
             state = reset_rows(state, fresh[layer], reset_B)
         return state
 
-    def _left(self, segment: _Moving) -> ModelOutput:
-        """The output of a segment behind the last layer."""
+    def leave(self) -> ModelOutput:
+        """The output of the first segment, which is behind the last layer."""
+        segment = self.moving.popleft()
         h_BND, state = segment.tokens.x_BND, segment.after._replace(layers=tuple(segment.states))
         loss = torch.stack([h_BND.new_zeros(()), *segment.losses]).sum()
         return ModelOutput(self.model.answer(self.stack.norm(h_BND), segment.targets_BN), seal(state), loss)
+
+
+class _Diagonals(Line):
+    """Segments pass a layer each at once."""
+
+    def __init__(self, model: InParts, state: StackState | None) -> None:
+        super().__init__(model, _groups(model), state)
+
+    def advance(self) -> list[ModelOutput]:
+        """Let every segment pass its next layer; the output of the one that has passed all, if there is one."""
+        before = {len(segment.states): segment for segment in self.moving}
+        for group in self.groups:
+            for first, segments in _runs(group.layers, before):
+                self.run(group, first, segments)
+        return [self.leave()] if len(self.moving[0].states) == len(self.stack.blocks) else []
 
 
 def _runs(layers: Sequence[int], before: dict[int, _Moving]) -> Iterator[tuple[int, list[_Moving]]]:
@@ -223,42 +269,12 @@ def _runs(layers: Sequence[int], before: dict[int, _Moving]) -> Iterator[tuple[i
 
 def _groups(model: Any) -> list[list[int]]:
     """Numbers of the layers that are alike; ValueError for a model that cannot be read along diagonals."""
-    name = type(model).__name__
-    if hasattr(model, "_orig_mod"):
-        raise ValueError(
-            "schedule='diagonal' runs the parts of a model itself and would leave out its compiled forward; give the "
-            "loop the model as it was, and compile the loop"
-        )
-    if not all(hasattr(model, part) for part in ("stack", "embed", "answer", "check_call")):
-        raise ValueError(
-            f"schedule='diagonal' runs a model's layers itself, and {name} does not offer its parts; {WAY_OUT}, or a "
-            "language_model or sequence_classifier"
-        )
-    order = type(model).__mro__
-    if _written_in(order, "forward") < min(_written_in(order, part) for part in ("embed", "answer")):
-        raise ValueError(
-            f"schedule='diagonal' runs the parts of a model, and {name} has a forward that is newer than they are; "
-            f"write embed and answer for it, too, or {WAY_OUT}"
-        )
-    stack: Stack = model.stack
-    if any(is_watched(called) or called._backward_hooks for called in (model, stack)):
-        raise ValueError(
-            f"schedule='diagonal' runs the parts of {name} and would leave out the hooks on its own calls (as FSDP's "
-            f"round the model); wrap or watch the loop instead, or {WAY_OUT}"
-        )
-    blocks = list(stack.blocks)
-    memory = type(stack.model_memory)
-    if memory is not ModelMemory:
-        _refuse(f"memory {memory.__name__} spans the layers: it leaves the last of a segment for the first of the next")
-    if stack.reversible:
-        _refuse("reversible=True computes activations again from the last layer's result")
-    for member in (member for own in stack.layer_memories() for member in members_of(own)):
-        if member.shared:
-            _refuse(f"memory {type(member).__name__} is one for all rows and steps, which each segment would write")
+    check_layers(model, "diagonal")
+    blocks = list(model.stack.blocks)
     groups = groups_of(blocks)
     if len(groups) == len(blocks):
         why = "there is one alone" if len(blocks) == 1 else f"they differ, e.g. in {difference(blocks[0], blocks[1])!r}"
-        _refuse(f"no two layers could run at once: {why}")
+        _refuse(f"no two layers could run at once: {why}", "diagonal")
     return groups
 
 
@@ -267,5 +283,7 @@ def _written_in(classes: Sequence[type], method: str) -> int:
     return next(place for place, written in enumerate(classes) if method in vars(written))
 
 
-def _refuse(why: str) -> None:
-    raise ValueError(f"schedule='diagonal' is for layers that work on different segments at once, but {why}; {WAY_OUT}")
+def _refuse(why: str, schedule: str) -> None:
+    raise ValueError(
+        f"schedule={schedule!r} is for layers that work on different segments at once, but {why}; {WAY_OUT}"
+    )

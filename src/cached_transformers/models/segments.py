@@ -58,6 +58,7 @@ def read_segments(
     resets: Sequence[Tensor | None] = (),
     bptt: int | None = None,
     in_place: bool = False,
+    first: int = 0,
 ) -> Iterator[Output]:
     """Read pieces one after the other, each with the state that the one before it left, and yield every output.
 
@@ -69,9 +70,10 @@ def read_segments(
         bptt: the state is cut from the graph after every so many pieces; None never cuts.
         in_place: a promise that nobody looks at the given state again, nor at that of an output once the next output
             was asked for (`state.last_use`). Of a state that somebody may keep, give a copy (`state.seal`).
+        first: number of the first piece in its row, from which windows of `bptt` are counted.
     """
     for index, piece in enumerate(pieces):
-        if bptt is not None and index and index % bptt == 0:
+        if bptt is not None and index and (first + index) % bptt == 0:
             state = detach(state)
         with last_use(state) if in_place else nullcontext():
             output = read(piece, state, resets[index] if index < len(resets) else None)

@@ -38,6 +38,9 @@ MAY_DIFFER = (
     "training.workers",
     "training.device",
     "training.parallel",
+    "training.pipeline",
+    "training.micro_batches",
+    "training.wavefront",
 )
 """Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
 

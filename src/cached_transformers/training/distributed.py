@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from cached_transformers.annotations import shown
@@ -122,11 +123,22 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """The model as it is, or with its gradients averaged over the processes after each backward pass."""
+def pipeline_group(world: World, pipeline: int) -> dist.ProcessGroup:
+    """The neighbouring processes, this one among them, that share rows: one line of a mesh (data, pipeline)."""
+    sizes = (world.size // pipeline, pipeline)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("data", "pipeline")).get_group("pipeline")
+
+
+def wrap(model: nn.Module, world: World, some_unused: bool = False) -> nn.Module:
+    """The model as it is, or with its gradients averaged over the processes after each backward pass.
+
+    Args:
+        some_unused: whether there may be weights that a process does not use in a step.
+    """
     if world.size == 1:
         return model
     for cache in caches(model):
         if cache.sync == "none":  # DDP begins by overwriting all buffers with those of the first process
             cache.propose_current()
-    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
+    devices = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=some_unused)

@@ -8,7 +8,7 @@ Legend: B rows, N tokens of all segments, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -156,7 +156,7 @@ class SegmentLoop(nn.Module):
         """
         told = padding
         if documents is not None:
-            documents, padding = _told(documents, padding, inputs_BN)
+            documents, padding = told_documents(documents, padding, inputs_BN)
             told = None  # the ids say it, where no device has to be waited for
         total = auxiliary = inputs_BN.new_zeros((), dtype=torch.float32)
         outs = list(self.read(inputs_BN, targets_BN, state, reset, told, places, documents))
@@ -184,22 +184,11 @@ class SegmentLoop(nn.Module):
 
         Arguments and errors are those of `forward`.
         """
-        _check_shapes(inputs_BN, targets_BN, padding)
-        if places is not None:
-            check_places(places, inputs_BN)
-        self._check_reset(reset, inputs_BN.shape[1])
-        if documents is not None:
-            if self.passes > 1:
-                refuse_documents(documents, f"passes={self.passes} begin again with what rows have read as a whole")
-            check_suits(self.model)
-            documents, padding = _told(documents, padding, inputs_BN)
-        pieces = self._pieces(inputs_BN, targets_BN, padding, places, documents)
+        pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
         if self.passes > 1:
-            state, reset = self._earlier_passes(pieces, state, reset), None
-        given = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
-        resets: Sequence[Tensor | None] = given if documents is None else self._resets(documents, given, inputs_BN)
+            state, resets = self._earlier_passes(pieces, state, reset), []
         if self.schedule == "diagonal":
-            _refuse_inside(pieces)
+            refuse_inside(pieces, self.schedule)
             if places is not None:
                 raise ValueError("schedule='diagonal' takes no places; the memories that do span the layers")
             return read_diagonally(self.model, [piece[:3] for piece in pieces], state, resets, self.bptt)
@@ -226,14 +215,37 @@ class SegmentLoop(nn.Module):
         next_pass = model_memory(self.model, self.passes).next_pass
         return read_earlier_passes(self._segment, pieces, state, next_pass, self.passes, self.bptt)
 
-    def _resets(self, ids_BN: Tensor, given: list[Tensor], inputs_BN: Tensor) -> list[Tensor | None]:
+    def _resets(self, ids_BN: Tensor, given: list[Tensor | None], inputs_BN: Tensor) -> list[Tensor | None]:
         """Rows that begin anew at each segment: those that were given, and those in which another document begins."""
         between = resets_between(ids_BN, cut(inputs_BN.shape[1], self.segment_length))
         resets = [None if rows_B is None else rows_B.to(inputs_BN.device, non_blocking=True) for rows_B in between]
         for index, rows_B in enumerate(given):
             found = resets[index]
-            resets[index] = rows_B if found is None else rows_B | found
+            resets[index] = rows_B if found is None or rows_B is None else rows_B | found
         return resets
+
+    def _prepared(
+        self,
+        inputs_BN: Tensor,
+        targets_BN: Tensor,
+        reset: Tensor | None,
+        padding: Tensor | None,
+        places: Tensor | None,
+        documents: Tensor | None,
+    ) -> tuple[list[Piece], list[Tensor | None]]:
+        """The segments of a batch, and the rows that begin anew at the first of them (ValueError: as of `forward`)."""
+        _check_shapes(inputs_BN, targets_BN, padding)
+        if places is not None:
+            check_places(places, inputs_BN)
+        self._check_reset(reset, inputs_BN.shape[1])
+        resets: list[Tensor | None] = [] if reset is None else list(reset.view(len(reset), -1).unbind(1))
+        if documents is not None:
+            if self.passes > 1:
+                refuse_documents(documents, f"passes={self.passes} begin again with what rows have read as a whole")
+            check_suits(self.model)
+            documents, padding = told_documents(documents, padding, inputs_BN)
+            resets = self._resets(documents, resets, inputs_BN)
+        return self._pieces(inputs_BN, targets_BN, padding, places, documents), resets
 
     def _pieces(
         self,
@@ -336,7 +348,7 @@ def _check_sliding(model: nn.Module, bptt: int, passes: int, schedule: str) -> N
         )
 
 
-def _told(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor) -> tuple[Tensor, Tensor | None]:
+def told_documents(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor) -> tuple[Tensor, Tensor | None]:
     """Ids with what padding says, and padding with what the ids say."""
     check_documents(documents, *inputs_BN.shape[:2])
     ids_BN = ids_of(documents, padding)
@@ -344,12 +356,12 @@ def _told(documents: Tensor, padding: Tensor | None, inputs_BN: Tensor) -> tuple
     return ids_BN, nothing_BN.to(inputs_BN.device) if bool(nothing_BN.any()) else None
 
 
-def _refuse_inside(pieces: list[Piece]) -> None:
+def refuse_inside(pieces: list[Piece], schedule: str) -> None:
     """Refuse (ValueError) documents that do not begin with a segment."""
     for index, (*_, documents) in enumerate(pieces):
         if documents is not None and plan_documents(documents) is not None:
             raise ValueError(
-                f"schedule='diagonal' reads segments as they stand, and in segment {index} of the batch a document "
+                f"schedule={schedule!r} reads segments as they stand, and in segment {index} of the batch a document "
                 "begins behind a row's first token, or behind padding; take schedule='segments', or let documents "
                 "begin with segments, padded behind"
             )

@@ -63,6 +63,14 @@ class TrainingConfig:
     parallel: Literal["ddp", "fsdp", "none"] = "ddp"
     """What several processes of torchrun do: ddp averages gradients of whole models; fsdp also cuts weights, gradients
     and optimiser states up between them (`training/sharding.py`); none refuses several. One process does neither."""
+    pipeline: int = 1
+    """Text: processes that share the segments of each row (`SegmentPipeline`). torchrun starts so many, or a multiple
+    of it, which read other rows."""
+    micro_batches: int = 1
+    """Text, of a pipeline: parts of a piece's rows that follow each other through its processes."""
+    wavefront: bool = False
+    """Text, of a pipeline: whether the state of a layer leaves before the next one runs; for memories that live in the
+    layers."""
     device: str = "auto"
     """auto (CUDA when there is one), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -116,7 +124,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "accumulate", "evaluate_every", "keep", "log_every", "max_bad_steps")
-        for name in (*counts, "repeats", "average_last", "segment_length", "segments", "bptt", "passes"):
+        pipelines = ("pipeline", "micro_batches")
+        for name in (*counts, "repeats", "average_last", *pipelines, "segment_length", "segments", "bptt", "passes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         if self.bptt > self.segments:
             raise ValueError(
@@ -135,6 +144,7 @@ class TrainingConfig:
                 "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
             )
         self._check_curriculum()
+        self._check_pipeline()
         if self.parallel == "fsdp":
             for name, value in (("precision", "float16"), ("compile", True)):
                 if getattr(self, name) == value:
@@ -173,6 +183,34 @@ class TrainingConfig:
                 f"training.batch_size={self.batch_size} must be a multiple of training.accumulate={self.accumulate}: "
                 "a batch is divided into equal pieces"
             )
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline == 1:
+            for name, value, alone in (("micro_batches", self.micro_batches, 1), ("wavefront", self.wavefront, False)):
+                if value != alone:
+                    raise ValueError(
+                        f"training.{name}={value} is of training.pipeline, which is 1; leave it out, or give the "
+                        "pipeline more processes"
+                    )
+            return
+        if self.pipeline > self.segments:
+            raise ValueError(
+                f"training.pipeline={self.pipeline} processes have training.segments={self.segments} segments of a row "
+                "to share; take as many segments as processes, or more"
+            )
+        refused: tuple[tuple[str, object, object], ...] = (
+            ("parallel", self.parallel, "ddp"),
+            ("passes", self.passes, 1),
+            ("compile", self.compile, False),
+            *([("bptt_window", self.bptt_window, "blocks")] if self.bptt > 1 else []),
+            *([("recall", self.recall, 0.0)] if self.wavefront else []),
+        )
+        for name, given, plain in refused:
+            if given != plain:
+                raise ValueError(
+                    f"training.pipeline={self.pipeline} does not go with training.{name}={given}; take "
+                    f"training.{name}={plain}, or training.pipeline=1"
+                )
 
     def _check_curriculum(self) -> None:
         given = [name for name in ("steps_each", "solved") if getattr(self, name) is not None]

@@ -36,6 +36,7 @@ class Task:
         width: how many sums `backward` returns; the last one counts what the others are divided by.
         dynamic: of torch.compile: True where the sizes of batches vary.
         of_documents: whether the settings of documents, as a curriculum, mean something here.
+        in_pipeline: whether several processes can share the segments of a row.
 
     Raises:
         ValueError: settings, or a model, that do not suit the data.
@@ -44,6 +45,7 @@ class Task:
     width: int
     dynamic: ClassVar[bool | None] = None
     of_documents: ClassVar[bool] = False
+    in_pipeline: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
         self.config, self.settings, self.model, self.world = config, config.training, model, world
@@ -55,7 +57,19 @@ class Task:
                     f"training.{name}={getattr(self.settings, name)} is for documents with a label, not for data "
                     f"{config.data['name']!r}; leave it out"
                 )
-        self.share = Share(world.rank, world.size, self.settings.accumulate)
+        pipeline = self.settings.pipeline
+        if pipeline > 1 and not self.in_pipeline:
+            raise ValueError(
+                f"training.pipeline={pipeline} is for text, whose rows are read segment by segment, not for data "
+                f"{config.data['name']!r}; leave it out"
+            )
+        if world.size % pipeline:
+            raise ValueError(
+                f"training.pipeline={pipeline} needs so many processes, or a multiple of it, and there "
+                f"{'is 1' if world.size == 1 else f'are {world.size}'}; start torchrun --nproc-per-node {pipeline}, or "
+                "take training.pipeline=1"
+            )
+        self.share = Share(world.rank // pipeline, world.size // pipeline, self.settings.accumulate)
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         """The module that averages gradients over the processes, and what is called (the same, or it compiled)."""
@@ -64,7 +78,9 @@ class Task:
 
     def wrapped(self, module: nn.Module) -> nn.Module:
         """The model, or a loop round it, with gradients averaged over the processes."""
-        return wrap(module, self.world) if self.shards is None else self.shards.round(module)
+        if self.shards is not None:
+            return self.shards.round(module)
+        return wrap(module, self.world, some_unused=self.settings.pipeline > 1)
 
     def batches(self, step: int) -> Iterator[Any]:
         """Endless pieces of batches for this process, from a step on."""

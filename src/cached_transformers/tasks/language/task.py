@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cached_transformers.data.text import TextDataset
 from cached_transformers.state import State, from_tensors, map_state, named_tensors
 from cached_transformers.training.config import RunConfig
-from cached_transformers.training.distributed import World
+from cached_transformers.training.distributed import World, pipeline_group
+from cached_transformers.training.pipeline import SegmentPipeline
 from cached_transformers.training.recall import Recall
 from cached_transformers.training.run_files import TOKENIZER, check_tokenizer
 from cached_transformers.training.segments import SegmentLoop
@@ -36,14 +37,16 @@ class LanguageModelling(Task):
     """Next-token prediction over streams; each row keeps its place in the text, and its memory, from step to step.
 
     A step reads `segments` segments of every row; a share of `reset_rows` of the rows begins it with an empty memory.
-    The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. A step
-    that is skipped leaves the state as it was before.
+    The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. In a
+    pipeline the first process has the state of the rows that all of it read. A step that is skipped leaves the state as
+    it was before.
 
     Raises:
         ValueError: settings or a model that do not suit text.
     """
 
     width = 2
+    in_pipeline = True
 
     def __init__(
         self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
@@ -54,23 +57,38 @@ class LanguageModelling(Task):
         self.share.check(settings.batch_size)
         self.streams = _streams(train, settings, world)
         evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
-        self._rows = settings.batch_size // world.size
+        self._rows = settings.batch_size // self.share.processes
         self._piece = self._rows // settings.accumulate
+        if self._piece < settings.micro_batches:
+            raise ValueError(
+                f"training.micro_batches={settings.micro_batches} of {self._piece} rows, which a pipeline reads at "
+                "once; take fewer, or a larger training.batch_size"
+            )
+        self._first_in_line = world.rank % settings.pipeline == 0
         self._states: list[State | None] = [None] * settings.accumulate
         self._coming: list[State] = []
 
     def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
         settings = self.settings
         # One graph serves every segment, so the model is compiled and not the loop round it.
-        model = torch.compile(self.model) if settings.compile else self.model
+        model: Any = torch.compile(self.model) if settings.compile else self.model
         sizes = (settings.segment_length, settings.bptt, settings.passes)
-        scoring = Recall(settings.recall) if settings.recall else None
-        loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)  # type: ignore[arg-type]
+        scoring: Any = Recall(settings.recall) if settings.recall else None
+        if settings.pipeline > 1:
+            loop: SegmentLoop = SegmentPipeline(
+                *(model, settings.segment_length, settings.bptt),
+                micro_batches=settings.micro_batches,
+                schedule="wavefront" if settings.wavefront else "segments",
+                scoring=scoring,
+                group=pipeline_group(self.world, settings.pipeline),
+            )
+        else:
+            loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)
         self._loop, wrapped = loop, self.wrapped(loop)
         return wrapped, wrapped
 
     def batches(self, step: int) -> Iterator[StreamBatch]:
-        first = self.world.rank * self._rows
+        first = self.share.rank * self._rows
         while True:
             emptied_B = rows_to_empty(self.settings, step) if self.settings.reset_rows else None
             for begin in range(first, first + self._rows, self._piece):
@@ -82,16 +100,18 @@ class LanguageModelling(Task):
     def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
         device, state = self.world.device, self._states[len(self._coming)]
         inputs, targets, reset, padding = batch.moved(device)
-        if state is None and self.shards is None:  # whose weights are there inside the runner alone, which begins anew
+        if state is None and self._first_in_line and self.shards is None:
+            # With shards the weights are there inside the runner alone, which begins anew.
             state = self.model.init_state(len(inputs))  # type: ignore[operator]
         with self.settings.autocast(device):
             loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told)
         self._coming.append(state)
         count = int((batch.targets != IGNORED).sum())
         # The loss is the mean of this piece, and gradients are averaged over processes: every token weighs alike.
-        scaler.scale(loss * (count * self.world.size / batch.tokens)).backward()
+        # So is that of a pipeline, of which each process has its part, times their number.
+        scaler.scale(loss * (count * self.share.processes / batch.tokens)).backward()
         nats = (loss.detach() - self._loop.auxiliary_loss).double() * count
-        return torch.stack([nats, nats.new_tensor(count)])
+        return torch.stack([nats, nats.new_tensor(count)]) / self.settings.pipeline
 
     def finish(self, taken: bool) -> None:
         if taken:
@@ -124,12 +144,12 @@ class LanguageModelling(Task):
         return self._carried() | {f"{_PLACES}{name}": tensor for name, tensor in places.items()}
 
     def _carried(self) -> dict[str, Tensor]:
-        if self._states[0] is None:
-            return {}
-        parts: list[dict[str, Tensor]] = [dict(named_tensors(state)) for state in self._states]
-        mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-        everyone = self.world.gather(mine)
-        return {name: torch.cat([part[name] for part in everyone]) for name in mine}
+        mine: dict[str, Tensor] = {}
+        if self._first_in_line and self._states[0] is not None:
+            parts: list[dict[str, Tensor]] = [dict(named_tensors(state)) for state in self._states]
+            mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        everyone = [part for part in self.world.gather(mine) if part]
+        return {name: torch.cat([part[name] for part in everyone]) for name in (everyone[0] if everyone else ())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up the states of the rows of this process (ValueError: they are of another model)."""
@@ -137,11 +157,11 @@ class LanguageModelling(Task):
         if isinstance(self.streams, StreamedRows) and places:
             self.streams.load_state_dict(places)
         state = {name: tensor for name, tensor in state.items() if not name.startswith(_PLACES)}
-        if not state:
+        if not state or not self._first_in_line:
             return
         self.model.train()  # the size of a state may depend on the mode
         whole = from_tensors(state, self.model.init_state(self.settings.batch_size), "the checkpoint")  # type: ignore[operator]
-        first = self.world.rank * self._rows
+        first = self.share.rank * self._rows
         begins = range(first, first + self._rows, self._piece)
         self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
 
@@ -151,6 +171,11 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
     length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
     packed = train.reset == "packed"
     if isinstance(train, TextStream):
+        if settings.pipeline > 1:
+            raise ValueError(
+                f"training.pipeline={settings.pipeline} with data {train.name!r}: one process reads each of its rows, and "
+                "several each of a pipeline's; take a text that is at hand, or training.pipeline=1"
+            )
         order = (train.parts, train.window, train.shuffle)
         return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
     if settings.batch_size * length > len(train):

@@ -1,0 +1,156 @@
+"""Segments of a row that several processes share: loss, state and gradients are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+import yaml
+from contract.contract_cases import STREAMS, Case
+from pipeline_worker import FEW, MESH, seen, seen_in_parts, settings_of
+from small_language import make, recipe, write_text
+
+from cached_transformers.cli.main import main
+from cached_transformers.tasks import create_model
+from cached_transformers.training.checkpoint import Checkpoints
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.pipeline import SegmentPipeline, share
+from cached_transformers.training.settings import TrainingConfig
+
+Seen = list[dict[str, Any]]
+
+
+def run(folder: Path, which: str, processes: int) -> Seen:
+    launch.python(Path(__file__).with_name("pipeline_worker.py"), folder, which, processes=processes)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run(tmp_path_factory.mktemp("pipeline"), "few", 2)
+
+
+def compare(case: Case, found: Seen, lanes: int = 1) -> None:
+    """A weight without a part in anything has no gradient in one process, and may have zeros in several."""
+    for name, setting in settings_of(case).items():
+        alone = seen(case, setting, None)
+        if alone["auxiliary"] != 0 and setting.micro_batches > 1:
+            alone = seen_in_parts(case, setting)
+        for rank, of_rank in enumerate(found):
+            lane, place = divmod(rank, len(found) // lanes)
+            together = of_rank[f"{case} {name}"]
+            for key in alone.keys() | together.keys():
+                if key not in together and key.startswith("state"):
+                    assert place > 0 and setting.segments == 1, key  # whoever read no segment
+                elif key not in together and key == "auxiliary":
+                    assert lanes > 1
+                elif key not in alone or key not in together:
+                    assert key.startswith("gradient") and not (alone | together)[key].any(), (name, key)
+                else:
+                    expected = alone[key].chunk(lanes)[lane] if key.startswith("state") else alone[key]
+                    text = f"{name}, process {rank}, {key}"
+                    torch.testing.assert_close(
+                        together[key], expected, rtol=0, atol=1e-9, msg=lambda m, t=text: f"{t}: {m}"
+                    )
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_two_processes_learn_what_one_learns(case: Case, two: Seen) -> None:
+    compare(case, two)
+
+
+@pytest.mark.slow
+def test_every_stream_memory_learns_what_it_learns_in_one_process(tmp_path: Path) -> None:
+    found = run(tmp_path, "streams", 2)
+    for case in STREAMS:
+        compare(case, found)
+
+
+@pytest.mark.slow
+def test_two_pipelines_of_two_processes_read_other_rows(tmp_path: Path) -> None:
+    found = run(tmp_path, "mesh", 4)
+    for case in MESH:
+        compare(case, found, lanes=2)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None:
+    """Streams that are carried on over steps, accumulated pieces, a checkpoint, and steps with fewer segments."""
+    text = write_text(tmp_path / "text")
+    options = [
+        *("model.dropout=0.0", "training.segments=3", "training.bptt=3", "training.accumulate=2", "training.steps=16"),
+        *("training.evaluate_every=16", "training.log_every=1", "training.batch_size=8", "data.reset=document"),
+        *("optimizer.name=sgd", "training.clip_norm=0.1"),
+    ]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(text, *options)), encoding="utf-8")
+    pipeline = ["training.pipeline=2", "training.micro_batches=2", "training.wavefront=true"]
+    train = ["train", str(tmp_path / "recipe.yaml"), "--out"]
+    launch.python("-m", "cached_transformers.cli.main", *train, tmp_path / "two", *pipeline, processes=2)
+    assert main([*train, str(tmp_path / "alone")]) == 0
+    curves = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two")]
+    assert len(curves[0]) == len(curves[1]) == 16 + 1
+    for alone, together in zip(*curves, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        assert together.get("gradient_norm", 0) == pytest.approx(alone.get("gradient_norm", 0), rel=1e-4)
+    saved = [Checkpoints(tmp_path / run / "checkpoints").newest_valid()[0] for run in ("alone", "two")]
+    assert saved[0] is not None and saved[1] is not None
+    carried = [point.training["carried"] for point in saved]
+    assert carried[0].keys() == carried[1].keys() and carried[0]
+    for name, t in carried[0].items():
+        torch.testing.assert_close(carried[1][name], t, rtol=0, atol=1e-4)
+    # One process goes on where two stopped.
+    assert main([*train, str(tmp_path / "two"), "training.steps=17"]) == 0
+    assert read_metrics(tmp_path / "two" / "metrics.jsonl")[-1]["step"] == 17
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": "fsdp"},
+        {"passes": 2},
+        {"compile": True},
+        {"bptt_window": "sliding", "bptt": 2},
+        {"wavefront": True, "recall": 0.3},
+    ],
+)
+def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"training\.pipeline=2 does not go with training\.\w+=.*pipeline=1"):
+        TrainingConfig(pipeline=2, segments=2, **options)
+
+
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"micro_batches=2 is of training\.pipeline, which is 1"):
+        TrainingConfig(micro_batches=2)
+    with pytest.raises(ValueError, match=r"pipeline=3 processes have training\.segments=2 segments"):
+        TrainingConfig(pipeline=3, segments=2)
+    text = write_text(tmp_path / "text")
+    with pytest.raises(ValueError, match=r"pipeline=2 needs so many processes.*there is 1; start torchrun"):
+        make(tmp_path, text, "training.pipeline=2")
+
+
+def test_a_pipeline_refuses_what_it_cannot_read() -> None:
+    rmt = next(case for case in FEW if case.memory == "rmt/causal").build()
+    with pytest.raises(ValueError, match=r"schedule='wavefront'.*spans the layers.*schedule='segments'"):
+        SegmentPipeline(rmt, 4, schedule="wavefront")
+    with pytest.raises(ValueError, match="unknown schedule 'diagonal'"):
+        SegmentPipeline(rmt, 4, schedule="diagonal")
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+        SegmentPipeline(rmt, 4, micro_batches=0)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match="micro_batches=3 of 2 rows"):
+        SegmentPipeline(rmt, 4, micro_batches=3)(tokens, tokens)
+    shared = create_model(
+        "vision_transformer", image_size=8, patch_size=4, classes=2, width=8, depth=1, heads=2, memory="grc"
+    )
+    with pytest.raises(ValueError, match="a cache that all rows share"):
+        SegmentPipeline(shared, 4)
+
+
+@pytest.mark.parametrize(("segments", "processes"), [(1, 4), (5, 2), (7, 3), (8, 8), (0, 2)])
+def test_every_segment_belongs_to_one_process(segments: int, processes: int) -> None:
+    shares = [share(segments, rank, processes) for rank in range(processes)]
+    assert [number for own in shares for number in own] == list(range(segments))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
