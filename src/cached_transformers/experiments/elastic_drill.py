@@ -5,7 +5,8 @@
 Twice the same tiny run is trained under torchrun (`--max-restarts`): once with nobody killed, and once with one process
 of each start getting SIGKILL, at a moment that a seed has drawn. Then both must be the same run, to the bit: weights,
 averaged weights, optimiser, carried states, random states, metrics and test scores without their seconds. A kill may
-cost the steps since the last checkpoint and no more, and no process may be left. What happened is a table.
+cost the steps since the last checkpoint and no more (`training.save=async`: since the one before, where it was still
+being written), and no process may be left. What happened is a table.
 
     FOLDER/plan.json       the moments that were drawn      FOLDER/kills.jsonl    those who died, as they said it
     FOLDER/run, /whole     the run folders                  FOLDER/starts.jsonl   where each start began
@@ -76,7 +77,7 @@ def draw(kills: int, steps: int, save_every: int, size: int, seed: int) -> list[
 
 def recipe(text: Path, steps: int, save_every: int, settings: Mapping[str, Any]) -> RunConfig:
     """A language model with dropout, averaged weights and a memory whose state each row carries from step to step."""
-    training = {"steps": steps, "save_every": save_every, "evaluate_every": 4 * save_every, "log_every": save_every}
+    training: dict[str, Any] = {"steps": steps, "save_every": save_every, "evaluate_every": 4 * save_every, "log_every": save_every}
     training |= {"batch_size": 4, "segment_length": 8, "segments": 2, "bptt": 2, "ema_decay": 0.9}
     return config_from_dict(
         {
@@ -333,13 +334,13 @@ def drill(
     if len(died) != kills:
         problems.append(f"{len(died)} kills happened, {kills} were drawn")
     problems += [f"process {p} is left" for line in (*died, *started) if lives(p := line["process"])]
-    rows = []
+    rows, most = [], save_every * (2 if settings.get("save") == "async" else 1)
     for line in died:
         resumed = next((s["step"] for s in started if s["number"] > line["number"]), -1)
         lost = 0 if line["step"] is None else line["step"] - resumed
         rows.append((line["number"] + 1, line["rank"], line["moment"], line["step"], resumed, lost))
-        if resumed < 0 or lost > save_every:
-            problems.append(f"kill {line['number'] + 1} cost {lost} steps, more than {save_every}")
+        if resumed < 0 or lost > most:
+            problems.append(f"kill {line['number'] + 1} cost {lost} steps, more than {most}")
     return Outcome(rows, problems, seconds)
 
 

@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "description",
     "training.steps",
     "training.log_every",
+    "training.save",
     "training.save_every",
     "training.keep",
     "training.tensorboard",

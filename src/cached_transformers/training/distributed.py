@@ -37,6 +37,8 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    group: Any = None
+    """Through which they speak; None for that of all."""
 
     @property
     def main(self) -> bool:
@@ -47,7 +49,7 @@ class World:
         """Element-wise sum over all processes (float64, so that counts and long sums stay exact)."""
         total = values.to(self.device, torch.float64)
         if self.size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, value: Any) -> list[Any]:
@@ -55,13 +57,13 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
 
 def in_world(device: str, work: Callable[[World], T]) -> T:

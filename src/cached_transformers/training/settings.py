@@ -77,6 +77,9 @@ class TrainingConfig:
     """Checkpoint that is evaluated on the test split when training is over; of both, the best is the result."""
     save_every: int | None = None
     """Steps between checkpoints; null saves at each evaluation. The best and the last are saved in any case."""
+    save: Literal["sync", "async"] = "sync"
+    """Whether training waits until a checkpoint is on disk, or goes on while a thread writes a copy of it from memory
+    (`training/saves.py`)."""
     keep: int = 2
     """Newest checkpoints that stay on disk, besides the best."""
     log_every: int = 10
