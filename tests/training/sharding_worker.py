@@ -148,7 +148,8 @@ def _unwritable(folder: Path, tensors: Any, world: World) -> None:
             raise OSError(28, "No space left on device")
 
     try:
-        dcp.save({n: t for n, t in tensors.items() if is_cut(t)}, storage_writer=Full(folder))
+        mine = {n: t for n, t in tensors.items() if is_cut(t)}
+        dcp.save(mine, storage_writer=Full(folder), process_group=world.group)
     except dcp.CheckpointException as error:
         raise OSError(28, "No space left on device") from error
 

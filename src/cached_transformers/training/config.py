@@ -39,6 +39,7 @@ MAY_DIFFER = (
     "training.workers",
     "training.device",
     "training.parallel",
+    "training.shares",
 )
 """Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
 

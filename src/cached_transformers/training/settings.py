@@ -63,6 +63,9 @@ class TrainingConfig:
     parallel: Literal["ddp", "fsdp", "none"] = "ddp"
     """What several processes of torchrun do: ddp averages gradients of whole models; fsdp also cuts weights, gradients
     and optimiser states up between them (`training/sharding.py`); none refuses several. One process does neither."""
+    shares: int | None = None
+    """Of fsdp: into how many parts weights are cut, each process having one; null for as many as there are processes.
+    Fewer, as those of one machine, make copies, whose gradients are averaged (hybrid sharding)."""
     device: str = "auto"
     """auto (CUDA when there is one), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -138,6 +141,11 @@ class TrainingConfig:
                 "nothing is read of it and it learns nothing; lower the share, or read more segments in a step"
             )
         self._check_curriculum()
+        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
+        if self.shares is not None and self.parallel != "fsdp":
+            raise ValueError(
+                f"training.shares={self.shares} is of training.parallel=fsdp, not of {self.parallel}; leave it out"
+            )
         if self.parallel == "fsdp":
             for name, value in (("precision", "float16"), ("compile", True)):
                 if getattr(self, name) == value:

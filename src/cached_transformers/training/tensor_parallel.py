@@ -31,7 +31,9 @@ from cached_transformers.seam.positions import LearnedPositions, Positions, Rota
 from .sharding import is_cut, together
 
 WHOLE = frozenset({"state", "tokens_round", "context", "kv_projection", "bias", "token_ids", "slots", "slots_in_front"})
-"""What a memory may need (`seam/fit.py`) that has no part in heads, but for keys and values that a layer makes itself."""
+"""What a memory may need (`seam/fit.py`) that has no part in heads, but for keys and values that a layer makes itself.
+What every layer makes of a segment ("layer_traces") is no part either, if no keys are made of it (armt; crtn chooses by
+them, of all heads)."""
 NO_HEADS = (Positions, LearnedPositions, SinusoidalPositions, RotaryPositions)
 """Position schemes that do to every head the same."""
 
@@ -153,7 +155,8 @@ _OUT = "take data-parallel training (training.parallel=ddp or fsdp)"
 
 
 def _refuse(name: str, needs: frozenset[str]) -> None:
-    if others := sorted(needs - WHOLE):
+    known = WHOLE if "kv_projection" in needs else WHOLE | {"layer_traces"}
+    if others := sorted(needs - known):
         raise ValueError(
             f"memory {name} needs {', '.join(repr(word) for word in others)} (`seam/fit.py`), which it takes of all heads, "
             f"or without a gradient that is summed over processes; {_OUT}, or a memory beside the heads, such as rmt"

@@ -109,7 +109,8 @@ class Trainer:
             )
         if size == 1 or parallel != "fsdp":
             return None
-        return Shards(self.model, self.world, torch.bfloat16 if self.settings.precision == "bfloat16" else None)
+        half = torch.bfloat16 if self.settings.precision == "bfloat16" else None
+        return Shards(self.model, self.world, half, self.settings.shares)
 
     def join(self) -> None:
         """Give every process the whole model again, when training is over; it cannot go on."""
@@ -332,6 +333,8 @@ class Trainer:
                 if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
                     self.save()
                 self._stop_if_asked(stop)
+        if self.saves.background:
+            self.world.barrier()  # others read what the first process has written
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.settings.steps
