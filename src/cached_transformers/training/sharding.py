@@ -105,7 +105,7 @@ class Shards:
                 cache.propose_current()
         self._outline = _without_weights(model)
         sizes = (world.size,) if shares == world.size else (world.size // shares, shares)
-        mesh = init_device_mesh(world.device.type, sizes)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("copies", "shares")[-len(sizes) :])
         held: list[Any] = []
         for block, names, kind in _groups(model, half):
             group = {p for name, p in block.named_parameters() if name in names}
