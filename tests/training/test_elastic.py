@@ -83,7 +83,7 @@ def test_a_name_is_agreed_on_whatever_earlier_processes_have_said() -> None:
     for _ in range(3):
         found: list[str] = []
         threads = [
-            threading.Thread(target=lambda rank=rank: found.append(agreed_name(store, rank, 3, 20.0)))
+            threading.Thread(target=lambda rank=rank, found=found: found.append(agreed_name(store, rank, 3, 20.0)))
             for rank in (2, 0, 1)
         ]
         for thread in threads:

@@ -17,7 +17,13 @@ from cached_transformers.training import checkpoint
 from cached_transformers.training.checkpoint import WEIGHTS, Checkpoints
 from cached_transformers.training.interruption import RunFailed
 
-ASYNC = ("training.save=async", "training.save_every=2", "training.keep=9", "training.ema_decay=0.9", "training.log_every=2")
+ASYNC = (
+    "training.save=async",
+    "training.save_every=2",
+    "training.keep=9",
+    "training.ema_decay=0.9",
+    "training.log_every=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +46,7 @@ def slow_writing(monkeypatch: pytest.MonkeyPatch, writing: Any = lambda: time.sl
     monkeypatch.setattr(checkpoint, "write_durably", write)
 
 
-def test_the_files_are_those_of_a_run_that_waits(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_are_those_of_a_run_that_waits(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted(tmp_path / "sync", text, *ASYNC, "training.save=sync")
     slow_writing(monkeypatch)
     fitted(tmp_path / "async", text, *ASYNC, "training.steps=8")

@@ -77,7 +77,12 @@ def draw(kills: int, steps: int, save_every: int, size: int, seed: int) -> list[
 
 def recipe(text: Path, steps: int, save_every: int, settings: Mapping[str, Any]) -> RunConfig:
     """A language model with dropout, averaged weights and a memory whose state each row carries from step to step."""
-    training: dict[str, Any] = {"steps": steps, "save_every": save_every, "evaluate_every": 4 * save_every, "log_every": save_every}
+    training: dict[str, Any] = {
+        "steps": steps,
+        "save_every": save_every,
+        "evaluate_every": 4 * save_every,
+        "log_every": save_every,
+    }
     training |= {"batch_size": 4, "segment_length": 8, "segments": 2, "bptt": 2, "ema_decay": 0.9}
     return config_from_dict(
         {
@@ -365,7 +370,9 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 def _unequal(name: str, left: Any, right: Any) -> list[str]:
     if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
-        return [p for key in left if "seconds" not in str(key) for p in _unequal(f"{name}/{key}", left[key], right[key])]
+        return [
+            p for key in left if "seconds" not in str(key) for p in _unequal(f"{name}/{key}", left[key], right[key])
+        ]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)) and len(left) == len(right):
         return [p for i, pair in enumerate(zip(left, right, strict=True)) for p in _unequal(f"{name}/{i}", *pair)]
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):

@@ -2,12 +2,13 @@
 
 Of P processes each has H / P heads of every attention layer and F / P hidden units of every feed-forward:
 
-    y = sum_p  softmax(q_p k_p^T) v_p W_o,p + b_o        q_p, k_p, v_p = x W_qkv,p        one sum over processes forward,
-    z = sum_p  act(x W_1,p) W_2,p + b_2                                                   one backward, for each of both
+    y = sum_p  softmax(q_p k_p^T) v_p W_o,p + b_o        q_p, k_p, v_p = x W_qkv,p
+    z = sum_p  act(x W_1,p) W_2,p + b_2
 
-It is torch's plan of `ColwiseParallel` and `RowwiseParallel` for the linear layers of a block. All else is whole on every
-process: embeddings, norms, the residual stream, the head, and a memory that knows nothing of heads. Every process reads
-the same rows; with its own keys and values of them, where a memory stores hidden states and asks the layer for these.
+with one sum over processes forward and one backward for each of both. It is torch's plan of `ColwiseParallel` and
+`RowwiseParallel` for the linear layers of a block. All else is whole on every process: embeddings, norms, the residual
+stream, the head, and a memory that knows nothing of heads. Every process reads the same rows; with its own keys and
+values of them, where a memory stores hidden states and asks the layer for these.
 
 A fused projection has its queries, keys and values one below the other, of which a share would be all queries. Its rows
 are put into another order first, those of a process together; `whole_weights` puts them back.
@@ -61,7 +62,9 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
 
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     if not stacks:
-        raise ValueError(f"tensor_parallel cuts up the blocks of a Stack, and {type(model).__name__} has none; take FSDP")
+        raise ValueError(
+            f"tensor_parallel cuts up the blocks of a Stack, and {type(model).__name__} has none; take FSDP"
+        )
     for stack in stacks:
         _check(stack, mesh.size())
     for stack in stacks:
@@ -140,7 +143,9 @@ def _check(stack: Stack, size: int) -> None:
                     f"relative=False of a memory with a scheme of its own); {_OUT}"
                 )
         if attention.reduction is not None or block.memory_weights is not None:
-            raise ValueError(f"a block with a reduction, or with weights for memory tokens, has other projections; {_OUT}")
+            raise ValueError(
+                f"a block with a reduction, or with weights for memory tokens, has other projections; {_OUT}"
+            )
         if isinstance(attention.output, nn.Identity):
             raise ValueError(f"project_output=False leaves no sum over heads, which would bring them together; {_OUT}")
         for linear in (attention.qkv, attention.output, feed_forward.enter, feed_forward.leave):
@@ -158,6 +163,6 @@ def _refuse(name: str, needs: frozenset[str]) -> None:
     known = WHOLE if "kv_projection" in needs else WHOLE | {"layer_traces"}
     if others := sorted(needs - known):
         raise ValueError(
-            f"memory {name} needs {', '.join(repr(word) for word in others)} (`seam/fit.py`), which it takes of all heads, "
-            f"or without a gradient that is summed over processes; {_OUT}, or a memory beside the heads, such as rmt"
+            f"memory {name} needs {', '.join(repr(word) for word in others)} (`seam/fit.py`), which it takes of all "
+            f"heads, or without a gradient that is summed over processes; {_OUT}, or a memory beside the heads, as rmt"
         )

@@ -254,8 +254,9 @@ class Trainer:
         self.optimizer.load_state_dict(state)
 
     def save(self) -> None:
-        """Write a checkpoint of this step: the main process, or each its share of the weights. Training waits for it, or
-        with `training.save=async` for the one before.
+        """Write a checkpoint of this step: the main process, or each its share of the weights.
+
+        Training waits for it, or with `training.save=async` for the one before.
 
         Raises:
             NotWritten: it, or the one before, could not be written; the message names the path.
