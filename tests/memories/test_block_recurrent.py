@@ -79,26 +79,25 @@ class Row:
     def __init__(self, memory: BlockRecurrent) -> None:
         self.memory, self.C = memory, list(memory.initial_SD)
 
-    def maps(self, linear: Any, first: bool) -> list[list[Tensor]]:
-        """Of each state what a half of a map gives for each head."""
+    def maps(self, quarter: int) -> list[list[Tensor]]:
+        """Of each state what a quarter of its maps (keys, values, queries for states, for tokens) gives each head."""
         named = [rms_norm(c, self.memory.norm.weight) + n for c, n in zip(self.C, self.memory.names_SD, strict=True)]
-        rows = slice(0, WIDTH) if first else slice(WIDTH, None)
-        return [list((linear.weight[rows] @ s).split(E)) for s in named]
+        weight_DD = self.memory.maps.weight[quarter * WIDTH : (quarter + 1) * WIDTH]
+        return [list((weight_DD @ s).split(E)) for s in named]
 
     def scale(self, which: int, head: int) -> Tensor | None:
         return None if self.memory.scale_3H11 is None else self.memory.scale_3H11[which, head, 0, 0]
 
     def read(self, x_D: Tensor) -> Tensor:
         """What a token adds to the attention's result."""
-        keys, values = (self.maps(self.memory.key_value, first) for first in (True, False))
+        keys, values = self.maps(0), self.maps(1)
         q = (self.memory.query.weight @ x_D).split(E)
         heads = [attended(q[h], [k[h] for k in keys], [v[h] for v in values], self.scale(0, h)) for h in range(HEADS)]
         return self.memory.output.weight @ torch.cat(heads)
 
     def write(self, keys: list[list[Tensor]], values: list[list[Tensor]]) -> None:
         """Keys and values of the segment's real tokens, of each the heads."""
-        own_k, own_v = (self.maps(self.memory.key_value, first) for first in (True, False))
-        own_q, cross_q = (self.maps(self.memory.queries, first) for first in (True, False))
+        own_k, own_v, own_q, cross_q = map(self.maps, range(4))
         after = []
         for s, c in enumerate(self.C):
             own = [

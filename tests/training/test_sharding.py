@@ -133,11 +133,12 @@ def test_the_same_number_goes_on_to_the_bit(precision: str, folder: Path) -> Non
         assert file.read_bytes() == (shares[1] / file.name).read_bytes()
 
 
-def test_one_process_goes_on_where_two_stopped(folder: Path) -> None:
+def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:
     options = (*CARRIED, "model.memory.length=6", "training.steps=8")
-    saved, _ = Checkpoints(folder / "float32" / "checkpoints").newest_valid()
+    run = Path(shutil.copytree(folder / "float32", tmp_path / "run"))  # other tests look at where it stopped
+    saved, _ = Checkpoints(run / "checkpoints").newest_valid()
     assert saved is not None and (saved.path / SHARDS).is_dir() and saved.cut is None
-    trainer = make(folder / "float32", folder / "text", ALONE, *options)
+    trainer = make(run, folder / "text", ALONE, *options)
     trainer.resume("auto")
     found = stored(trainer)
     live, averaged = saved.training["live_weights"], saved.weights
@@ -146,7 +147,7 @@ def test_one_process_goes_on_where_two_stopped(folder: Path) -> None:
     assert_same_tree(trainer.optimizer.state_dict(), saved.training["optimizer"])
     assert any(not torch.equal(live[n], averaged[n]) for n in live)
     assert_same_tree(trainer.task.state_dict(), saved.training["carried"])
-    again = make(folder / "float32", folder / "text", ALONE, *options[:-1], "training.steps=9")
+    again = make(run, folder / "text", ALONE, *options[:-1], "training.steps=9")
     again.resume("auto")
     again.fit()
     assert math.isfinite(again.latest["loss"])

@@ -54,12 +54,13 @@ class States(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """C; the same normed and named, s; and its keys and values."""
+    """C, and the maps of s: keys and values, and the queries with which states ask each other and the tokens."""
 
     states_BSD: Tensor
-    named_BSD: Tensor
     k_BHSE: Tensor
     v_BHSE: Tensor
+    own_BHSE: Tensor
+    cross_BHSE: Tensor
 
 
 class StateGate(nn.Module):
@@ -185,7 +186,7 @@ class BlockRecurrent(LayerMemory):
         self.norm = nn.RMSNorm(width, eps=EPSILON)
         channels = channels or width
         self.query, self.output = nn.Linear(channels, width, bias=False), nn.Linear(width, channels, bias=False)
-        self.key_value, self.queries = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.maps = nn.Linear(width, 4 * width, bias=False)
         with torch.no_grad():
             self.output.weight.mul_(initial_output)
         scale_3H11 = None if initial_scale is None else torch.full((3, heads, 1, 1), float(initial_scale))
@@ -217,7 +218,7 @@ class BlockRecurrent(LayerMemory):
             state.segments_B[:, None, None] > 0, state.states_BSD, self.initial_SD.to(state.states_BSD.dtype)
         )
         named_BSD = self.norm(states_BSD.to(self.norm.weight.dtype)) + self.names_SD
-        return Opened(states_BSD, named_BSD, *self._two(self.key_value(named_BSD)))
+        return Opened(states_BSD, *(self._heads(t_BSD) for t_BSD in self.maps(named_BSD).chunk(4, -1)))
 
     def read(self, opened: Opened | tuple[()], query: Query, project_kv: ProjectKV | None) -> Reading:
         if not isinstance(opened, Opened):
@@ -242,10 +243,10 @@ class BlockRecurrent(LayerMemory):
             wrote_B = ~padding_BN.all(1)
             seen_B11N = ~(padding_BN & wrote_B[:, None])[:, None, None]  # a softmax needs a key
             k_BHNE, v_BHNE = (_shown(t, padding_BN, 3) for t in (k_BHNE, v_BHNE))
-        own_BHSE, cross_BHSE = self._two(self.queries(opened.named_BSD))
+        dtype = opened.k_BHSE.dtype
         made = (
-            self._attend(1, own_BHSE, opened.k_BHSE, opened.v_BHSE),
-            self._attend(2, cross_BHSE, k_BHNE.to(cross_BHSE.dtype), v_BHNE.to(cross_BHSE.dtype), seen_B11N),
+            self._attend(1, opened.own_BHSE, opened.k_BHSE, opened.v_BHSE),
+            self._attend(2, opened.cross_BHSE, k_BHNE.to(dtype), v_BHNE.to(dtype), seen_B11N),
         )
         z_BSU = torch.cat([t.transpose(1, 2).flatten(2) for t in made], -1)
         after_BSD = self._renewed(opened.states_BSD, z_BSU)
@@ -277,10 +278,6 @@ class BlockRecurrent(LayerMemory):
 
     def _heads(self, t_BND: Tensor) -> Tensor:
         return t_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _two(self, t_BSU: Tensor) -> tuple[Tensor, Tensor]:
-        first_BSD, second_BSD = t_BSU.chunk(2, -1)
-        return self._heads(first_BSD), self._heads(second_BSD)
 
 
 def _shown(t: Tensor, padding_BN: Tensor | None, dims: int) -> Tensor:
