@@ -129,6 +129,7 @@ def failing_save(trainer: Trainer, folder: Path, world: World) -> list[str]:
     trainer.step, trainer._files = trainer.step + 1, []  # which are closed when training is over
     try:
         trainer.save()
+        trainer.saves.wait()
         said = "nothing"
     except NotWritten as error:
         said = str(error)
@@ -147,7 +148,8 @@ def _unwritable(folder: Path, tensors: Any, world: World) -> None:
             raise OSError(28, "No space left on device")
 
     try:
-        dcp.save({n: t for n, t in tensors.items() if is_cut(t)}, storage_writer=Full(folder))
+        mine = {n: t for n, t in tensors.items() if is_cut(t)}
+        dcp.save(mine, storage_writer=Full(folder), process_group=world.group)
     except dcp.CheckpointException as error:
         raise OSError(28, "No space left on device") from error
 
@@ -185,8 +187,9 @@ def train_all(world: World) -> dict[str, Any]:
     for precision in ("float32", "bfloat16"):
         options = (*CARRIED, f"training.precision={precision}", "training.parallel=fsdp", "model.memory.length=6")
         fitted(folder / precision, text, world, *options, "training.steps=8")
-        fitted(folder / f"{precision}_parts", text, world, *options, "training.steps=4")
-        trainer = fitted(folder / f"{precision}_parts", text, world, *options, "training.steps=8")
+        later = (*options, "training.save=async")
+        fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=4")
+        trainer = fitted(folder / f"{precision}_parts", text, world, *later, "training.steps=8")
     seen["cut"] = all(is_cut(p) for p in trainer.model.parameters())
     seen["share"] = sum(p.to_local().numel() for p in trainer.model.parameters())  # type: ignore[operator]
     seen["all"] = sum(p.numel() for p in trainer.model.parameters())

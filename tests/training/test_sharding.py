@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import yaml
 from contract.contract_cases import STREAMS
-from same_run import assert_same_run, assert_same_tree
+from same_run import assert_same_run, assert_same_tree, final
 from sharding_worker import (
     CARRIED,
     LINEAR_FIRST,
@@ -126,7 +126,11 @@ def test_each_process_has_its_share(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_same_number_goes_on_to_the_bit(precision: str, folder: Path) -> None:
+    """Saved at once, or in the background."""
     assert_same_run(folder / precision, folder / f"{precision}_parts", 8)
+    shares = [final(folder / name).path / SHARDS for name in (precision, f"{precision}_parts")]
+    for file in sorted(shares[0].glob("*.distcp")):
+        assert file.read_bytes() == (shares[1] / file.name).read_bytes()
 
 
 def test_one_process_goes_on_where_two_stopped(folder: Path, tmp_path: Path) -> None:

@@ -157,10 +157,15 @@ class Stack(nn.Module):
         tuned = initial_state_of(self)
         if tuned is not None:
             return tuned(batch_size)
-        like = like if like is not None else next(self.parameters())
+        like = like if like is not None else self.like()
         clock = torch.zeros(batch_size, dtype=torch.long, device=like.device)
         layers = tuple(_state_maker(block)(batch_size, like) for block in self.blocks)
         return seal(StackState(clock, self.model_memory.init_state(batch_size, like), layers))
+
+    def like(self) -> Tensor:
+        """A tensor with the device and dtype of the weights: the first of them, or what this process has of it."""
+        first = next(self.parameters())
+        return first.to_local() if hasattr(first, "to_local") else first  # type: ignore[no-any-return]
 
     @staticmethod
     def clock_positions(state: StackState, length: int, padding_BN: Tensor | None = None) -> Tensor:

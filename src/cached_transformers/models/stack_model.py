@@ -90,7 +90,7 @@ class StackModel(Published):
 
     def _layout(self) -> StackState:
         """What a state of this model looks like, without contents."""
-        like = next(self.stack.parameters())
+        like = self.stack.like()
         known = self.__dict__.setdefault("_layouts", {})  # no attribute that models would have to make
         kind = like.dtype, self.training
         if kind not in known:

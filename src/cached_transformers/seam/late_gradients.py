@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .linear_maps import matrix_of, plain_weights
+from .linear_maps import is_spread, matrix_of, plain_weights
 
 
 class _Here(threading.local):
@@ -62,6 +62,8 @@ def mapped(linear: Any, x: Tensor, first: int = 0, last: int | None = None) -> T
             return y
     if first == 0 and last is None:
         return linear(x)  # type: ignore[no-any-return]
+    if is_spread(linear):
+        return linear(x)[..., first:last]  # type: ignore[no-any-return]
     weight_OK, bias_O = matrix_of(linear)
     return F.linear(x, weight_OK[first:last], None if bias_O is None else bias_O[first:last])
 

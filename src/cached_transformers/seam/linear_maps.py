@@ -23,6 +23,11 @@ def weights_of(linear: Any) -> Weights:
     return (linear.weight, linear.bias) if plain and not hasattr(linear.weight, "__tensor_flatten__") else None
 
 
+def is_spread(linear: Any) -> bool:
+    """Whether processes have parts of the weight (a `DTensor`): a call alone sums gradients of its input over them."""
+    return hasattr(getattr(linear, "weight", None), "full_tensor")
+
+
 def plain_weights(linear: Any) -> Weights:
     """`weights_of`, where nobody watches the calls or has patched them, so that they need not be made."""
     watched = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks

@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "description",
     "training.steps",
     "training.log_every",
+    "training.save",
     "training.save_every",
     "training.keep",
     "training.tensorboard",
@@ -41,6 +42,7 @@ MAY_DIFFER = (
     "training.pipeline",
     "training.micro_batches",
     "training.wavefront",
+    "training.shares",
 )
 """Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
 

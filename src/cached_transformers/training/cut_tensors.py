@@ -37,7 +37,7 @@ def write_cut(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None
 
     mine = {name: t for name, t in tensors.items() if world.main or is_cut(t)}
     try:
-        metadata = dcp.save(mine, storage_writer=dcp.FileSystemWriter(folder))
+        metadata = dcp.save(mine, storage_writer=dcp.FileSystemWriter(folder), process_group=world.group)
     except dcp.CheckpointException as error:
         reasons = [failure[0] for failure in error.failures.values()]
         raise next((e for e in reasons if isinstance(e, OSError)), OSError(str(reasons[0]))) from error

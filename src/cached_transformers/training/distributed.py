@@ -9,6 +9,8 @@ import gc
 import importlib
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from cached_transformers.annotations import shown
 from cached_transformers.memories.parts.shared_cache import caches
 
+from .interruption import RunFailed
+
 T = TypeVar("T")
+PATIENCE = 1800.0
+"""Seconds that processes of one start wait for each other, as those of Gloo do."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    group: Any = None
+    """Through which they speak; None for that of all."""
 
     @property
     def main(self) -> bool:
@@ -42,7 +50,7 @@ class World:
         """Element-wise sum over all processes (float64, so that counts and long sums stay exact)."""
         total = values.to(self.device, torch.float64)
         if self.size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, value: Any) -> list[Any]:
@@ -50,13 +58,13 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self.group)
         return values
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
 
 def in_world(device: str, work: Callable[[World], T]) -> T:
@@ -97,7 +105,7 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
     # The functions of this module keep the group that exists at their import as a default argument, for ever;
     # imported now, before there is one, they keep none.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(backend, **rendezvous)
+    dist.init_process_group(backend, **(rendezvous or _of_this_start()))
     group = dist.group.WORLD
     try:
         return work()
@@ -105,6 +113,62 @@ def in_group(work: Callable[[], T], backend: str, **rendezvous: Any) -> T:
         dist.destroy_process_group()
         gc.collect()  # wrapped models are cycles
         del group  # last of all: the one reference whose end waits for the threads without holding up the interpreter
+
+
+def _of_this_start() -> dict[str, Any]:
+    """Where processes meet that torchrun has started: in its store, under a name that those of this start alone know.
+
+    The store of torchrun outlives a restart, and with it the addresses that those who were killed have left there, for
+    newer ones to find (pytorch issue 135712). How often it has restarted is no such name: each torchrun counts its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    name = agreed_name(dist.PrefixStore("cached_transformers", store), rank, size)
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
+
+
+def agreed_name(store: dist.Store, rank: int, size: int, patience: float = PATIENCE) -> str:
+    """A new name that processes agree on, in a store that may hold anything that earlier ones have said.
+
+    Each but the first says a word that nobody has said before; the first answers with that word and the name, so that
+    who reads its own word knows that the answer is new; and hears from each that it has the name.
+
+    Raises:
+        RunFailed: some process did not come.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + patience
+    missing, answered = set(range(1, size)) if rank == 0 else {0}, set[str]()
+    name = own
+    if rank:
+        store.set(f"word_{rank}", own)
+    while missing:
+        if time.monotonic() > until:
+            raise RunFailed(
+                f"process {rank} of {size} waited {patience:.0f} s for process {min(missing)}, which did not come; see "
+                "what torchrun says of it"
+            )
+        if rank:
+            answer = _said(store, f"answer_{rank}").split()
+            if answer[:1] == [own]:
+                name = answer[1]
+                store.set(f"name_{rank}", name)
+                break
+        for other in sorted(missing) if not rank else ():
+            word = _said(store, f"word_{other}")
+            if _said(store, f"name_{other}") == name:
+                missing.discard(other)
+            elif word and word not in answered:
+                store.set(f"answer_{other}", f"{word} {name}")
+                answered.add(word)
+        time.sleep(0.005)
+    return name
+
+
+def _said(store: dist.Store, key: str) -> str:
+    """What stands under a key; nothing where nothing does."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:

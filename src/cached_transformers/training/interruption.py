@@ -8,6 +8,7 @@ the command raise again, and what reaches a loop after it last looked is raised 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -80,6 +81,14 @@ def ended_by_signals() -> Iterator[None]:
             end.insist()
             raise
         end.insist()
+
+
+def starter() -> int | None:
+    """The process of torchrun that has started this one; None for another parent.
+
+    When it is killed it takes nobody with it: who goes on then holds the folder, and nobody hears of it.
+    """
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "getppid") else None
 
 
 @contextlib.contextmanager

@@ -71,6 +71,9 @@ class TrainingConfig:
     wavefront: bool = False
     """Text, of a pipeline: whether the state of a layer leaves before the next one runs; for memories that live in the
     layers."""
+    shares: int | None = None
+    """Of fsdp: into how many parts weights are cut, each process having one; null for as many as there are processes.
+    Fewer, as those of one machine, make copies, whose gradients are averaged (hybrid sharding)."""
     device: str = "auto"
     """auto (CUDA when there is one), cpu, cuda, or cuda:N."""
     workers: int = 0
@@ -85,6 +88,9 @@ class TrainingConfig:
     """Checkpoint that is evaluated on the test split when training is over; of both, the best is the result."""
     save_every: int | None = None
     """Steps between checkpoints; null saves at each evaluation. The best and the last are saved in any case."""
+    save: Literal["sync", "async"] = "sync"
+    """Whether training waits until a checkpoint is on disk, or goes on while a thread writes a copy of it from memory
+    (`training/saves.py`)."""
     keep: int = 2
     """Newest checkpoints that stay on disk, besides the best."""
     log_every: int = 10
@@ -145,6 +151,11 @@ class TrainingConfig:
             )
         self._check_curriculum()
         self._check_pipeline()
+        _require(self.shares is None or self.shares >= 2, "shares", self.shares, "must be at least 2, or null")
+        if self.shares is not None and self.parallel != "fsdp":
+            raise ValueError(
+                f"training.shares={self.shares} is of training.parallel=fsdp, not of {self.parallel}; leave it out"
+            )
         if self.parallel == "fsdp":
             for name, value in (("precision", "float16"), ("compile", True)):
                 if getattr(self, name) == value:

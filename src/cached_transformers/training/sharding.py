@@ -72,6 +72,9 @@ class Shards:
 
     Args:
         model: on its device, with plain parameters; those of the first process count. world: of two processes or more.
+        shares: P, into how many parts the weights are cut; None for one a process. Fewer leave as many copies of the
+            model as there are times P processes, neighbours sharing one, and gradients are averaged over copies, too
+            (hybrid sharding): weights are gathered among P processes, as those of one machine, alone.
         half: the type in which autocast computes; None for full precision.
 
     Attributes:
@@ -81,10 +84,18 @@ class Shards:
         ValueError: a parameter that cannot be cut up, or a version of torch that cannot do it.
     """
 
-    def __init__(self, model: nn.Module, world: World, half: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, half: torch.dtype | None = None, shares: int | None = None
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         _check(model)
+        shares = world.size if shares is None else shares
+        if world.size % shares:
+            raise ValueError(
+                f"training.shares={shares} must divide the {world.size} processes, so that each copy of the weights is "
+                "whole; null cuts them up over all"
+            )
         self.model, self._world = model, world
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -93,7 +104,8 @@ class Shards:
             if cache.sync == "none":  # buffers are overwritten by those of the first process before each forward
                 cache.propose_current()
         self._outline = _without_weights(model)
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        sizes = (world.size,) if shares == world.size else (world.size // shares, shares)
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("copies", "shares")[-len(sizes) :])
         held: list[Any] = []
         for block, names, kind in _groups(model, half):
             group = {p for name, p in block.named_parameters() if name in names}

@@ -33,12 +33,13 @@ from .checkpoint import (
 from .config import MAY_DIFFER, RunConfig, config_to_dict, differing_keys, with_defaults
 from .cut_tensors import read_cut
 from .distributed import World
-from .interruption import Interrupted, RunFailed, stop_requests
+from .interruption import Interrupted, RunFailed, starter, stop_requests
 from .loader import mixed_seed
 from .metrics import EventFiles, MetricsFile, tallies
 from .optim import build_optimizer, learning_rate, set_learning_rate, warmup_note
 from .progress import Reporter
 from .same_data import refuse_other_data, sums
+from .saves import Saves
 from .scores import goodness
 from .sharding import Sharded, Shards, cut_as, cut_like, whole_norm
 from .task import Task
@@ -79,6 +80,8 @@ class Trainer:
         self.average = None if decay is None else WeightAverage(self.model, decay, settings.ema_warmup)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.keep)
+        writers = World(world.device) if self.shards is None else world
+        self.saves = Saves(settings.save == "async", writers)
         self.step = 0
         self.skipped = 0
         self.bad_in_a_row = 0
@@ -92,6 +95,7 @@ class Trainer:
         self._started = time.perf_counter()
         self._files: list[MetricsFile | EventFiles] = []
         self._saved_step = 0
+        self._starter = starter()
         # Every process draws its own dropout; the first draws what a single process would.
         seed_everything(settings.seed if world.main else mixed_seed(settings.seed, world.rank))
 
@@ -105,7 +109,8 @@ class Trainer:
             )
         if size == 1 or parallel != "fsdp":
             return None
-        return Shards(self.model, self.world, torch.bfloat16 if self.settings.precision == "bfloat16" else None)
+        half = torch.bfloat16 if self.settings.precision == "bfloat16" else None
+        return Shards(self.model, self.world, half, self.settings.shares)
 
     def join(self) -> None:
         """Give every process the whole model again, when training is over; it cannot go on."""
@@ -249,11 +254,14 @@ class Trainer:
         self.optimizer.load_state_dict(state)
 
     def save(self) -> None:
-        """Write a checkpoint of this step: the main process, while the others wait, or each its share of the weights.
+        """Write a checkpoint of this step: the main process, or each its share of the weights.
+
+        Training waits for it, or with `training.save=async` for the one before.
 
         Raises:
-            NotWritten: it could not be written; the message names the path.
+            NotWritten: it, or the one before, could not be written; the message names the path.
         """
+        self.saves.wait()
         weights = self.evaluated.state_dict()
         rng, carried = self.world.gather(capture_rng()), self.task.state_dict()
         self._collect_tallies()
@@ -275,7 +283,7 @@ class Trainer:
             live, state["averaged_steps"] = self.model.state_dict(), self.average.updates
         for file in self._files:
             file.sync()
-        place = (self.step, config_to_dict(self.config))
+        place, best, main = (self.step, config_to_dict(self.config)), self._best_in_short(), self.world.main
         if self.shards is not None:
             names = list(self._parameters())
             state["optimizer"] = {"param_groups": optimizer["param_groups"], "names": names}
@@ -283,13 +291,16 @@ class Trainer:
             tensors |= {f"live/{name}": t for name, t in live.items()}
             for index, fields in optimizer["state"].items():
                 tensors |= {f"optimizer/{names[index]}/{field}": t for field, t in fields.items() if t is not None}
-            self.checkpoints.save_cut(*place, tensors, state, self._best_in_short(), self.world)
-        elif self.world.main:
+            tensors, state = self.saves.kept((tensors, state if main else {}))
+            self.saves.carry_out(lambda world: self.checkpoints.save_cut(*place, tensors, state, best, world))
+        elif main:
             if live:
                 state["live_weights"] = {name: t.detach().to("cpu", copy=True) for name, t in live.items()}
-            self.checkpoints.save(*place, weights, state, self._best_in_short())
+            weights, state = self.saves.kept((weights, state))
+            self.saves.carry_out(lambda _: self.checkpoints.save(*place, weights, state, best))
         self._saved_step = self.step
-        self.world.barrier()
+        if not self.saves.background:
+            self.world.barrier()
 
     @property
     def seconds(self) -> float:
@@ -309,7 +320,7 @@ class Trainer:
         wrapped, runner = self.task.runner()
         if note := warmup_note(self.config.schedule, settings.steps):
             self.reporter.message(note)
-        with self._open_files(), stop_requests() as stop, self.reporter:
+        with self._open_files(), stop_requests() as stop, self.reporter, self.saves.finished(self.reporter.message):
             self.reporter.advance(self.step)
             while self.step < settings.steps:
                 started = time.perf_counter()
@@ -323,6 +334,8 @@ class Trainer:
                 if improved or (evaluated if settings.save_every is None else self._due(settings.save_every)):
                     self.save()
                 self._stop_if_asked(stop)
+        if self.saves.background:
+            self.world.barrier()  # others read what the first process has written
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.settings.steps
@@ -428,12 +441,15 @@ class Trainer:
         return improved
 
     def _stop_if_asked(self, stop: list[int]) -> None:
-        """Save and leave when any process was asked to stop; all processes decide alike."""
+        """Save and leave when any process was asked to stop, or has lost who started it; all processes decide alike."""
+        if not stop and starter() != self._starter:
+            stop = [signal.SIGTERM]
         asked = int(self.world.sum(torch.tensor([float(stop[0] if stop else 0)], device=self.world.device)).max())
         if not asked:
             return
         if self._saved_step != self.step:
             self.save()
+        self.saves.wait()
         raise Interrupted(stop[0] if stop else signal.SIGTERM, self.step)
 
 

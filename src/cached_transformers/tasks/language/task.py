@@ -173,8 +173,8 @@ def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Stre
     if isinstance(train, TextStream):
         if settings.pipeline > 1:
             raise ValueError(
-                f"training.pipeline={settings.pipeline} with data {train.name!r}: one process reads each of its rows, and "
-                "several each of a pipeline's; take a text that is at hand, or training.pipeline=1"
+                f"training.pipeline={settings.pipeline} with data {train.name!r}: one process reads each of its rows, "
+                "and several each of a pipeline's; take a text that is at hand, or training.pipeline=1"
             )
         order = (train.parts, train.window, train.shuffle)
         return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)

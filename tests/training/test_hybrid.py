@@ -1,0 +1,50 @@
+"""Two copies of a model, each cut up over two processes: what is learned is what one process learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from hybrid_worker import HYBRID
+from same_run import assert_same_run
+from sharding_worker import CARRIED, fitted, make, of_memory
+from test_sharding import ALONE, close
+
+from cached_transformers.training.checkpoint import SHARDS, Checkpoints
+from cached_transformers.training.distributed import World
+from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.settings import TrainingConfig
+from cached_transformers.training.sharding import Shards
+
+
+@pytest.mark.slow
+def test_four_processes_learn_what_one_learns_and_go_on(tmp_path: Path) -> None:
+    launch.python(Path(__file__).with_name("hybrid_worker.py"), tmp_path, processes=4)
+    fitted(tmp_path / "alone", tmp_path / "text", ALONE, *of_memory("rmt"), HYBRID[-1])
+    curves = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "rmt")]
+    assert len(curves[0]) == len(curves[1]) == 4
+    for alone, four in zip(*curves, strict=True):
+        assert four["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+        assert four.get("gradient_norm") == pytest.approx(alone.get("gradient_norm"), abs=1e-6)
+    one, two = (Checkpoints(tmp_path / name / "checkpoints").newest_valid()[0] for name in ("alone", "rmt"))
+    assert one is not None and two is not None and (two.path / SHARDS).is_dir()
+    close(two.weights, one.weights)
+    for name, value in two.training["optimizer"]["state"].items():
+        close(value, one.training["optimizer"]["state"][name])
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    everyone = torch.load(tmp_path / "shares.pt", weights_only=True)
+    assert len(everyone) == 4 and all(0.4 * whole < share < 0.6 * whole for share, whole in everyone)
+    trainer = make(tmp_path / "parts", tmp_path / "text", ALONE, *CARRIED, HYBRID[-1], "training.steps=6")
+    trainer.resume("auto")  # one process, which needs no copies
+    assert trainer.step == 6
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"training\.shares=2 is of training\.parallel=fsdp, not of ddp"):
+        TrainingConfig(shares=2)
+    with pytest.raises(ValueError, match=r"training\.shares=1 must be at least 2, or null"):
+        TrainingConfig(shares=1, parallel="fsdp")
+    with pytest.raises(ValueError, match=r"training\.shares=3 must divide the 4 processes"):
+        Shards(torch.nn.Linear(2, 2), World(torch.device("cpu"), 0, 4), shares=3)
