@@ -20,6 +20,7 @@ BENCHMARKS = {
     "all": "a bit of all on one card, in minutes: eager and compiled, two precisions, of the card's measured peaks",
     "generation": "tokens a second that language models write, beside GPT-2 of transformers and x-transformers",
     "diagonal": "layers on different segments at once, beside one segment after the other",
+    "saves": "how long training stands still for checkpoints, written at once and in the background",
     "documents": "documents packed into rows, beside padded rows of their own, and beside rows read on over their ends",
 }
 

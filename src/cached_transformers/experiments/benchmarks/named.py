@@ -28,6 +28,7 @@ from . import (
     loading,
     memories,
     memorizing,
+    saves,
     translation,
     vision,
 )
@@ -223,6 +224,11 @@ def _documents(options: Options, device: str) -> Measured:
     return Measured(rows, documents.as_markdown(rows))
 
 
+def _saves(options: Options, device: str) -> Measured:
+    rows = saves.run(options.rounds, device)
+    return Measured(rows, saves.as_markdown(rows))
+
+
 BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "grc": _grc,
     "vision": _vision,
@@ -234,4 +240,5 @@ BENCHMARKS: dict[str, Callable[[Options, str], Measured]] = {
     "generation": _generation,
     "diagonal": _diagonal,
     "documents": _documents,
+    "saves": _saves,
 }
