@@ -305,7 +305,12 @@ def test_wikitext_has_the_published_counts(shared):
             ValueError,
             "at least 257 byte pairs",
         ),
-        ("wikitext2", {"path": "good", "reset": "always"}, ValueError, "data.reset='always' must be 'never' or"),
+        (
+            "wikitext2",
+            {"path": "good", "reset": "always"},
+            ValueError,
+            "data.reset='always' must be 'never', 'document' or",
+        ),
         (
             "books",
             {"path": "two"},

@@ -162,8 +162,8 @@ def test_a_step_that_is_skipped_leaves_the_state_as_it_was(tmp_path, text, monke
     trainer = make(tmp_path / "run", text, "model.dropout=0.0", "training.accumulate=2")
     original, calls, kept = SegmentLoop.forward, [], []
 
-    def poisoned(self, *arguments):
-        loss, state = original(self, *arguments)
+    def poisoned(self, *arguments, **documents):
+        loss, state = original(self, *arguments, **documents)
         calls.append(0)
         if len(calls) == 8:  # the second piece of the fourth step
             kept.extend(trainer.task._states)

@@ -109,7 +109,7 @@ def test_pieces_without_rows_and_processes_change_nothing(corpus: Path) -> None:
     pieces = replace(config, training=replace(config.training, accumulate=4))
     assert_equal(gradients(pieces, data, world, step)[0], expected)
     tokens = float(data.lengths[[row for _, row in order.rows(step)], 1].sum())
-    ranks = [gradients(config, data, Pretended(torch.device("cpu"), rank, 3, tokens), step) for rank in range(3)]
+    ranks = [gradients(config, data, Pretended(torch.device("cpu"), rank, 3, total=tokens), step) for rank in range(3)]
     averaged = {name: sum(found[name] for found, _ in ranks) / 3 for name in expected}  # as DDP does
     assert_equal(averaged, expected)
     assert sum(float(total[2]) for _, total in ranks) == tokens

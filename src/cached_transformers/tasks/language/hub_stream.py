@@ -85,9 +85,9 @@ class HuggingFaceStream(TextStream):
         dataset: its name, e.g. "HuggingFaceFW/fineweb", or a folder of files (.jsonl, .parquet, .txt, compressed).
         config: its configuration, if it has any.
         column: where the text stands.
-        tokenizer: "byte", "word" or "bpe"; its vocabulary is built on the first `vocabulary_documents` to train on.
+        tokenizer: "byte", "word" or "bpe"; its vocabulary is built on the first documents to train on.
         vocabulary_size: largest number of token ids; None for all words, or 16,000 byte pairs.
-        vocabulary_documents: see `tokenizer`.
+        vocabulary_documents: how many documents of the training split the vocabulary is built on.
         punctuation: whether the word tokenizer separates punctuation from words.
         reset: "document" begins each document at the start of a segment, with an empty memory; "packed" where the one
             before it ends, with an empty memory, too; "never" reads on.
