@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from cached_transformers.data.shard_order import Dealer
 from cached_transformers.registry import DATASETS
 
 from .dataset import AUGMENTATION_DEFAULTS, EncodedImages
-from .image_shards import MOST_CLASSES, Examples, index_shards, shards_of_splits
+from .image_shards import MOST_CLASSES, Examples, ShardPath, index_shards, shards_of_splits
 from .tar_streams import PIPE, Example, TarStreams, shard_names
 
 
@@ -58,7 +58,7 @@ class ImageStream(EncodedImages):
 
     name = "image_stream"
     no_augmentation = AUGMENTATION_DEFAULTS
-    path: Any
+    path: ShardPath
     classes: int
     label: str = "cls"
     crop_ratio: float | None = 0.875
@@ -82,9 +82,9 @@ class ImageStream(EncodedImages):
 
     def _training(self) -> list[str]:
         """Names of the shards to train on."""
-        if isinstance(self.path, dict) and "train" in self.path:
+        if isinstance(self.path, Mapping) and "train" in self.path:
             return shard_names(self.path["train"])
-        if str(self.path).startswith(PIPE):
+        if not isinstance(self.path, Mapping) and str(self.path).startswith(PIPE):
             return shard_names(self.path)
         found = shards_of_splits(self.path)["train"]
         if not found:
@@ -94,9 +94,9 @@ class ImageStream(EncodedImages):
     def _held(self) -> Examples:
         """The images of validation, or of test."""
         path = self.path
-        if isinstance(path, dict):
+        if isinstance(path, Mapping):
             path = {split: place for split, place in path.items() if split != "train"}
-        for split, place in path.items() if isinstance(path, dict) else [("all splits", path)]:
+        for split, place in path.items() if isinstance(path, Mapping) else [("all splits", path)]:
             if str(place).startswith(PIPE):
                 raise ValueError(
                     f"data.path: {place} for {split}: what is scored is read again and again; give local shards of "
