@@ -68,7 +68,10 @@ def table5(scale: str, recipe: RunConfig, data: dict[str, Any], chosen: str) -> 
     return arms(TABLE5, scale, TABLE5.rows(scale, chosen), recipe, Described(data))
 
 
-@pytest.mark.parametrize(("scale", "data"), [("small", SMALL), ("paper", LARGE)], ids=["small", "paper"])
+@pytest.mark.parametrize(
+    ("scale", "data"),
+    [pytest.param("small", SMALL, id="small"), pytest.param("paper", LARGE, id="paper", marks=pytest.mark.slow)],
+)
 def test_rows_are_of_equal_size_and_differ_in_their_memory_alone(scale: str, data: dict[str, Any]) -> None:
     recipe = load_config(TABLE5.recipes[scale])
     variants = table5(scale, recipe, data, "all")

@@ -218,9 +218,11 @@ HOSTS = [
 PADDED = [ENCODER_PADDED, ENCODER_PRENORM, BERT_EAGER, BERT_SDPA]
 
 
-def hosts(chosen: Iterable[Host] = HOSTS) -> pytest.MarkDecorator:
-    """Parametrise a test by `host`."""
-    return pytest.mark.parametrize("host", list(chosen), ids=str)
+def hosts(chosen: Iterable[Host] = HOSTS, slow: Iterable[Host] = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by `host`; those that are `slow` get its marker."""
+    late = set(slow)
+    marked = [pytest.param(host, id=str(host), marks=[pytest.mark.slow] * (host in late)) for host in chosen]
+    return pytest.mark.parametrize("host", marked)
 
 
 def memories(model: nn.Module) -> list[GRC]:

@@ -72,7 +72,7 @@ def test_evaluation_is_one_graph(host: Host) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@hosts(COMPILED)
+@hosts(COMPILED, slow=[ENCODER_PADDED, ENCODER_PRENORM, MHA_TIME_FIRST, BERT_EAGER])  # others like them are not
 def test_training_compiles_without_break_and_no_step_compiles_again(host: Host) -> None:
     graphs = 0
     model, plain = host.with_memory(), host.with_memory()

@@ -217,7 +217,9 @@ def test_without_segments_the_text_is_one() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "memory", [{"name": "transformer_xl", "length": 64}, {"name": "rmt", "length": 3}], ids=name_of
+    "memory",
+    [{"name": "transformer_xl", "length": 64}, pytest.param({"name": "rmt", "length": 3}, marks=pytest.mark.slow)],
+    ids=name_of,
 )
 def test_a_long_text_is_that_of_reading_again(memory: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = build(memory).float(), torch.randint(V, (1, 5))

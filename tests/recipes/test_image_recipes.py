@@ -41,8 +41,12 @@ SHALLOW = {
     "swin": ["model.depths=[1,1,1,1]"],
 }
 # With so few layers PVT-Small is PVT-Tiny, and PVTv2-B3 is PVTv2-B4, setting for setting; the other two differ from
-# these in the drop path and the clipping of gradients, of which either has one form.
-ALIKE = ("imagenet_pvt_small_grc", "imagenet_pvt_medium_grc", "imagenet_pvt_v2_b2_grc", "imagenet_pvt_v2_b3_grc")
+# these in the drop path and the clipping of gradients, of which either has one form. Swin on 22,000 classes has a
+# wider head, and finetuning images of 384 pixels.
+ALIKE = (
+    *("imagenet_pvt_small_grc", "imagenet_pvt_medium_grc", "imagenet_pvt_v2_b2_grc", "imagenet_pvt_v2_b3_grc"),
+    "imagenet22k_swin_tiny_grc_finetune",
+)
 
 
 def test_there_is_one_for_every_row():
