@@ -22,7 +22,8 @@ ROWS, SEGMENT, SEGMENTS = 8, 512, 2048
 LATENCY_US = 10.0
 NAMES = (
     *("transformer_xl", "compressive", "infini", "grc_stream", "block_recurrent", "ernie_doc", "expire_span"),
-    *("memformer", "rmt", "armt"),
+    *("infinity_former", "streaming_llm", "tova", "h2o", "memory_caching", "lact", "titans", "ttt"),
+    *("memformer", "rmt", "armt", "segatron", "read_twice", "memory_transformer"),
 )
 OPTIONS: dict[str, dict[str, object]] = {
     "rmt": {"length": 16},
