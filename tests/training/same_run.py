@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from cached_transformers.training.checkpoint import Checkpoint, Checkpoints
 from cached_transformers.training.metrics import read_metrics
+from cached_transformers.training.trainer import Trainer
 
 
 def final(folder: Path) -> Checkpoint:
@@ -15,6 +19,21 @@ def final(folder: Path) -> Checkpoint:
     checkpoint, problems = Checkpoints(folder / "checkpoints").newest_valid()
     assert checkpoint is not None and problems == []
     return checkpoint
+
+
+def train_until_killed(trainer: Trainer, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until so many pieces of batches were read, which may be in the middle of a step, and then no further."""
+    batches = trainer.task.batches
+
+    def ended(step: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches(step)):
+            if number == pieces:
+                raise RuntimeError("killed")
+            yield batch
+
+    monkeypatch.setattr(trainer.task, "batches", ended)
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer.fit()
 
 
 def assert_same_run(left: Path, right: Path, steps: int) -> None:

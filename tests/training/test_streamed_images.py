@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import launch
 import pytest
 import torch
 from data.pictures import encoded, write_tar
-from training.same_run import assert_same_run, assert_same_tree, final
+from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 
 from cached_transformers.data.shard_order import Dealer
 from cached_transformers.experiments.build import build_dataset, build_model
@@ -115,17 +114,7 @@ def test_a_run_that_was_killed_is_one_that_was_not(
     settings = config(folder, {"parts": 2}, workers=workers)
     fitted(config(folder, {"parts": 2}), tmp_path / "whole")
     killed = make(settings, tmp_path / "killed")
-    batches = killed.task.batches
-
-    def ended(step: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(step)):
-            if number == 2 * 6 + 1:  # between the pieces of the seventh step; the sixth was saved
-                raise RuntimeError("killed")
-            yield batch
-
-    monkeypatch.setattr(killed.task, "batches", ended)
-    with pytest.raises(RuntimeError, match="killed"):
-        killed.fit()
+    train_until_killed(killed, 2 * 6 + 1, monkeypatch)  # between the pieces of the seventh step; the sixth was saved
     assert final(tmp_path / "killed").step == 6
     fitted(settings, tmp_path / "killed")
     a, b = final(tmp_path / "killed"), final(tmp_path / "whole")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from data import streaming_library
 from data.streaming_library import write_shards
-from training.same_run import assert_same_run, assert_same_tree, final
+from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 from training.small_language import CPU, fitted, make
 
 from cached_transformers.data.huggingface import HubShards
@@ -118,17 +118,7 @@ def test_a_run_that_was_killed_is_one_that_was_not(
     text = streamed(folder)
     fitted(tmp_path / "whole", tmp_path, *text)
     killed = make(tmp_path / "killed", tmp_path, *text)
-    batches = killed.task.batches
-
-    def ended(step: int) -> Iterator[Any]:
-        for number, batch in enumerate(batches(step)):
-            if number == 2 * 10 + 1:  # between the pieces of the eleventh step; the ninth was saved
-                raise RuntimeError("killed")
-            yield batch
-
-    monkeypatch.setattr(killed.task, "batches", ended)
-    with pytest.raises(RuntimeError, match="killed"):
-        killed.fit()
+    train_until_killed(killed, 2 * 10 + 1, monkeypatch)  # between the pieces of the eleventh step; the ninth was saved
     assert final(tmp_path / "killed").step == 9
     fitted(tmp_path / "killed", tmp_path, *text)
     assert_same_run(tmp_path / "killed", tmp_path / "whole", 12)
