@@ -72,7 +72,7 @@ docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder
 	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
 
 facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
-	$(BIN)/python -m cached_transformers.experiments.facts
+	$(BIN)/python -m cached_lab.experiments.facts
 	$(BIN)/python tools/docs_facts.py
 
 support: $(VENV)/.installed-dev  ## try every family of models with every memory, and write docs/support.md

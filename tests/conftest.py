@@ -100,5 +100,5 @@ def no_run_reports() -> Iterator[None]:
     For tests of something else; those of `cached train` and of detectors see to it that a run has its report.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+        patch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
         yield

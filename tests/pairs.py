@@ -14,7 +14,7 @@ from typing import Any
 
 from drills.frame import forked
 
-from cached_transformers.training import distributed
+from cached_lab.training import distributed
 
 PATIENCE = 1.0
 """Seconds that a process has to end by itself after SIGTERM, when another one has failed."""

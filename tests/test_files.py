@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cached_lab.training.metrics import MetricsFile
 from cached_transformers.files import NotWritten, _prefix, write_whole
-from cached_transformers.training.metrics import MetricsFile
 
 
 def test_a_file_is_written_again_only_when_it_changes(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cached_transformers import Session, create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.segments import read_segments
 from cached_transformers.state import last_use, may_change, seal, used_again
-from cached_transformers.tasks.language.streaming import read_stream
 
 SEGMENT, VOCABULARY = 6, 11
 STORE = {"name": "memorizing", "length": 40, "k": 4}

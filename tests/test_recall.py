@@ -17,7 +17,7 @@ from memories.learning import reach, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_lab.experiments.probes.tasks import IGNORED, Episode, ProbeTask
 
 VOCABULARY, SEGMENT, STEPS = 8, 8, 400
 CHANCE = math.log(VOCABULARY)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.experiments.facts import registry_facts
+from cached_lab.experiments.facts import registry_facts
+from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.fit import in_words
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md", "docs/probes.md")

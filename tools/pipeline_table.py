@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import sys
 
-from cached_transformers.experiments.plan.pipeline import Link, Work, best, link_of, reached, stops_at, ways, work_of
-from cached_transformers.experiments.plan.plan import Machine
-from cached_transformers.experiments.plan.sizes import Given, sized
-from cached_transformers.tasks.recipes import load_config
+from cached_lab.experiments.plan.pipeline import Link, Work, best, link_of, reached, stops_at, ways, work_of
+from cached_lab.experiments.plan.plan import Machine
+from cached_lab.experiments.plan.sizes import Given, sized
+from cached_lab.tasks.recipes import load_config
 
 GPUS = (8, 64, 256, 1024)
 ROWS, SEGMENT, SEGMENTS = 8, 512, 2048

@@ -13,32 +13,37 @@ from .import_hooks import on_import
 
 if TYPE_CHECKING:
     from .integrations.adapters import add_memory, register_adapter, remove_memory
-    from .integrations.exchange import replace_attention, restore_attention
+    from .integrations.models import create_model
+    from .integrations.replace_attention import replace_attention, restore_attention
     from .integrations.transformers.load import load_pretrained
     from .layers.grc_attention import GRCAttention
+    from .loops.curriculum import Curriculum
+    from .loops.replay import ReplayLoop
+    from .loops.segments import SegmentLoop
+    from .loops.stateful import CarriedState
+    from .loops.streaming import read_stream
     from .memories import LayerMemory, ModelMemory, create_memory
     from .memories.grc import GatedRecurrentCache
     from .memories.parts.shared_cache import commit_caches, hold_caches, reset_caches, resize_caches, shuffle_caches
     from .memories.parts.shared_cache_memory import fold, unfold
     from .models.generation import generate
     from .models.session import Session
-    from .models.tuned_state import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
-    from .registry import ATTENTIONS, DATASETS, MEMORIES, MODELS
-    from .tasks import create_dataset, create_model
-    from .tasks.language.streaming import read_stream
-    from .training.carried import CarriedState
-    from .training.curriculum import Curriculum
-    from .training.pipeline import SegmentPipeline
-    from .training.replay import ReplayLoop
-    from .training.segments import SegmentLoop
+    from .models.state_tuning import load_initial_state, remove_initial_state, save_initial_state, tune_initial_state
+    from .registry import ATTENTIONS, MEMORIES, MODELS
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "integrations.adapters": ("add_memory", "register_adapter", "remove_memory"),
-    "integrations.exchange": ("replace_attention", "restore_attention"),
+    "integrations.models": ("create_model",),
+    "integrations.replace_attention": ("replace_attention", "restore_attention"),
     "integrations.transformers.load": ("load_pretrained",),
     "layers.grc_attention": ("GRCAttention",),
+    "loops.curriculum": ("Curriculum",),
+    "loops.replay": ("ReplayLoop",),
+    "loops.segments": ("SegmentLoop",),
+    "loops.stateful": ("CarriedState",),
+    "loops.streaming": ("read_stream",),
     "memories": ("LayerMemory", "ModelMemory", "create_memory"),
     "memories.grc": ("GatedRecurrentCache",),
     "memories.parts.shared_cache_memory": ("fold", "unfold"),
@@ -47,29 +52,18 @@ _NAMES = {
     ),
     "models.generation": ("generate",),
     "models.session": ("Session",),
-    "models.tuned_state": (
+    "models.state_tuning": (
         *("load_initial_state", "remove_initial_state", "save_initial_state", "tune_initial_state"),
     ),
-    "tasks": ("create_dataset", "create_model"),
-    "tasks.language.streaming": ("read_stream",),
-    "training.carried": ("CarriedState",),
-    "training.curriculum": ("Curriculum",),
-    "training.pipeline": ("SegmentPipeline",),
-    "training.replay": ("ReplayLoop",),
-    "training.segments": ("SegmentLoop",),
 }
-_REGISTRIES = {"ATTENTIONS": "attentions", "DATASETS": "tasks", "MEMORIES": "memories", "MODELS": "tasks"}
+_REGISTRIES = {"ATTENTIONS": "attentions", "MEMORIES": "memories", "MODELS": "integrations.models"}
 """Registries, and what fills each."""
-_ROOMS = (
-    *("attentions", "data", "experiments", "integrations", "layers", "memories", "models", "registry", "seam", "state"),
-    *("tasks", "training"),
-)
+_ROOMS = ("attentions", "integrations", "interfaces", "layers", "loops", "memories", "models", "registry", "state")
 """Packages and modules that `import cached_transformers` alone gives, too."""
 _PLACES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ATTENTIONS",
-    "DATASETS",
     "MEMORIES",
     "MODELS",
     "CarriedState",
@@ -80,12 +74,10 @@ __all__ = [
     "ModelMemory",
     "ReplayLoop",
     "SegmentLoop",
-    "SegmentPipeline",
     "Session",
     "__version__",
     "add_memory",
     "commit_caches",
-    "create_dataset",
     "create_memory",
     "create_model",
     "fold",

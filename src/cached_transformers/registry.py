@@ -223,16 +223,3 @@ def unknown_name(kind: str, name: object, known: list[str]) -> str:
 MEMORIES: Registry[Any] = Registry("memory", given=("width", "heads", "depth", "index", "causal", "norm", "facts"))
 ATTENTIONS: Registry[Any] = Registry("attention", given=("width", "heads", "depth", "index", "causal"))
 MODELS: Registry[Any] = Registry("model")
-DATASETS: Registry[Any] = Registry("dataset")
-PROBES: Registry[Any] = Registry("probe task")
-OBJECTIVES: Registry[Any] = Registry("objective")
-
-LISTED: dict[str, Registry[Any]] = {
-    "memories": MEMORIES,
-    "attentions": ATTENTIONS,
-    "models": MODELS,
-    "datasets": DATASETS,
-    "objectives": OBJECTIVES,
-    "probes": PROBES,
-}
-"""What `cached list` lists and `cached explain` explains, by the word of the command line."""

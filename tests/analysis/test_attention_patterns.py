@@ -7,14 +7,14 @@ import torch
 from attentions.cases import CASES
 from torch import Tensor
 
-from cached_transformers.attentions import Attention, AttentionOutput, Call
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.reports.figures import attention_patterns as patterns
-from cached_transformers.experiments.reports.figures.attention_patterns import (
+from cached_lab.cli.main import main
+from cached_lab.experiments.reports.figures import attention_patterns as patterns
+from cached_lab.experiments.reports.figures.attention_patterns import (
     attention_weights,
     describe,
     pattern_figure,
 )
+from cached_transformers.attentions import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
 
 N = 12

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cached_lab.yaml_tree import apply_override
 from cached_transformers.attentions import create_attention
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.yaml_tree import apply_override
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "attentions.md").read_text()

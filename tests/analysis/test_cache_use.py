@@ -7,18 +7,18 @@ import copy
 import pytest
 import torch
 
-from cached_transformers.experiments.cache_use import (
+from cached_lab.experiments.cache_use import (
     Mixed,
     caches_updated_by_the_batch,
     modes_of,
     score_cache_use,
     take_caches,
 )
+from cached_lab.tasks.classification.images.digits import Digits
+from cached_lab.tasks.classification.scores import evaluate
+from cached_lab.training.distributed import World
+from cached_transformers import create_model
 from cached_transformers.memories.parts.shared_cache import caches, commit_caches
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.classification.images.digits import Digits
-from cached_transformers.tasks.classification.scores import evaluate
-from cached_transformers.training.distributed import World
 
 WORLD = World(torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cached_transformers.experiments.costs.flops import (
+from cached_lab.experiments.costs.flops import (
     count_flops,
     count_parameters,
     saved_activation_bytes,

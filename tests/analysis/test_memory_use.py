@@ -14,7 +14,7 @@ import pytest
 import torch
 from training.small_language import CPU, fitted
 
-from cached_transformers.experiments.memory_use import (
+from cached_lab.experiments.memory_use import (
     BLOCKS,
     DOCUMENTS,
     about_text,
@@ -23,9 +23,9 @@ from cached_transformers.experiments.memory_use import (
     paired_units,
     text_row,
 )
-from cached_transformers.experiments.reports.memory_use_table import place_table, reset_sentence, use_sentence
-from cached_transformers.experiments.statistics import ratio_interval
-from cached_transformers.tasks.language.scores import BUCKETS, SplitLosses, split_losses
+from cached_lab.experiments.reports.memory_use_table import place_table, reset_sentence, use_sentence
+from cached_lab.experiments.statistics import ratio_interval
+from cached_lab.tasks.language.scores import BUCKETS, SplitLosses, split_losses
 
 WORDS: Any = SimpleNamespace(tokenizer=SimpleNamespace(lossless=False))
 

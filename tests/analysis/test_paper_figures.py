@@ -13,17 +13,17 @@ from analysis.folders import make_comparison, make_run
 from PIL import Image
 from torch import nn
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.paper_figures import initial_share
-from cached_transformers.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
-from cached_transformers.experiments.reports.figures import paper
-from cached_transformers.experiments.reports.figures.paper import FormPoint, HeadShares
-from cached_transformers.experiments.statistics import mean_interval
+from cached_lab.cli.main import main
+from cached_lab.experiments.paper_figures import initial_share
+from cached_lab.experiments.reports.collect import LayerMaps, collect_gates, collect_layer_maps
+from cached_lab.experiments.reports.figures import paper
+from cached_lab.experiments.reports.figures.paper import FormPoint, HeadShares
+from cached_lab.experiments.statistics import mean_interval
+from cached_lab.tasks.recipes import config_from_dict
+from cached_lab.training.config import config_to_yaml
+from cached_transformers import create_model
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.models.pvt import PyramidVisionTransformer
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.config import config_to_yaml
 
 pytest.importorskip("matplotlib")
 
@@ -103,7 +103,7 @@ def test_figure_5_holds_every_head(tmp_path: Path) -> None:
             for j, x in enumerate(heads, 1)
         ]
     assert rows == expected
-    from cached_transformers.experiments.reports.run_folder import read_run
+    from cached_lab.experiments.reports.run_folder import read_run
 
     assert initial_share(read_run(folder / "grc" / "seed_0")) == pytest.approx(1 / (1 + np.e))
     assert initial_share(read_run(folder / "plain" / "seed_0")) is None

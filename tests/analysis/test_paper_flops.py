@@ -6,8 +6,8 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.experiments.costs.flops import count_flops, flops_by_operator
-from cached_transformers.experiments.costs.paper_flops import Cost, cost, costs
+from cached_lab.experiments.costs.flops import count_flops, flops_by_operator
+from cached_lab.experiments.costs.paper_flops import Cost, cost, costs
 
 VIT, SWIN = "vit_small_patch16_224", "swin_tiny_patch4_window7_224"
 PAPER = {

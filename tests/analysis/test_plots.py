@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_transformers.experiments.reports.figures import curves, gates_and_maps, scores
-from cached_transformers.experiments.reports.figures.style import (
+from cached_lab.experiments.reports.figures import curves, gates_and_maps, scores
+from cached_lab.experiments.reports.figures.style import (
     COLOURS,
     REFERENCE,
     SERIES,

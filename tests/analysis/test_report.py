@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from analysis.folders import VALUES, make_comparison, make_run
 
-from cached_transformers.cli import plot
-from cached_transformers.experiments.reports.comparison_page import write_compare_report
-from cached_transformers.experiments.reports.far_page import write_far_report
-from cached_transformers.experiments.reports.markdown import comparison_markdown, write_markdown
-from cached_transformers.experiments.reports.page import Cell, Facts, Folded, Header, Table, Text, render
-from cached_transformers.experiments.reports.probe_page import write_probe_report
-from cached_transformers.experiments.reports.run_folder import read_comparison, read_run
-from cached_transformers.experiments.reports.run_page import write_run_report
-from cached_transformers.experiments.reports.wording import (
+from cached_lab.cli import plot
+from cached_lab.experiments.reports.comparison_page import write_compare_report
+from cached_lab.experiments.reports.far_page import write_far_report
+from cached_lab.experiments.reports.formatting import (
     Metric,
     comparison_summary,
     short_count,
     short_p,
     short_seconds,
 )
-from cached_transformers.experiments.statistics import summarise, summarise_pairs
+from cached_lab.experiments.reports.markdown import comparison_markdown, write_markdown
+from cached_lab.experiments.reports.page import Cell, Facts, Folded, Header, Table, Text, render
+from cached_lab.experiments.reports.probe_page import write_probe_report
+from cached_lab.experiments.reports.run_folder import read_comparison, read_run
+from cached_lab.experiments.reports.run_page import write_run_report
+from cached_lab.experiments.statistics import summarise, summarise_pairs
 
 pytest.importorskip("matplotlib")
 ACCURACY = Metric("accuracy")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cached_transformers.experiments.stability import CASES, PLACES, Case, _titans, main, measure
+from cached_lab.experiments.stability import CASES, PLACES, Case, _titans, main, measure
 
 
 def named(**options: object) -> Case:
@@ -31,7 +31,7 @@ def test_shares_of_two_grow_where_nothing_decays_and_shares_of_one_do_not() -> N
 def test_the_table_has_a_row_for_each_and_bad_numbers_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cached_transformers.experiments.stability.CASES", CASES[-1:])
+    monkeypatch.setattr("cached_lab.experiments.stability.CASES", CASES[-1:])
     main(["--tokens", "512", "--seeds", "1"])
     out = capsys.readouterr().out
     assert "| `delta_net` | float32 |" in out and "| `delta_net` | bfloat16 |" in out and "behind 512 tokens" in out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cached_transformers.experiments.statistics import (
+from cached_lab.experiments.statistics import (
     holm,
     mean_interval,
     paired_t_test,

@@ -10,7 +10,7 @@ from attentions.cases import B, E, H
 from torch import Tensor
 
 from cached_transformers.attentions import Attention
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 V = 5
 """A value width that is not the key width."""

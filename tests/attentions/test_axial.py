@@ -9,10 +9,10 @@ import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, paddings, softmax_over
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.axial import AxialAttention
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 LENGTHS = (1, 3, 4, 8, 13, 24)
 

@@ -13,11 +13,11 @@ from attentions.cases import CASES, LENGTHS, LONGEST, B, Case, E, H, build
 from torch import Tensor
 
 from cached_transformers.attentions import Attention, SoftmaxAttention
+from cached_transformers.interfaces.capabilities import CORE_WORDS
+from cached_transformers.interfaces.memory import Context
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.grc_attention import GRCAttention
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.fit import CORE_WORDS
-from cached_transformers.seam.memory import Context
 
 NAMES = ATTENTIONS.names()
 LOWEST = torch.finfo(torch.double).min

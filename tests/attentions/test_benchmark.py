@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import attentions
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import attentions
 
 
 def test_the_slope_is_the_exponent_of_the_longer_half() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.bigbird import BigBird
-from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
 
 B, H, E, V, W = 2, 2, 5, 3, 4

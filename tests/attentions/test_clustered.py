@@ -10,11 +10,11 @@ import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.clustered import ClusteredAttention, ImprovedClusteredAttention
 from cached_transformers.attentions.parts.hamming import lloyd
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 NAMES = ("clustered", "improved_clustered")
 Code = tuple[int, ...]

@@ -11,13 +11,13 @@ from attentions.linearised_twins import V, compare, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.delta_net import DeltaNet
 from cached_transformers.attentions.parts.scan import causal_scan
-from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
+from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.seam.fit import in_words
 
 
 def core_of(**options: Any) -> DeltaNet:

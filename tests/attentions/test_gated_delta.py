@@ -15,15 +15,15 @@ from attentions.test_scan import Recorded
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.delta_net import DeltaNet
 from cached_transformers.attentions.gated_delta import PUBLISHED, GatedDelta
 from cached_transformers.attentions.linear import LinearAttention
-from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.extras import require
+from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.models import LanguageModel
-from cached_transformers.seam.fit import in_words
 
 LN2 = math.log(2)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.image_transformer import ImageTransformerAttention
-from cached_transformers.experiments.costs.flops import count_flops
 
 LENGTHS = (1, 3, 8, 13, 24)
 

@@ -11,10 +11,10 @@ from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.informer import POWERS, STEPS, Distilling, InformerAttention
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 

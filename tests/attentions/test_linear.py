@@ -8,11 +8,11 @@ from attentions.linearised_twins import average, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.linear import LinearAttention
 from cached_transformers.attentions.parts.linearised import elu_features
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])

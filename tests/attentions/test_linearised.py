@@ -11,8 +11,8 @@ from attentions.linearised_twins import V, leaves
 
 from cached_transformers.attentions.gated_delta import PUBLISHED
 from cached_transformers.attentions.parts.linearised import LinearisedAttention
+from cached_transformers.interfaces.memory import Context
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.memory import Context
 from cached_transformers.state import map_state, named_tensors, reorder, reset, signature
 
 NAMES = [e.name for e in ATTENTIONS if isinstance(e.factory, type) and issubclass(e.factory, LinearisedAttention)]

@@ -10,11 +10,11 @@ import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
+from cached_transformers import create_model
 from cached_transformers.attentions import SoftmaxAttention, create_attention
 from cached_transformers.attentions.linformer import LinformerAttention, share_layers
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
-from cached_transformers.tasks import create_model
+from cached_transformers.interfaces.memory import Context
 
 SHARING = ("none", "heads", "keys_values")
 

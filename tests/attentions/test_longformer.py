@@ -9,8 +9,8 @@ import torch
 from attentions.dense import Rule, assert_is_pattern, assert_same, draw, mask_of, softmax_over
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.longformer import LongformerAttention
-from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 LENGTHS = (1, 2, 3, 7, 8, 13, 24)

@@ -11,9 +11,9 @@ from attentions.agreement import agree, inputs, tail
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention, create_attention, memory_compressed
 from cached_transformers.attentions.memory_compressed import Compression, MemoryCompressedAttention
-from cached_transformers.experiments.costs.flops import count_flops
 
 
 def make(**options: Any) -> MemoryCompressedAttention:

@@ -12,9 +12,9 @@ from attentions.linearised_twins import average, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.performer import PerformerAttention, random_directions
-from cached_transformers.experiments.costs.flops import count_flops
 
 
 def core_of(seed: int = 0, **options: Any) -> PerformerAttention:

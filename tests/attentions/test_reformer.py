@@ -11,9 +11,9 @@ from attentions.cases import B, E, H, build
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.reformer import ReformerAttention, usual_buckets
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 WIDTH = H * E
 

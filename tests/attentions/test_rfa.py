@@ -12,10 +12,10 @@ from attentions.linearised_twins import V, compare, keys_and_mask, leaves
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.rfa import RandomFeatureAttention
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 
 def core_of(seed: int = 0, **options: Any) -> RandomFeatureAttention:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.routing import RoutingAttention
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 WIDTH = H * E
 

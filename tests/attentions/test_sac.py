@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import SoftmaxAttention
 from cached_transformers.attentions.sac import SAC, EdgePredictor, Edges, PolicyGradient, attend_edges
-from cached_transformers.experiments.costs.flops import count_flops
 
 B, H, E, D = 2, 2, 5, 10
 

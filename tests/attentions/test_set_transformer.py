@@ -10,10 +10,10 @@ import torch
 from attentions.agreement import agree, inputs, tail
 from torch import Tensor, nn
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions import create_attention
 from cached_transformers.attentions.set_transformer import ISAB, MAB, PMA, SAB, InducedAttention
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 
 def average(query: Tensor, keys: list[Tensor], values: list[Tensor], root: float) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from attentions.cases import B, E, H
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sinkhorn import SinkhornAttention, balance
-from cached_transformers.experiments.costs.flops import count_flops
 
 WIDTH = H * E
 

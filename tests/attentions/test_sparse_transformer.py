@@ -8,8 +8,8 @@ import pytest
 import torch
 from attentions.dense import Rule, assert_is_pattern, draw, mask_of
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.sparse_transformer import SparseTransformerAttention
-from cached_transformers.experiments.costs.flops import count_flops
 
 LENGTHS = (1, 3, 4, 8, 13, 24)
 

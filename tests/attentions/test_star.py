@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers.attentions.star import StarAttention, StarLayer, prefix_attend
-from cached_transformers.experiments.costs.flops import count_flops
 
 B, H, E, V = 2, 2, 5, 3
 D = H * E

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cached_transformers.experiments.benchmarks import diagonal
-from cached_transformers.experiments.benchmarks.peers import Sizes
+from cached_lab.experiments.benchmarks import diagonal
+from cached_lab.experiments.benchmarks.peers import Sizes
 
 
 def test_a_row_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cached_transformers.experiments.benchmarks import documents
-from cached_transformers.experiments.benchmarks.peers import Sizes
+from cached_lab.experiments.benchmarks import documents
+from cached_lab.experiments.benchmarks.peers import Sizes
 
 SMALL = Sizes(vocabulary=16, width=8, depth=1, heads=1, segment=8, segments=2, rows=2, memory=4, tokens=2)
 

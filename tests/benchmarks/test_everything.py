@@ -11,12 +11,12 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import everything, everything_parts, peaks
-from cached_transformers.experiments.benchmarks.groups import Case, Clock, Group, Report, Unavailable, measure
-from cached_transformers.experiments.benchmarks.peaks import Peaks
-from cached_transformers.experiments.costs.flops import flops_of
-from cached_transformers.experiments.costs.traffic import bytes_of
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import everything, everything_parts, peaks
+from cached_lab.experiments.benchmarks.groups import Case, Clock, Group, Report, Unavailable, measure
+from cached_lab.experiments.benchmarks.peaks import Peaks
+from cached_lab.experiments.costs.flops import flops_of
+from cached_lab.experiments.costs.traffic import bytes_of
 
 SIDE = 32
 PEAKS = Peaks({"float32": 1e9}, 1e9)

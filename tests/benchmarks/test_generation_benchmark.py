@@ -10,10 +10,10 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import generation, generation_peers
-from cached_transformers.experiments.benchmarks.generation import GPT2, NO_MEMORY, Text, as_markdown
-from cached_transformers.experiments.benchmarks.peers import Sizes
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import generation, generation_peers
+from cached_lab.experiments.benchmarks.generation import GPT2, NO_MEMORY, Text, as_markdown
+from cached_lab.experiments.benchmarks.peers import Sizes
 
 TINY = Sizes(vocabulary=16, width=8, depth=1, heads=1, memory=4, tokens=2)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import grc, grc_roofline
-from cached_transformers.experiments.benchmarks.grc_pieces import WITHIN, Shape, moved_bytes, pieces
-from cached_transformers.experiments.benchmarks.vision import fold
-from cached_transformers.experiments.costs.flops import count_flops, flops_of
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import grc, grc_roofline
+from cached_lab.experiments.benchmarks.grc_pieces import WITHIN, Shape, moved_bytes, pieces
+from cached_lab.experiments.benchmarks.vision import fold
+from cached_lab.experiments.costs.flops import count_flops, flops_of
 
 SIDE = 64
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cached_transformers.experiments.benchmarks import loading
-from cached_transformers.experiments.benchmarks.loading import Row, as_markdown, make_images
+from cached_lab.experiments.benchmarks import loading
+from cached_lab.experiments.benchmarks.loading import Row, as_markdown, make_images
 
 
 def test_made_images_are_like_photographs(tmp_path):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.experiments.benchmarks import memories
-from cached_transformers.experiments.benchmarks.peers import PEERS, Peer, Sizes
+from cached_lab.experiments.benchmarks import memories
+from cached_lab.experiments.benchmarks.peers import PEERS, Peer, Sizes
 
 TINY = Sizes(vocabulary=16, width=8, depth=1, heads=1, segment=4, segments=2, rows=1, memory=4, tokens=2)
 

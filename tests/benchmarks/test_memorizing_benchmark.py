@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import memorizing, named
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import memorizing, named
 
 
 def test_its_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from cached_transformers.experiments.benchmarks.attention_peers import PEERS
-from cached_transformers.experiments.benchmarks.peers import lacking
+from cached_lab.experiments.benchmarks.attention_peers import PEERS
+from cached_lab.experiments.benchmarks.peers import lacking
 
 
 def test_the_reference_of_flash_linear_attention_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

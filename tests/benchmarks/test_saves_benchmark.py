@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cached_transformers.experiments.benchmarks import saves
+from cached_lab.experiments.benchmarks import saves
 
 
 def test_every_way_has_its_saves_and_runs() -> None:

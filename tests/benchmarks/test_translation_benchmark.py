@@ -6,8 +6,8 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.experiments.benchmarks import translation
-from cached_transformers.experiments.benchmarks.translation import Sizes, as_markdown, make_batch
+from cached_lab.experiments.benchmarks import translation
+from cached_lab.experiments.benchmarks.translation import Sizes, as_markdown, make_batch
 
 SMALL = Sizes(16, 1, 2, 24, 40, 0.1, rows=3, tokens=6, sentences=2, beams=2, written=3, alone=1, long=5)
 

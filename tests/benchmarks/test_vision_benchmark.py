@@ -10,9 +10,9 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import vision
-from cached_transformers.experiments.costs.flops import count_flops, count_parameters
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import vision
+from cached_lab.experiments.costs.flops import count_flops, count_parameters
 
 SIDE = 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cached_transformers.cli.main import main
+from cached_lab.cli.main import main
 
 TEXT = "It was the best of times, it was the worst of times.\nIt was spring.\n\n  And winter, naïve — too.\n" * 60
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cached_transformers.data.pairs import PairBatch
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import fill_from_data, load_config
-from cached_transformers.training.distributed import World
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.trainer import Trainer
+from cached_lab.data.pairs import PairBatch
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import fill_from_data, load_config
+from cached_lab.training.distributed import World
+from cached_lab.training.progress import Reporter
+from cached_lab.training.trainer import Trainer
 
 STEPS = 2
 """The second has the states of the optimiser, and of the rows, that the first made."""

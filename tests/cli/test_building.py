@@ -6,10 +6,10 @@ import pytest
 import torch
 from contract.contract_cases import CASES, Case
 
-from cached_transformers.experiments import build
-from cached_transformers.experiments.build import filled, refuse_what_cannot_be_built
+from cached_lab.experiments import build
+from cached_lab.experiments.build import filled, refuse_what_cannot_be_built
+from cached_lab.tasks.recipes import load_config
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.tasks.recipes import load_config
 from cached_transformers.torchvision_guard import ensure_torchvision
 
 ALONE = [case for case in CASES if case.attention == "softmax"]

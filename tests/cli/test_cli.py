@@ -10,11 +10,11 @@ import standin
 import torch
 import yaml
 
+from cached_lab.cli import main as main_module
+from cached_lab.cli.main import main
+from cached_lab.training.checkpoint import Checkpoints
+from cached_lab.training.interruption import RunFailed
 from cached_transformers import __version__
-from cached_transformers.cli import main as main_module
-from cached_transformers.cli.main import main
-from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.interruption import RunFailed
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import yaml
 from rich.console import Console
 from scipy import stats
 
+from cached_lab.cli.compare import parse_seeds
+from cached_lab.cli.main import main
+from cached_lab.experiments import compare
+from cached_lab.experiments.build import build_dataset
+from cached_lab.experiments.load import load_run
+from cached_lab.experiments.reports.terminal import open_console, print_statistics
+from cached_lab.experiments.statistics import summarise, summarise_pairs
+from cached_lab.experiments.variants import nearest_width, parse_variant, prepare
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.metrics import read_metrics
 from cached_transformers import create_model
-from cached_transformers.cli.compare import parse_seeds
-from cached_transformers.cli.main import main
-from cached_transformers.experiments import compare
-from cached_transformers.experiments.build import build_dataset
-from cached_transformers.experiments.load import load_run
-from cached_transformers.experiments.reports.terminal import open_console, print_statistics
-from cached_transformers.experiments.statistics import summarise, summarise_pairs
-from cached_transformers.experiments.variants import nearest_width, parse_variant, prepare
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = [

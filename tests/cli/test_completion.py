@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.cli.completion import NAMES, SCRIPTS, candidates
-from cached_transformers.cli.main import build_parser, main
+from cached_lab.cli.completion import NAMES, SCRIPTS, candidates
+from cached_lab.cli.main import build_parser, main
+from cached_lab.resources import recipes_folder
 from cached_transformers.registry import MEMORIES
-from cached_transformers.resources import recipes_folder
 
 COMMANDS = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
 RECIPES = sorted(path.stem for path in recipes_folder().glob("demo_*.yaml"))
@@ -79,7 +79,7 @@ def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     if program is None:
         pytest.skip(f"{shell} is not installed")
     cached = tmp_path / "cached"
-    cached.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cached_transformers.cli.main "$@"\n')
+    cached.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cached_lab.cli.main "$@"\n')
     cached.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     places = os.pathsep.join(filter(None, sys.path))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.experiments.evaluate import Evaluation
-from cached_transformers.tasks.recipes import config_from_dict
+from cached_lab.experiments.evaluate import Evaluation
+from cached_lab.tasks.recipes import config_from_dict
 
 
 def test_a_split_that_is_not_there_is_refused_with_the_one_that_is(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from cached_transformers.cli.main import main
+from cached_lab.cli.main import main
+from cached_lab.registries import LISTED
+from cached_lab.resources import read_facts
 from cached_transformers.docstrings import meanings, spelt_out
-from cached_transformers.registry import LISTED
-from cached_transformers.resources import read_facts
 
 Kind = Literal["a", "b"]
 

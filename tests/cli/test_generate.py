@@ -16,11 +16,11 @@ from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
 from safetensors.torch import load_file
 
+from cached_lab.cli.main import main
+from cached_lab.data.tokenizers import Tokenizer, train_tokenizer
+from cached_lab.experiments.load import load_run
+from cached_lab.tasks.language.completion import Spelling, Writer, words_of
 from cached_transformers import add_memory, generate
-from cached_transformers.cli.main import main
-from cached_transformers.data.tokenizers import Tokenizer, train_tokenizer
-from cached_transformers.experiments.load import load_run
-from cached_transformers.tasks.language.writing import Spelling, Writer, words_of
 
 SEGMENT = 8
 PROMPT = "It was the naïve spring"

@@ -11,26 +11,26 @@ import torch
 from cli.made_images import make_cifar10
 from PIL import Image
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.costs.flops import count_flops, count_parameters
-from cached_transformers.experiments.reports.cache_use_table import cache_use_statistics
-from cached_transformers.experiments.reproductions import REPRODUCTIONS, table10
-from cached_transformers.experiments.reproductions.arms import arms, row_recipes
-from cached_transformers.experiments.reproductions.base import pairs
-from cached_transformers.experiments.reproductions.images import PAPER, SMALL
-from cached_transformers.experiments.variants import (
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.costs.flops import count_flops, count_parameters
+from cached_lab.experiments.reports.cache_use_table import cache_use_statistics
+from cached_lab.experiments.reproductions import REPRODUCTIONS, table10
+from cached_lab.experiments.reproductions.arms import arms, row_recipes
+from cached_lab.experiments.reproductions.base import pairs
+from cached_lab.experiments.reproductions.images import PAPER, SMALL
+from cached_lab.experiments.variants import (
     Variant,
     equal_operations,
     feed_forward_option,
     training_flops,
     widened,
 )
+from cached_lab.tasks.recipes import check_sections, load_config
+from cached_lab.training.config import RunConfig, config_hash, config_to_dict
+from cached_lab.yaml_tree import flatten
+from cached_transformers import create_model
 from cached_transformers.memories.parts.memory_branch import PositionalConvolution
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import check_sections, load_config
-from cached_transformers.training.config import RunConfig, config_hash, config_to_dict
-from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLES = ("table1", "table2", "table10")
@@ -113,9 +113,7 @@ def test_the_wider_control_costs_in_training_what_the_cached_row_costs(rows_of_o
 
 
 def test_the_same_rows_in_several_tables_are_the_same_runs(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cached_transformers.experiments.variants.count_flops", lambda *_, **__: 1000
-    )  # facts beside the runs
+    monkeypatch.setattr("cached_lab.experiments.variants.count_flops", lambda *_, **__: 1000)  # facts beside the runs
     found: dict[str, set[str]] = {}
     for table in TABLES:
         rows = [row.name for row in REPRODUCTIONS[table].rows("small") if "wider" not in row.name]
@@ -284,7 +282,7 @@ def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_seeds_give_the_same_rows_of_data_to_all_rows(images: Path) -> None:
     """Pairs are of equal seeds: what a step reads must not depend on the model."""
     variants, _, train = variants_of("table1", images, "vit,vit-released")
-    from cached_transformers.training.loader import TrainingOrder, training_batches
+    from cached_lab.training.loader import TrainingOrder, training_batches
 
     first = []
     for variant in variants:

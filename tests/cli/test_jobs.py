@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from drills.frame import forked
 
-from cached_transformers.experiments import children
-from cached_transformers.experiments.children import start_command, work_off
-from cached_transformers.training.interruption import RunFailed, Stopped
+from cached_lab.experiments import children
+from cached_lab.experiments.subprocesses import start_command, work_off
+from cached_lab.training.interruption import RunFailed, Stopped
 
 CHILD = """\
 import os, signal, sys, time
-from cached_transformers.experiments.children import stop_after
+from cached_lab.experiments.subprocesses import stop_after
 folder = sys.argv[1]
 def asked(number, frame):
     open(f"{folder}/asked_{number}", "w").close()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from cli.made_text import train_on_bytes
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset
-from cached_transformers.experiments.load import load_run
-from cached_transformers.experiments.output_cache import GRIDS
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset
+from cached_lab.experiments.load import load_run
+from cached_lab.experiments.output_cache import GRIDS
 from cached_transformers.models.output_caches import NeuralCache
 
 NEURAL = ("--output-cache", "neural")
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("trained")
         patch.setenv("CACHED_TRANSFORMERS_CACHE", str(folder / "cache"))
-        patch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+        patch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
         return train_on_bytes(folder, "training.evaluation_batch_size=3", "training.steps=20")
 
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(
 def test_a_run_that_is_no_language_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+    monkeypatch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
     small = ("training.steps=1", "model.width=8", "model.depth=1", "model.heads=1")
     assert main(["train", "digits_vit_plain", *small, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()

@@ -9,15 +9,15 @@ import pytest
 import torch
 from cli.measured_step import measured
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.experiments.costs.live_bytes import LiveBytes
-from cached_transformers.experiments.plan.plan import CARDS, GIB, Machine, make_plan, parts_of
-from cached_transformers.experiments.plan.rehearsal import bare_model, rehearse, step_flops, zipf
-from cached_transformers.experiments.plan.sizes import Given, Sized, sized
+from cached_lab.cli.main import main
+from cached_lab.experiments.costs.flops import count_flops
+from cached_lab.experiments.costs.live_bytes import LiveBytes
+from cached_lab.experiments.plan.plan import CARDS, GIB, Machine, make_plan, parts_of
+from cached_lab.experiments.plan.rehearsal import bare_model, rehearse, step_flops, zipf
+from cached_lab.experiments.plan.sizes import Given, Sized, sized
+from cached_lab.tasks.recipes import load_config
 from cached_transformers.registry import MEMORIES, MODELS
 from cached_transformers.state import nbytes
-from cached_transformers.tasks.recipes import load_config
 
 CLOSE = 0.02
 """Largest difference between plan and measurement, as a share; one in a hundred and less is usual."""

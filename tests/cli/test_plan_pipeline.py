@@ -10,12 +10,12 @@ from collections import defaultdict
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.plan.pipeline import FORWARD, Link, Work, best, flow, stops_at, timing, work_of
-from cached_transformers.experiments.plan.sizes import Given, sized
+from cached_lab.cli.main import main
+from cached_lab.experiments.plan.pipeline import FORWARD, Link, Work, best, flow, stops_at, timing, work_of
+from cached_lab.experiments.plan.sizes import Given, sized
+from cached_lab.tasks.recipes import load_config
+from cached_transformers import create_model
 from cached_transformers.state import nbytes
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import load_config
 
 WORK = Work(flops=3e9, weights=4_000_000, state=400_000, layers=6, rows=8, segments=16, bptt=16)
 SLOW = Link(latency=2e-3, speed=1e8)

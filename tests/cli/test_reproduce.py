@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_model, with_memory
-from cached_transformers.experiments.probes.settings import stream_memories
-from cached_transformers.experiments.reproductions import REPRODUCTIONS
-from cached_transformers.experiments.reproductions.arms import arms
-from cached_transformers.experiments.variants import Variant, equal_parameters
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.config import RunConfig, config_to_dict
-from cached_transformers.yaml_tree import flatten
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_model, with_memory
+from cached_lab.experiments.probes.settings import stream_memories
+from cached_lab.experiments.reproductions import REPRODUCTIONS
+from cached_lab.experiments.reproductions.arms import arms
+from cached_lab.experiments.variants import Variant, equal_parameters
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.config import RunConfig, config_to_dict
+from cached_lab.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE5 = REPRODUCTIONS["table5"]

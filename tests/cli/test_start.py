@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from cached_transformers.cli.main import build_parser
+from cached_lab.cli.main import build_parser
 
 PROGRAM = """
 import contextlib, io, sys
-from cached_transformers.cli.main import main
+from cached_lab.cli.main import main
 for words in {commands!r}:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out, \\
             contextlib.redirect_stderr(io.StringIO()) as err:
@@ -43,7 +43,7 @@ def test_without_torch() -> None:
 
 
 def test_help_of_reproductions_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from cached_transformers.experiments.reproductions import MEASURED, REPRODUCTIONS
+    from cached_lab.experiments.reproductions import MEASURED, REPRODUCTIONS
 
     with pytest.raises(SystemExit):
         build_parser().parse_args(["reproduce", "--help"])

@@ -13,10 +13,10 @@ import pytest
 import torch
 from cli.made_text import TEXT, train_on_bytes
 
-from cached_transformers.cli.main import main
-from cached_transformers.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from cached_lab.cli.main import main
+from cached_lab.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from cached_lab.tasks.language import text_pieces
 from cached_transformers.state import named_tensors
-from cached_transformers.tasks.language import text_pieces
 
 
 @pytest.fixture(params=["byte", "word", "bpe"])
@@ -168,7 +168,7 @@ def test_a_state_of_something_else_is_refused(run: Path, tmp_path: Path, capsys:
 
 
 def test_the_state_is_one_row_of_the_model(run: Path, tmp_path: Path) -> None:
-    from cached_transformers.experiments.load import load_run
+    from cached_lab.experiments.load import load_run
 
     book, state = tmp_path / "book.txt", tmp_path / "state.safetensors"
     book.write_text(TEXT)

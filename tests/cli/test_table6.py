@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.experiments.reproductions import REPRODUCTIONS, table6
-from cached_transformers.experiments.reproductions.arms import arms
-from cached_transformers.experiments.reproductions.base import pairs
-from cached_transformers.experiments.statistics import summarise, summarise_pairs, wilson_interval
-from cached_transformers.experiments.variants import Variant, equal_operations, training_flops
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.costs.flops import count_flops
+from cached_lab.experiments.reproductions import REPRODUCTIONS, table6
+from cached_lab.experiments.reproductions.arms import arms
+from cached_lab.experiments.reproductions.base import pairs
+from cached_lab.experiments.statistics import summarise, summarise_pairs, wilson_interval
+from cached_lab.experiments.variants import Variant, equal_operations, training_flops
+from cached_lab.tasks.classification.listops.expressions import root_operator_baselines
+from cached_lab.tasks.recipes import fill_from_data, load_config
+from cached_lab.training.config import config_hash, config_to_dict
+from cached_lab.yaml_tree import flatten
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.tasks.classification.listops.expressions import root_operator_baselines
-from cached_transformers.tasks.recipes import fill_from_data, load_config
-from cached_transformers.training.config import config_hash, config_to_dict
-from cached_transformers.yaml_tree import flatten
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TABLE6 = REPRODUCTIONS["table6"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.benchmarks import vision
-from cached_transformers.experiments.benchmarks.interleaved import Ratio
-from cached_transformers.experiments.reproductions.table9 import TABLE9, beside_the_paper
+from cached_lab.cli.main import main
+from cached_lab.experiments.benchmarks import vision
+from cached_lab.experiments.benchmarks.interleaved import Ratio
+from cached_lab.experiments.reproductions.table9 import TABLE9, beside_the_paper
 
 
 def test_it_measures_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli.made_text import train_on_bytes
 
-from cached_transformers.cli.main import main
+from cached_lab.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a memory, which has hardly trained."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("trained")
-        patch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+        patch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
         return train_on_bytes(folder, "model.memory=null", "training.steps=20")
 
 
@@ -63,7 +63,7 @@ def test_what_would_be_untrained_is_refused(trained: Path, capsys: pytest.Captur
 
 def test_a_model_that_has_a_memory_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+        patch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
         folder = train_on_bytes(tmp_path, "training.steps=2")
     capsys.readouterr()
     assert "was trained with the memory" in refused(folder, capsys, "--with-memory", "tova")

@@ -21,13 +21,13 @@ from contract.costs import DEPTH
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers.attentions import create_attention
+from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS
-from cached_transformers.seam.memory import LayerMemory
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS, SEGMENT, VOCABULARY, WIDTH, HEADS = 3, 6, 11, 16, 2
 

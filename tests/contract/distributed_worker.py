@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.metrics import tallies
 from cached_transformers.layers import SwitchFeedForward
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.grc import caches, commit_caches
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import tallies
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
 SYNCS = ("mean", "broadcast", "none")

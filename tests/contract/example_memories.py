@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.memories.parts.slot_attention import SlotAttention
-from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import (
+from cached_transformers.interfaces.memory import (
     Context,
     Entry,
     LayerMemory,
@@ -27,6 +25,8 @@ from cached_transformers.seam.memory import (
     Tokens,
     Trace,
 )
+from cached_transformers.memories.parts.slot_attention import SlotAttention
+from cached_transformers.registry import MEMORIES
 
 
 class WindowState(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 
 
 class Associations(NamedTuple):

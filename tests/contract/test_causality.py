@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case, cases, stream
 
-from cached_transformers.tasks import create_model
+from cached_transformers import create_model
 
 COUNT = 3
 PLACES = (1, 5, 7, 11, 13, 17)

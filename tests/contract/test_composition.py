@@ -11,14 +11,14 @@ from contract.example_memories import ExampleSlots, ExampleTokens, ExampleWindow
 from torch import Tensor, nn
 
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.positions import RotaryPositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.grc.grc import StreamGRC
 from cached_transformers.memories.parts.slot_attention import SlotAttention
-from cached_transformers.seam.memory import LayerMemory, ModelMemory
-from cached_transformers.seam.positions import RotaryPositions
 
 
 def make(layer: type[LayerMemory] | None, spanning: type[ModelMemory] | None) -> Stack:

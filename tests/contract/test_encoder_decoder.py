@@ -10,11 +10,11 @@ import torch
 from contract.contract_cases import CONTRACTS, DEPTH, HEADS, SEGMENT, VOCABULARY, WIDTH, Contract, attention_spec
 from contract.test_pairs import REASONS
 
+from cached_lab.tasks.translation.translate import translate
 from cached_transformers import state as states
 from cached_transformers.memories.grc.grc import commit_caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.registry import ATTENTIONS, MEMORIES
-from cached_transformers.tasks.translation.translate import translate
 
 ROWS = 3
 PADDING = torch.arange(SEGMENT) >= torch.tensor([SEGMENT, 2, SEGMENT - 1])[:, None]

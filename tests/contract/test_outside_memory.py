@@ -10,11 +10,11 @@ import torch
 from contract.outside_memory import Associations, OutsideInfini
 from torch import Tensor, nn
 
+from cached_lab.cli.main import main
 from cached_transformers import SegmentLoop, create_model
 from cached_transformers import state as states
-from cached_transformers.cli.main import main
+from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.models.generation import generate
-from cached_transformers.seam.memory import Query, Reading, Trace
 
 VOCABULARY, SEGMENT = 11, 6
 

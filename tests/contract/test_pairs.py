@@ -13,11 +13,11 @@ import torch
 from contract.contract_cases import ATTENTION_ROWS, CONTRACTS, DEPTH, HEADS, MODEL_SIZES, WIDTH, Case
 from torch import Tensor, nn
 
+from cached_transformers import create_model
+from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.memories import create_memory
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.memory import LayerMemory
-from cached_transformers.tasks import create_model
 
 REASONS = {
     "cannot": r"(memory|a layer|the position scheme|the window of memory) .*needs (bias|bidirectional|causal|context"

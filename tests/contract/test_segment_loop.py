@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.seam.memory import ModelMemory
-from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.loops.segments import SegmentLoop
 
 PLAIN = next(case for case in STREAMS if case.memory == "none")
 STREAM = next(case for case in STREAMS if case.memory == "grc_stream")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.grc_attention import GRCAttention
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.grc import caches, commit_caches
-from cached_transformers.memories.parts.side_by_side import members_of
-from cached_transformers.seam.memory import LayerMemory
-from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.memories.parts.composite import members_of
 
 
 def train(case: Case, model: nn.Module, steps: int = 3) -> list[dict[str, Tensor]]:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from data.pictures import class_folders, encoded, write_files, write_tar, write_tar_xz, write_zip
 
-from cached_transformers.data import BadFile, archives
-from cached_transformers.data.archives import Listing, Tar, identity, open_listing, plain_tar
-from cached_transformers.data.store import entry_path
-from cached_transformers.data.text_files import find_texts
-from cached_transformers.tasks import ImageFolder
+from cached_lab.data import BadFile, archives
+from cached_lab.data.archives import Listing, Tar, identity, open_listing, plain_tar
+from cached_lab.data.store import entry_path
+from cached_lab.data.text_files import find_texts
+from cached_lab.tasks import ImageFolder
 
 OPTIONS = {"image_size": 8, "validation_fraction": 0.25, "test_fraction": 0.25}
 

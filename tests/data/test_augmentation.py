@@ -10,10 +10,10 @@ import torch
 from data.pictures import class_folders, encoded, write_files
 from PIL import Image
 
+from cached_lab.tasks import ImageFolder
+from cached_lab.tasks.classification.images.augmentation import Augmentation
+from cached_lab.training.loader import SeededRows, TrainingOrder, training_batches
 from cached_transformers.extras import require
-from cached_transformers.tasks import ImageFolder
-from cached_transformers.tasks.classification.images.augmentation import Augmentation
-from cached_transformers.training.loader import SeededRows, TrainingOrder, training_batches
 
 DEIT = {"auto_augment": "rand-m9-mstd0.5-inc1", "erase": 0.25, "interpolation": "bicubic"}
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.tasks import CIFAR10, create_dataset
-from cached_transformers.tasks.classification.images.cifar import CLASSES
+from cached_lab.tasks import CIFAR10, create_dataset
+from cached_lab.tasks.classification.images.cifar import CLASSES
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from cached_transformers.data.dataset import LabelledDataset
-from cached_transformers.data.subwords import PairTokenizer, read_pair_tokenizer, train_subwords
-from cached_transformers.data.tokenizers import ByteTokenizer, SpecialTokens, WordTokenizer, load_tokenizer
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.language.reading import read_tokenizer
-from cached_transformers.tasks.language.text_pieces import text_pieces
-from cached_transformers.tasks.translation.lines import read_tokenizer as read_pair_file
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.data.dataset import LabelledDataset
+from cached_lab.data.subwords import PairTokenizer, read_pair_tokenizer, train_subwords
+from cached_lab.data.tokenizers import ByteTokenizer, SpecialTokens, WordTokenizer, load_tokenizer
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.language.scoring import read_tokenizer
+from cached_lab.tasks.language.text_pieces import text_pieces
+from cached_lab.tasks.translation.lines import read_tokenizer as read_pair_file
+from cached_lab.training.metrics import read_metrics
 
 PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 

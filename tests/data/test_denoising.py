@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_transformers.tasks.pretraining.denoising import (
+from cached_lab.tasks.pretraining.denoising import (
     corrupt_spans,
     corrupted_lengths,
     delete_tokens,

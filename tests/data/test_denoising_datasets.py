@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data.pairs import IGNORED
-from cached_transformers.data.tokenizers import (
+from cached_lab.data.tokenizers import (
     BytePairTokenizer,
     ByteTokenizer,
     SpecialTokens,
     WordTokenizer,
     load_tokenizer,
 )
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.pretraining.datasets import Denoising, blocks
-from cached_transformers.tasks.pretraining.denoising import restore_spans
-from cached_transformers.tasks.pretraining.objectives import OBJECTIVES, create_objective
-from cached_transformers.training.loader import SeededRows
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.pretraining.datasets import Denoising, blocks
+from cached_lab.tasks.pretraining.denoising import restore_spans
+from cached_lab.tasks.pretraining.objectives import OBJECTIVES, create_objective
+from cached_lab.training.loader import SeededRows
+from cached_transformers.layers.token_loss import IGNORED
 
 TEXT = "".join(
     f"the {word} sat on mat number {index} . why ?\n" for index, word in enumerate(["cat", "dog", "owl"] * 200)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from data.pictures import encoded
 
-from cached_transformers.data import BadFile
-from cached_transformers.data.image_files import open_picture
-from cached_transformers.tasks import HuggingFaceImages, create_dataset
-from cached_transformers.tasks.classification.images.augmentation import central_square
+from cached_lab.data import BadFile
+from cached_lab.data.image_files import open_picture
+from cached_lab.tasks import HuggingFaceImages, create_dataset
+from cached_lab.tasks.classification.images.augmentation import central_square
 
 datasets = pytest.importorskip("datasets")
 

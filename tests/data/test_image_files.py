@@ -10,9 +10,9 @@ import pytest
 from data.pictures import encoded, saved, write_files
 from PIL import Image
 
-from cached_transformers.data import BadFile
-from cached_transformers.data.image_files import open_picture
-from cached_transformers.tasks import ImageFolder
+from cached_lab.data import BadFile
+from cached_lab.data.image_files import open_picture
+from cached_lab.tasks import ImageFolder
 
 RAMP = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from data.pictures import encoded, write_tar
 
-from cached_transformers.data import BadFile
-from cached_transformers.tasks import ImageShards, create_dataset
-from cached_transformers.tasks.classification.images.image_shards import find_shards, shards_of_splits
+from cached_lab.data import BadFile
+from cached_lab.tasks import ImageShards, create_dataset
+from cached_lab.tasks.classification.images.image_shards import find_shards, shards_of_splits
 
 LABELS = [2, 0, 1, 1, 0, 2]
 
@@ -48,8 +48,8 @@ def test_images_and_labels_of_all_shards(folder):
 
 def test_the_pixels_are_those_of_the_file(folder):
     data = ImageShards("validation", path=folder, image_size=8, crop_ratio=None)
-    from cached_transformers.data.image_files import open_picture
-    from cached_transformers.tasks.classification.images.augmentation import central_square
+    from cached_lab.data.image_files import open_picture
+    from cached_lab.tasks.classification.images.augmentation import central_square
 
     expected = np.asarray(central_square(open_picture(encoded(201, kind="JPEG"), ""), 8)).transpose(2, 0, 1)
     assert np.array_equal(data.pixels(1).numpy(), expected)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.data import stratified_split
-from cached_transformers.data.dataset import LabelledDataset
-from cached_transformers.tasks import Digits, ImageFolder, create_dataset
-from cached_transformers.tasks.classification.images.dataset import random_shift
-from cached_transformers.tasks.recipes import config_from_dict
+from cached_lab.data import stratified_split
+from cached_lab.data.dataset import LabelledDataset
+from cached_lab.tasks import Digits, ImageFolder, create_dataset
+from cached_lab.tasks.classification.images.dataset import random_shift
+from cached_lab.tasks.recipes import config_from_dict
 
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2}
 Image = pytest.importorskip("PIL.Image")

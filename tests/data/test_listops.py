@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from cached_transformers.tasks.classification.listops.expressions import (
+from cached_lab.tasks.classification.listops.expressions import (
     VOCABULARY,
     Expression,
     _Grower,

@@ -7,9 +7,9 @@ from itertools import islice
 
 import pytest
 
-from cached_transformers.tasks import create_dataset, generate_trees, read_tsv, verify_tsv, write_tsv
-from cached_transformers.tasks.classification.listops.expressions import Expression, to_source, tokenize
-from cached_transformers.tasks.classification.listops.files import find_tsv
+from cached_lab.tasks import create_dataset, generate_trees, read_tsv, verify_tsv, write_tsv
+from cached_lab.tasks.classification.listops.expressions import Expression, to_source, tokenize
+from cached_lab.tasks.classification.listops.files import find_tsv
 
 HEADER = "Source\tTarget\r\n"
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from cached_transformers.data.shard_order import Dealer, Parts, as_tensor, from_tensor
+from cached_lab.data.shard_order import Dealer, Parts, as_tensor, from_tensor
 
 SHARDS = [["a0", "a1", "a2"], [], ["c0"], ["d0", "d1", "d2", "d3", "d4"], ["e0", "e1"]]
 ALL = sorted(item for shard in SHARDS for item in shard)

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cached_transformers.data.text_files import find_texts, split_of
-from cached_transformers.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
-from cached_transformers.tasks import create_dataset
+from cached_lab.data.text_files import find_texts, split_of
+from cached_lab.data.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer, load_tokenizer
+from cached_lab.tasks import create_dataset
 
 SPLITS = ("train", "validation", "test")
 TRAIN = " \n = One = \n \n a b c . \n a <unk> d ? \n \n = Two = \n \n = = Part = = \n \n a b \n"
@@ -81,7 +81,7 @@ def test_long_text_is_encoded_in_chunks_as_if_it_were_one(monkeypatch):
     text = "Some words, \n\n  and more.\nA line\n\nlast one\n" * 30
     tokenizer = BytePairTokenizer.train([text], 320)
     whole = tokenizer.encode(text)
-    monkeypatch.setattr("cached_transformers.data.tokenizers._CHUNK", 20)
+    monkeypatch.setattr("cached_lab.data.tokenizers._CHUNK", 20)
     assert tokenizer.encode(text).tolist() == whole.tolist()
 
 

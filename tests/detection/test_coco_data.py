@@ -16,11 +16,11 @@ from PIL import Image
 from pycocotools import mask as codes
 from pycocotools.coco import COCO
 
-from cached_transformers.data import BadFile
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.detection import coco_annotations
-from cached_transformers.tasks.detection.coco_files import decode_rgb
-from cached_transformers.training.loader import GroupedOrder, Share, training_batches
+from cached_lab.data import BadFile
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.detection import coco_annotations
+from cached_lab.tasks.detection.coco_files import decode_rgb
+from cached_lab.training.loader import GroupedOrder, Share, training_batches
 
 
 def load(root, split="train", **options):

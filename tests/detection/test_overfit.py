@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks.recipes import load_config
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.recipes import load_config
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from pycocotools import mask as codes
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.detection.scores import PARTS, encode_masks, score, to_results
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.detection.scores import PARTS, encode_masks, score, to_results
 
 
 def given_detections(data, seed=0):

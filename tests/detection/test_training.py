@@ -16,17 +16,17 @@ from made import folder
 from PIL import Image
 from pycocotools import mask as codes
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.load import load_run
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.detection.scores import PARTS
-from cached_transformers.tasks.detection.task import evaluate_detector
-from cached_transformers.tasks.recipes import config_from_dict, load_config
-from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
+from cached_lab.cli.main import main
+from cached_lab.experiments.load import load_run
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.detection.scores import PARTS
+from cached_lab.tasks.detection.task import evaluate_detector
+from cached_lab.tasks.recipes import config_from_dict, load_config
+from cached_lab.training.checkpoint import Checkpoints
+from cached_lab.training.distributed import World
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
 
 FEW = {"rpn_pre_nms_top_n_train": 60, "rpn_post_nms_top_n_train": 30, "box_batch_size_per_image": 16}
 FEW |= {
@@ -151,7 +151,7 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
     source = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     for processes in (1, 2):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", "cached_transformers.cli.main"]
+        command = [sys.executable, *(launcher if processes > 1 else []), "-m", "cached_lab.cli.main"]
         done = subprocess.run(
             [*command, "train", str(path), "--out", str(tmp_path / str(processes))],
             env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},

@@ -11,10 +11,10 @@ import pytest
 from docs.made_folders import make_folders
 from docs.pages import PROJECT, TEXTS, Block, blocks, commands, mentioned, typed
 
-from cached_transformers.cli.main import build_parser, main, parse
-from cached_transformers.experiments import compare
-from cached_transformers.experiments.probes.trials import Trial, Trials
-from cached_transformers.tasks.recipes import load_config
+from cached_lab.cli.main import build_parser, main, parse
+from cached_lab.experiments import compare
+from cached_lab.experiments.probes.trials import Trial, Trials
+from cached_lab.tasks.recipes import load_config
 
 COMMANDS = [words for _, words in commands("cached")]
 NOT_RUN = {

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.tasks.documents.loop import DocumentLoop, StreamedDocuments
+from cached_transformers import create_model
 from cached_transformers.models.sequence_classifier import SequenceClassifier
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.documents.loop import DocumentLoop, StreamedDocuments
 
 LENGTH, SEGMENTS = 4, 4
 MEMORIES: dict[str, Any] = {

@@ -12,17 +12,17 @@ import torch
 from training.same_run import assert_same_run, final
 from training.small_language import CPU
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.evaluate import Evaluation
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks.documents.task import DocumentClassification
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
-from cached_transformers.training.curriculum import AdaptiveCurriculum
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.progress import second_score
-from cached_transformers.yaml_tree import apply_override
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.evaluate import Evaluation
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.documents.task import DocumentClassification
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data, load_config
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.progress import second_score
+from cached_lab.yaml_tree import apply_override
+from cached_transformers.loops.curriculum import AdaptiveCurriculum
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 

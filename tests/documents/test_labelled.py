@@ -12,11 +12,11 @@ import pytest
 import torch
 from training.small_language import CPU
 
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.documents.labelled import LabelledDocuments
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.documents.labelled import LabelledDocuments
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TEXTS = [(f"{'good fine' if i % 2 else 'bad poor'} " + "word " * (i % 5) + str(i), "ab"[i % 2]) for i in range(40)]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.data.dataset import Dataset
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.documents.planted import KINDS, PlantedDocuments
+from cached_lab.data.dataset import Dataset
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.documents.planted import KINDS, PlantedDocuments
 
 LENGTH = 12
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.documents.reordered import COUNTS, ReorderedDocuments
-from cached_transformers.tasks.documents.reordering import orders
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.documents.reordered import COUNTS, ReorderedDocuments
+from cached_lab.tasks.documents.reordering import orders
 
 
 def reordered(split: str = "train", **options: Any) -> ReorderedDocuments:

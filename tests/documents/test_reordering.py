@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_lab.tasks.documents.reordering import ReorderingHead, orders, reorder
 from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.tasks.documents.reordering import ReorderingHead, orders, reorder
 
 
 def test_the_classes_are_all_permutations_of_up_to_m_pieces() -> None:

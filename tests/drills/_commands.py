@@ -22,8 +22,8 @@ from pathlib import Path
 
 import yaml
 
-from cached_transformers.cli.main import main
-from cached_transformers.training.config import config_to_dict
+from cached_lab.cli.main import main
+from cached_lab.training.config import config_to_dict
 
 from . import _runs
 from ._operations import Operation, Operations

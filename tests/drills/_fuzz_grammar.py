@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from cached_transformers.registry import ATTENTIONS, DATASETS, MEMORIES, MODELS, OBJECTIVES, Registry
-from cached_transformers.resources import recipes_folder
-from cached_transformers.training.config import RunConfig
+from cached_lab.registries import DATASETS, OBJECTIVES
+from cached_lab.resources import recipes_folder
+from cached_lab.training.config import RunConfig
+from cached_transformers.registry import ATTENTIONS, MEMORIES, MODELS, Registry
 
 from ._fuzz_values import OTHER, REAL, TRICKS, WHOLE, Text, as_yaml, drawn, fitting, hints, words_of
 

@@ -30,15 +30,15 @@ import detection.made
 import torch
 import translation.made
 
-from cached_transformers.experiments import compare as compare_module
-from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.run import run_training
+from cached_lab.experiments import compare as compare_module
+from cached_lab.experiments import run as run_module
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.recipes import config_from_dict
+from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
+from cached_lab.training.config import RunConfig
+from cached_lab.training.metrics import read_metrics
 from cached_transformers.extras import require
 from cached_transformers.files import write_whole
-from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.config import RunConfig
-from cached_transformers.training.metrics import read_metrics
 
 from .frame import Failure
 

@@ -251,7 +251,7 @@ def _pairs_archive(folder: Path) -> None:
 
 
 def _pairs_and_tokenizer(folder: Path) -> None:
-    from cached_transformers.data.subwords import PairTokenizer, train_subwords
+    from cached_lab.data.subwords import PairTokenizer, train_subwords
 
     _pairs("")(folder)
     made = PairTokenizer(train_subwords("bpe", [*ENGLISH.splitlines(), *GERMAN.splitlines()], 270, "raw"))

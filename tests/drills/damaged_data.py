@@ -52,8 +52,8 @@ def prepare(shared: Path) -> None:
     """Import what cases use, and make a good input of every source."""
     import torch
 
-    import cached_transformers.tasks.recipes
-    import cached_transformers.training.loader  # noqa: F401
+    import cached_lab.tasks.recipes
+    import cached_lab.training.loader  # noqa: F401
 
     torch.set_num_threads(1)
     for name, source in _small_data.SOURCES.items():
@@ -118,7 +118,7 @@ def _attempt_one(name: str, random: Random, folder: Path) -> None:
 
 def _read(source: _small_data.Source, folder: Path) -> Exception | None:
     """Read all of a data set; the error for which there is a message."""
-    from cached_transformers.tasks import create_dataset
+    from cached_lab.tasks import create_dataset
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -137,7 +137,7 @@ SPLITS = ("train", "validation", "test")
 
 def _rows(dataset: Any, split: str, train: Any) -> None:
     """Every row, checked; and the scores that are taken from the data."""
-    from cached_transformers.training.loader import TrainingOrder, evaluation_batches, training_batches
+    from cached_lab.training.loader import TrainingOrder, evaluation_batches, training_batches
 
     kind = getattr(dataset, "task", "classification")
     if kind == "language":
@@ -176,8 +176,8 @@ def _detection(dataset: Any) -> None:
     """Items of a detection data set, and average precision against its ground truth."""
     import torch
 
-    from cached_transformers.data.image_files import BadFile
-    from cached_transformers.tasks.detection.scores import score, to_results
+    from cached_lab.data.image_files import BadFile
+    from cached_lab.tasks.detection.scores import score, to_results
 
     results: dict[str, list[Any]] = {"box": [], "mask": []}
     counted = []

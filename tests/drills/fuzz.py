@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from cached_transformers.cli.main import build_parser, main
+from cached_lab.cli.main import build_parser, main
+from cached_lab.registries import LISTED
 from cached_transformers.extras import require
-from cached_transformers.registry import LISTED
 
 from ._fuzz_grammar import Grammar, Input, tree_of
 from .frame import Drill, Failure, in_child
@@ -87,8 +87,8 @@ def write_data(shared: Path) -> None:
 
 
 def _train(tree: dict[str, Any], folder: Path) -> None:
-    from cached_transformers.experiments import run
-    from cached_transformers.tasks.recipes import config_from_dict
+    from cached_lab.experiments import run
+    from cached_lab.tasks.recipes import config_from_dict
 
     run.write_report = lambda *args: None  # type: ignore[assignment]
     run.run_training(config_from_dict(tree), folder)
@@ -193,10 +193,10 @@ def _reached(*arguments: Any, **options: Any) -> Any:
 
 
 def _stop_long_work() -> None:
-    from cached_transformers.experiments import compare, run, run_outputs
-    from cached_transformers.experiments.benchmarks import named
-    from cached_transformers.experiments.probes.trials import Trials
-    from cached_transformers.experiments.reproductions import table9
+    from cached_lab.experiments import compare, run, run_outputs
+    from cached_lab.experiments.benchmarks import named
+    from cached_lab.experiments.probes.trials import Trials
+    from cached_lab.experiments.reproductions import table9
 
     compare.carry_out = _reached  # type: ignore[assignment]
     named.measure = table9.measure = _reached  # type: ignore[assignment]

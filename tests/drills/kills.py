@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cached_transformers.cli import main as main_module
+from cached_lab.cli import main as main_module
 
 from . import _commands
 from .frame import Drill, Failure, forked

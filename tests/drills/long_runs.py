@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from cached_transformers.experiments.environment import environment
-from cached_transformers.experiments.reports.markdown import write_between
+from cached_lab.experiments.environment import environment
+from cached_lab.experiments.reports.markdown import write_between
 
 MARKS = ("<!-- long runs: made by `make long-runs` -->", "<!-- long runs end -->")
 SLACK_MIB = 16
 SEGMENT = 512
-CACHED = [sys.executable, "-m", "cached_transformers.cli.main"]
+CACHED = [sys.executable, "-m", "cached_lab.cli.main"]
 RECIPE = """\
 data: {{name: enwik8, path: {text}}}
 model:

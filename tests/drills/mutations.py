@@ -49,8 +49,8 @@ def prepare(shared: Path) -> None:
 
 
 def _prepare(shared: Path) -> None:
-    from cached_transformers.training import trainer
-    from cached_transformers.training.config import config_to_yaml
+    from cached_lab.training import trainer
+    from cached_lab.training.config import config_to_yaml
 
     from . import _runs
 
@@ -96,7 +96,7 @@ def _prepare(shared: Path) -> None:
 @contextlib.contextmanager
 def _ending_behind(step: int) -> Iterator[None]:
     """Training ends behind a step, as if somebody had stopped it."""
-    from cached_transformers.training.trainer import Trainer
+    from cached_lab.training.trainer import Trainer
 
     taken = Trainer._train_step
 
@@ -119,7 +119,7 @@ def _translate(run: Path, shared: Path) -> tuple[int, str]:
 
 def _command(*words: str) -> tuple[int, str]:
     """Exit status of a command, and what it says; an error that is no message is a `Failure`."""
-    from cached_transformers.cli.main import main
+    from cached_lab.cli.main import main
 
     from . import _runs
 
@@ -301,7 +301,7 @@ def _scores(said: str) -> Any:
 
 
 def _same_model(edited: Path, original: Path) -> bool:
-    from cached_transformers.experiments.load import read_run_config
+    from cached_lab.experiments.load import read_run_config
 
     return read_run_config(edited.parent).model == read_run_config(original.parent).model
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cached_transformers.experiments.environment import environment
-from cached_transformers.experiments.reports.markdown import write_between
+from cached_lab.experiments.environment import environment
+from cached_lab.experiments.reports.markdown import write_between
 
 from .frame import Outcome
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pairs
 
-from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.config import RunConfig, config_to_dict
+from cached_lab.tasks.recipes import config_from_dict
+from cached_lab.training.config import RunConfig, config_to_dict
 
 from . import _commands, _runs
 from .frame import Drill, Failure

@@ -102,7 +102,7 @@ def run(name: str, shared: Path, folder: Path) -> dict[str, Any]:
     places = {"shared": str(shared / "data"), "text": str(folder / "text.txt")}
     _write_text(folder / "text.txt")
     recipe, *overrides = RUNS[name]
-    command = [sys.executable, "-m", "cached_transformers.cli.main", "train", recipe, *COMMON]
+    command = [sys.executable, "-m", "cached_lab.cli.main", "train", recipe, *COMMON]
     command += [word.replace("{shared}", places["shared"]).replace("{text}", places["text"]) for word in overrides]
     out = folder / name
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -14,13 +14,13 @@ from cli.made_text import TEXT, train_on_bytes
 from integrations.hosts import library
 from integrations.transformers_hosts import byte_tokenizer
 
+from cached_lab.experiments import harness
+from cached_lab.experiments.build import build_dataset
+from cached_lab.experiments.harness.__main__ import main
+from cached_lab.experiments.load import load_run
+from cached_lab.tasks.language.scores import split_losses
+from cached_lab.training.distributed import World
 from cached_transformers import add_memory, generate
-from cached_transformers.experiments import harness
-from cached_transformers.experiments.build import build_dataset
-from cached_transformers.experiments.harness.__main__ import main
-from cached_transformers.experiments.load import load_run
-from cached_transformers.tasks.language.scores import split_losses
-from cached_transformers.training.distributed import World
 
 pytestmark = pytest.mark.peers
 SEGMENT = 8

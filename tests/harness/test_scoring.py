@@ -8,11 +8,11 @@ import pytest
 import torch
 from integrations.transformers_hosts import GPT2, awaken, stream
 
+from cached_lab.experiments.harness.scoring import Score, Scored, log_probabilities
+from cached_lab.experiments.harness.writing import Ending, write_until
+from cached_lab.tasks.language.completion import Words
 from cached_transformers import create_model, generate
-from cached_transformers.experiments.harness.scoring import Score, Scored, log_probabilities
-from cached_transformers.experiments.harness.writing import Ending, write_until
-from cached_transformers.models.choosing import Choice
-from cached_transformers.tasks.language.writing import Words
+from cached_transformers.models.sampling import Choice
 
 SEGMENT, VOCABULARY = 5, 30
 WORDS = Words((), lambda text: [ord(c) - 97 for c in text], lambda ids: "".join(chr(97 + i) for i in ids), None)

@@ -14,8 +14,8 @@ from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import load_pretrained, remove_memory
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query
 
 STREAMS: dict[str, dict[str, Any]] = {
     "grc_stream": {"name": "grc_stream", "length": 4},

@@ -16,10 +16,10 @@ from integrations.transformers_hosts import awaken
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, remove_memory, replace_attention
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading
 from cached_transformers.memories.crtn import CRTN
 from cached_transformers.memories.transformer_xl import TransformerXL
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading
 from cached_transformers.state import map_state
 
 WINDOWED = {**EIGHT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}

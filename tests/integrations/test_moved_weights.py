@@ -14,7 +14,7 @@ from integrations.transformers_hosts import DECODERS, GPT2, SEGMENT, Architectur
 from torch import Tensor, nn
 
 from cached_transformers import add_memory
-from cached_transformers.integrations.transformers.segment_reader import SegmentReader
+from cached_transformers.integrations.transformers.segmented_forward import SegmentReader
 from cached_transformers.state import named_tensors
 
 some = pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained
 from cached_transformers.integrations.transformers.stream_tap import Passage
+from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Through, Tokens, Trace
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Through, Tokens, Trace
 from cached_transformers.state import State
 
 FRONT, BEHIND = 2, 1

@@ -10,7 +10,7 @@ import torch
 from integrations.transformers_hosts import GPT2, LLAMA, SEGMENT, Architecture, awaken, by_hand, differences, words
 
 from cached_transformers import add_memory, load_pretrained
-from cached_transformers.seam.memory import LayerMemory
+from cached_transformers.interfaces.memory import LayerMemory
 
 CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "armt/gpt2": (GPT2, {"name": "armt", "length": 3, "key_width": 6}),

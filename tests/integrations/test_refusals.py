@@ -28,7 +28,7 @@ from cached_transformers import add_memory, register_adapter, remove_memory
 from cached_transformers.integrations import hosts as descriptions
 from cached_transformers.integrations.hosts import Host as Description
 from cached_transformers.integrations.masks import padding_of
-from cached_transformers.seam.memory import Query
+from cached_transformers.interfaces.memory import Query
 
 
 class PlainAttention(nn.Module):

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from cached_transformers import register_adapter, replace_attention, restore_attention
 from cached_transformers.integrations import hosts
-from cached_transformers.seam.memory import Query
+from cached_transformers.interfaces.memory import Query
 
 pytestmark = pytest.mark.usefixtures("cores")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers import add_memory, remove_memory
-from cached_transformers.seam.linear_maps import matrix_of, plain_weights
+from cached_transformers.interfaces.linear_maps import matrix_of, plain_weights
 
 IDS = words(2, 13)
 STREAMING = ["grc_stream", "memorizing", "rmt"]
@@ -267,7 +267,7 @@ def test_a_projection_that_the_model_does_not_hold_is_refused() -> None:
 
     from cached_transformers import register_adapter
     from cached_transformers.integrations import hosts as descriptions
-    from cached_transformers.seam.memory import Query
+    from cached_transformers.interfaces.memory import Query
 
     before = dict(descriptions._ADAPTERS)
 

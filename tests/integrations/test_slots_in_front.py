@@ -33,8 +33,8 @@ from memories.test_armt import slow_read, slow_write
 from torch import Tensor, nn
 
 from cached_transformers import SegmentLoop, add_memory, remove_memory
+from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Tokens
 from cached_transformers.state import State, map_state, reorder
 
 M, FEATURES = 3, 2 * 3 * 6

@@ -14,14 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.layers.attention import SelfAttention
-from cached_transformers.layers.block import Block
-from cached_transformers.layers.feed_forward import DropPath, FeedForward
-from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
-from cached_transformers.layers.stack import Stack
-from cached_transformers.memories.parts.slot_attention import SlotAttention
-from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.memory import (
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.memory import (
     Context,
     Entry,
     LayerMemory,
@@ -32,6 +26,12 @@ from cached_transformers.seam.memory import (
     Tokens,
     Trace,
 )
+from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.layers.block import Block
+from cached_transformers.layers.feed_forward import DropPath, FeedForward
+from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
+from cached_transformers.layers.stack import Stack
+from cached_transformers.memories.parts.slot_attention import SlotAttention
 
 D, H = 8, 2
 

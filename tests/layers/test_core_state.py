@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.layers.attention import LayerState
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models import LanguageModel
 from cached_transformers.state import load, save
-from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, ROWS, SEGMENT = 11, 3, 5
 CARRIED = ["delta_net", "linear", "gated_delta"]

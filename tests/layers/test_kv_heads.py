@@ -9,10 +9,10 @@ import torch
 from contract.contracts import CONTRACTS
 from torch import Tensor, nn
 
-from cached_transformers.experiments.probes.settings import stream_memories
+from cached_lab.experiments.probes.settings import stream_memories
+from cached_transformers import create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.models.generation import generate
-from cached_transformers.tasks import create_model
 
 HEADS, WIDTH, SEGMENT = 4, 16, 8
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.seam.positions import (
+from cached_transformers.interfaces.positions import (
     ALiBiPositions,
     LearnedPositions,
     Positions,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.experiments.costs.flops import saved_activation_bytes
+from cached_lab.experiments.costs.flops import saved_activation_bytes
+from cached_transformers import create_model
 from cached_transformers.memories.grc.grc import caches, commit_caches
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
-from cached_transformers.tasks import create_model
 
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"attention": "softmax"},

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.generation import Text, generate
-from cached_transformers.training.segments import SegmentLoop
 
 B, N, D, K = 3, 9, 4, 4
 

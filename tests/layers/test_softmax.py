@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 B, H, N, M, E = 2, 2, 5, 3, 4
 

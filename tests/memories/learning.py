@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.experiments.probes import ProbeTask
-from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, train
-from cached_transformers.experiments.probes.tasks import Latch
+from cached_lab.experiments.probes import ProbeTask
+from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, train
+from cached_lab.experiments.probes.tasks import Latch
 
 LATCH = Latch()
 """One of four symbols in the first segment of four tokens, asked for at the end of the last."""

@@ -12,9 +12,9 @@ import torch
 from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.memories.armt import ARMT, Associations, dpfp, recall, store
-from cached_transformers.tasks import create_model
 
 VOCABULARY, WIDTH, M, SEGMENT, ROWS, DEPTH, C, NU = 11, 8, 2, 5, 2, 2, 6, 3
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from cached_transformers import add_memory, create_model, generate
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import LayerMemory, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.block_recurrent import BlockRecurrent
 from cached_transformers.models.generation import ReadsAgain
-from cached_transformers.seam.memory import LayerMemory, Trace
 
 ROWS, HEADS, WIDTH, E, S = 2, 2, 8, 4, 3
 KINDS = [(gate, form) for gate in ("fixed", "lstm") for form in ("skip", "dual", "single")]

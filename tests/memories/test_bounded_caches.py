@@ -19,11 +19,11 @@ from torch import Tensor
 
 from cached_transformers import add_memory
 from cached_transformers.attentions.softmax import key_weights
+from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.h2o import H2O
-from cached_transformers.memories.parts.best import best, from_last
+from cached_transformers.memories.parts.eviction import best, from_last
 from cached_transformers.memories.tova import TOVA
 from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.seam.memory import Query, Reading, Trace
 
 SPECS = {
     "tova": {"name": "tova", "length": 5},

@@ -15,9 +15,9 @@ from contract.contracts import CONTRACTS
 from contract.costs import LAYERS, RELATIVE, B, D, F, H, M, N
 from torch import nn
 
-from cached_transformers.experiments.costs.flops import count_flops
+from cached_lab.experiments.costs.flops import count_flops
+from cached_transformers import create_model
 from cached_transformers.registry import MEMORIES
-from cached_transformers.tasks import create_model
 
 COSTS = {label: row.cost for label, row in CONTRACTS.items() if row.cost is not None}
 IMAGE_COSTS = {label: row.image_cost for label, row in CONTRACTS.items() if row.image_cost is not None}

@@ -16,12 +16,12 @@ from memories.xl_family import assert_equal_values_and_gradients, joined, langua
 from torch import Tensor
 
 from cached_transformers import add_memory
+from cached_transformers.interfaces.contexts import logits_of
+from cached_transformers.interfaces.memory import Query, Reading, Trace
 from cached_transformers.memories.expire_span import ExpireSpan
-from cached_transformers.memories.parts.rows import Rows, empty_rows
+from cached_transformers.memories.parts.fifo_store import Rows, empty_rows
 from cached_transformers.models.generation import generate
 from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.seam.contexts import logits_of
-from cached_transformers.seam.memory import Query, Reading, Trace
 
 SPEC: dict[str, Any] = {"name": "expire_span", "length": 12, "longest": 9.3, "ramp": 3, "initial": 0.4}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from memories.learning import LATCH, accuracy, reach, trained, untrained
 
-from cached_transformers.experiments.probes.tasks import Latch
+from cached_lab.experiments.probes.tasks import Latch
 
 TASK, DISTANCE = Latch(decoys=True), 7
 BEGINS: dict[str, Any] = {"name": "expire_span", "length": 64, "longest": 48, "ramp": 16, "initial": 0.4, "price": 0.1}

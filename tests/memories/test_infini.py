@@ -23,13 +23,13 @@ from integrations.transformers_hosts import (
 from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 
+from cached_lab.training.optim import parameter_groups
 from cached_transformers import add_memory, create_model, generate
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infini import Associations, Infini, recall, sigma, store
 from cached_transformers.models.generation import ReadsAgain
-from cached_transformers.seam.memory import LayerMemory, Query, Reading, Trace
-from cached_transformers.training.optim import parameter_groups
 
 ROWS, HEADS, WIDTH, E = 2, 2, 8, 4
 updates = pytest.mark.parametrize("update", ["linear", "delta", "exact"])

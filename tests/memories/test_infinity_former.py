@@ -16,11 +16,11 @@ from memories.learning import LATCH, accuracy, reach, trained
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, Trace
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories.infinity_former import continuous_signal as signal
 from cached_transformers.memories.infinity_former.infinity_former import Attention, InfinityFormer
 from cached_transformers.memories.transformer_xl import TransformerXL
-from cached_transformers.seam.memory import LayerMemory, Query, Reading, Trace
 
 ROWS, HEADS, WIDTH, HEAD = 2, 2, 8, 4
 SMALL: dict[str, Any] = {"basis": 6, "widths": (0.1, 0.3)}

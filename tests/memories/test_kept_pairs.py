@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cached_transformers import Session, create_model, generate, read_stream, tune_initial_state
 from cached_transformers import state as states
-from cached_transformers.memories.parts.rows import Pairs
+from cached_transformers.memories.parts.fifo_store import Pairs
 from cached_transformers.models.segments import read_segments
 
 ROWS, SEGMENT, VOCABULARY, WIDTH, DEPTH = 3, 6, 11, 16, 2

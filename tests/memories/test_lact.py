@@ -17,11 +17,11 @@ from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, se
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 WIDTH, HEADS = 8, 2
 DOUBLE = {"dtype": torch.float64}

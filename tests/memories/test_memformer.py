@@ -15,9 +15,9 @@ import torch
 from memories.learning import LATCH, accuracy, trained
 from torch import Tensor, nn
 
+from cached_transformers import create_model
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.memories.memformer import Memformer, forget, write_slots
-from cached_transformers.seam.memory import Tokens
-from cached_transformers.tasks import create_model
 
 WIDTH, HEADS, M, N, ROWS = 8, 2, 3, 5, 2
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cached_transformers import create_model
 from cached_transformers.layers.bottleneck import BottleneckBlock
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
-from cached_transformers.tasks import create_model
 
 WIDTH, HEADS, M, N, ROWS, VOCABULARY = 8, 2, 3, 5, 2, 11
 SPEC: dict[str, Any] = {"name": "memory_transformer", "length": M, "bottleneck": True}

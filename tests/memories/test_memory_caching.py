@@ -17,15 +17,15 @@ from memories.learning import LATCH, accuracy, reach, trained
 from memories.memory_caching_twin import slowly
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import Query, Trace
 from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories import create_memory
 from cached_transformers.memories.memory_caching import MemoryCaching, gates, running_means, snapshot_memories
 from cached_transformers.memories.parts.recurrent import Recurrent, mix
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Query, Trace
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS, HEADS, WIDTH = 2, 2, 8
 STARTS, READS = ("checkpoint", "restart"), ("residual", "gated", "sparse", "soup")

@@ -14,12 +14,12 @@ from memories.learning import LATCH, reach
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block, MemoryWeights
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.memory_transformer import MemoryTransformer
-from cached_transformers.tasks import create_model
 
 VOCABULARY, WIDTH, HEADS, M, N, ROWS = 11, 8, 2, 3, 5, 2
 

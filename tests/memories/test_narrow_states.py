@@ -11,7 +11,7 @@ from torch import Tensor
 from cached_transformers import create_memory, create_model
 from cached_transformers import state as states
 from cached_transformers.attentions import create_attention
-from cached_transformers.seam.memory import Query, look
+from cached_transformers.interfaces.memory import Query, look
 from cached_transformers.state import State
 
 WIDTH, HEADS, ROWS, SEGMENT = 8, 2, 2, 4

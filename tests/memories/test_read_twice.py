@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers import state as states
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.memory import Query, Reading, Tokens, Trace, begin
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.read_twice import ReadTwice, ReadTwiceState, SideAttention, SideAttentionOnce
 from cached_transformers.models.stack_model import make_stack
 from cached_transformers.models.stack_options import StackOptions
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.memory import Query, Reading, Tokens, Trace, begin
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, HEADS, ROWS, BLOCK, BLOCKS = 7, 8, 2, 2, 4, 3
 DOCUMENT: dict[str, Any] = {"scope": "document"}

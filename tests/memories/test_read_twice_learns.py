@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from memories.learning import accuracy, trained, untrained
 
-from cached_transformers.experiments.probes.tasks import IGNORED, Episode, ProbeTask
-from cached_transformers.training.segments import SegmentLoop
+from cached_lab.experiments.probes.tasks import IGNORED, Episode, ProbeTask
+from cached_transformers.loops.segments import SegmentLoop
 
 DOCUMENT: dict[str, Any] = {"scope": "document"}
 STEPS = 500

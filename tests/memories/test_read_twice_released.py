@@ -10,8 +10,8 @@ from memories.test_read_twice import BLOCK, DOCUMENT, ROWS, build, h_of, logits,
 from torch import nn
 
 from cached_transformers import generate
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.read_twice import SideAttentionOnce
-from cached_transformers.training.segments import SegmentLoop
 
 
 def test_new_layers_read_once_what_a_first_read_without_them_made() -> None:

@@ -17,22 +17,22 @@ from memories.learning import LATCH, accuracy, reach, trained, untrained
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.live_bytes import LiveBytes
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.experiments.costs.live_bytes import LiveBytes
+from cached_transformers.interfaces.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
+from cached_transformers.interfaces.positions import RelativePositions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import Stack
+from cached_transformers.loops.curriculum import Curriculum
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.memory_tokens import surround, visible_round
 from cached_transformers.memories.rmt import RMT
 from cached_transformers.memories.transformer_xl import CacheBeforeTokens
-from cached_transformers.seam.memory import Context, Entry, ProjectKV, Query, Reading, Tokens
-from cached_transformers.seam.positions import RelativePositions
-from cached_transformers.tasks import create_model
-from cached_transformers.training.curriculum import Curriculum
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
 
 VOCABULARY, WIDTH, HEADS, M, SEGMENT, ROWS = 11, 8, 2, 3, 5, 2
 

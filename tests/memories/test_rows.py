@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cached_transformers.memories.parts.rows import Rows, empty_rows, push, push_out
+from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push, push_out
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 9])

@@ -26,10 +26,10 @@ from memories.xl_family import (
 )
 from torch import Tensor
 
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import Stack
 from cached_transformers.memories.segatron import SegatronPositions, paper_widths
-from cached_transformers.tasks import create_model
 
 SENTENCE_ENDS, PARAGRAPH_ENDS = (2, 5, 7), (3, 11)
 SPEC: dict[str, Any] = {"name": "segatron", "sentence_ends": SENTENCE_ENDS, "paragraph_ends": PARAGRAPH_ENDS}

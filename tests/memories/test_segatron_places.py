@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cached_transformers import generate
 from cached_transformers import state as states
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models.generation import Text
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS, SEGMENT, TOKENS = 2, 4, 16
 ENDS: dict[str, Any] = {"sentence_ends": (2, 5, 7), "paragraph_ends": (3, 11)}

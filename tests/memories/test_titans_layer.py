@@ -17,12 +17,12 @@ from memories.test_titans_places import HEADS, ROWS, SEGMENT, VOCABULARY, WIDTH,
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, create_model
+from cached_transformers.interfaces.memory import LayerMemory, Query, Reading, look
 from cached_transformers.layers.attention import SelfAttention
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.titans.titans import Titans
 from cached_transformers.models.generation import ReadsAgain
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, Query, Reading, look
-from cached_transformers.training.segments import SegmentLoop
 
 MAL: dict[str, Any] = {"name": "titans", "place": "layer", "chunk": 2}
 WINDOW: dict[str, Any] = {"name": "transformer_xl", "length": 4}

@@ -15,12 +15,12 @@ from memories.titans_twin import SlowTitans
 from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, segments
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.memories.parts.side_by_side import SideBySide
+from cached_transformers.interfaces.memory import Query, Reading, Trace
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.memories.titans.titans import Titans, TitansState
-from cached_transformers.seam.memory import Query, Reading, Trace
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 WIDTH, HEADS = 8, 2
 NARROW = {"width": WIDTH, "heads": HEADS}

@@ -16,13 +16,13 @@ from memories.twins import ROWS, SEGMENT, VOCABULARY, paddings, same_as_twin, se
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.attentions.parts.scan import causal_scan
+from cached_transformers.interfaces.memory import Query, Trace
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.parts.fast_weights import Learned, activate, slope
 from cached_transformers.memories.ttt import TTT, InnerModel
-from cached_transformers.seam.memory import Query, Trace
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop
 
 WIDTH = 8
 DOUBLE = {"dtype": torch.float64}

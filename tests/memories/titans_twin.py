@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.titans.neural_memory import NeuralMemory
 from cached_transformers.memories.titans.titans import Titans, TitansState
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
 
 
 def slow_net(weights: list[Tensor], x_K: Tensor, activation: str) -> Tensor:

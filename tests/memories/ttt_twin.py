@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.ttt import TTT, InnerModel, TTTState
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
 
 HEADS = 2
 

@@ -13,7 +13,7 @@ import torch
 from memories.learning import accuracy, trained
 from torch import Tensor, nn
 
-from cached_transformers.experiments.probes.tasks import Copy
+from cached_lab.experiments.probes.tasks import Copy
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.language_model import LanguageModel

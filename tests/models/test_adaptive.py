@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cached_transformers import create_model
+from cached_transformers.loops.segments import SegmentLoop, token_losses
 from cached_transformers.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from cached_transformers.models.initial_weights import initialise
-from cached_transformers.tasks import create_model
-from cached_transformers.training.segments import SegmentLoop, token_losses
 
 V, D = 23, 8
 CUTOFFS = [5, 9, 17]

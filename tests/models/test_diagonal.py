@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
+from cached_lab.training.distributed import in_group
+from cached_transformers import create_model
 from cached_transformers import state as states
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.layers.alike import groups_of
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.together import AlikeBlocks
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.diagonal import read_diagonally
 from cached_transformers.models.segments import read_segments
-from cached_transformers.models.tuned_state import tune_initial_state
-from cached_transformers.seam.memory import Tokens
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.language.streaming import read_stream
-from cached_transformers.training.distributed import in_group
-from cached_transformers.training.segments import SegmentLoop
+from cached_transformers.models.state_tuning import tune_initial_state
 
 DEPTH = 3
 ALONE = {

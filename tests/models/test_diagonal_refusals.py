@@ -10,14 +10,14 @@ import torch
 from contract.contract_cases import ROWS, SEGMENT, VOCABULARY
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers.layers.alike import difference
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.diagonal import read_diagonally
 from cached_transformers.models.language_model import LanguageModel
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.language.streaming import read_stream
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
 
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "width": 16, "heads": 2, "feed_forward": 16}
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.models import create_model, documents
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.models import documents
 from cached_transformers.models.documents import (
     check_documents,
     document_ids_from_cu_seqlens,
@@ -19,8 +22,6 @@ from cached_transformers.models.documents import (
     plan_documents,
 )
 from cached_transformers.models.generation import generate
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
 
 SEGMENT, VOCABULARY = 5, 11
 RMT = {"name": "rmt", "length": 2}

@@ -11,14 +11,13 @@ from attentions.cases import CASES as ATTENTION_CASES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers.attentions import create_attention
-from cached_transformers.data.pairs import IGNORED
-from cached_transformers.layers.token_loss import token_losses
+from cached_transformers.interfaces.positions import BucketedPositions
+from cached_transformers.layers.token_loss import IGNORED, token_losses
 from cached_transformers.memories.grc.grc import caches
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.positions import BucketedPositions
-from cached_transformers.tasks import create_model
 
 V, W, D, H, ROWS, N, T = 13, 11, 8, 2, 3, 6, 5
 LENGTHS = torch.tensor([6, 2, 4])

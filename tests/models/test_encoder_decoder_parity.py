@@ -9,9 +9,9 @@ import torch
 from integrations.hosts import library
 from torch import Tensor, nn
 
+from cached_lab.tasks.translation.translate import translate
 from cached_transformers.integrations.transformers.seq2seq_weights import from_bart, from_marian, from_switch, from_t5
 from cached_transformers.models.encoder_decoder import EncoderDecoder
-from cached_transformers.tasks.translation.translate import translate
 
 V, D, ROWS, N, T = 23, 16, 4, 9, 7
 BEGIN, END, PAD = 2, 1, 0

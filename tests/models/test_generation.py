@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.models.beam_search import search
-from cached_transformers.models.choosing import keep_likely
 from cached_transformers.models.generation import Text, generate
-from cached_transformers.tasks import create_model
+from cached_transformers.models.sampling import keep_likely
 
 V, SEGMENT = 7, 4
 MEMORIES: dict[str, Any] = {

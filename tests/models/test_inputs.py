@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers.memories.grc import GatedRecurrentCache
 from cached_transformers.models.pvt import PyramidVisionTransformer
-from cached_transformers.tasks import create_model
 
 V, ROWS, N = 7, 2, 6
 STACK = {"width": 8, "depth": 1, "heads": 2, "feed_forward": 8}

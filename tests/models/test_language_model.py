@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.tasks import create_model
 
 V, D = 11, 16
 XL = {"name": "transformer_xl", "length": 4}

@@ -14,13 +14,22 @@ from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
 
 from cached_transformers import state as states
+from cached_transformers.interfaces import positions
+from cached_transformers.interfaces.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    ProjectKV,
+    Query,
+    Reading,
+    Tokens,
+)
 from cached_transformers.layers.open_stack import why_in_one_piece
 from cached_transformers.memories import segatron
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.generation import ReadsAgain, Text, generate
 from cached_transformers.registry import ATTENTIONS, MEMORIES
-from cached_transformers.seam import positions
-from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, ProjectKV, Query, Reading, Tokens
 
 V, SEGMENT, BEAMS = 11, 6, 3
 Spec = Any

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.data.pairs import IGNORED
+from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.models.output_caches import KNNLM, Along, Datastore, NeuralCache, OutputCache, hidden_states
 
 B, N, D, V = 2, 23, 5, 11

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
-from cached_transformers.resources import recipes_folder
-from cached_transformers.tasks import create_model
+from cached_lab.resources import recipes_folder
+from cached_transformers import create_model
 
 WORDS = 267_735
 """Words of WikiText-103's training split, with <unk>, and the end of a line."""

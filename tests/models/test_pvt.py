@@ -10,8 +10,8 @@ from integrations.hosts import library
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_flops
 from cached_transformers import add_memory
-from cached_transformers.experiments.costs.flops import count_flops
 from cached_transformers.models.pvt import PyramidVisionTransformer, published_weights
 from cached_transformers.models.pvt.layers import SpatialReductionAttention, resize_positions
 

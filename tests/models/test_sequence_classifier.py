@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cached_transformers import create_model
 from cached_transformers.models.sequence_classifier import SequenceClassifier
-from cached_transformers.tasks import create_model
 
 ARENA = {
     "init": "lra",

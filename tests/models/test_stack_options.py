@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.cli.main import main
+from cached_lab.cli.main import main
+from cached_lab.tasks.recipes import load_config
+from cached_transformers import create_model
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.stack_options import StackKeywords, StackOptions, takes_stack_options
 from cached_transformers.registry import MODELS
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import load_config
 
 SIZES = ("width", "depth", "heads", "feed_forward")
 SMALL = dict(zip(SIZES, (8, 1, 2, 12), strict=True))

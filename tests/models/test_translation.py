@@ -10,9 +10,9 @@ import torch
 from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build, sources
 from torch import Tensor
 
+from cached_lab.tasks.translation.translate import Translation, translate
 from cached_transformers.layers import kept_keys
 from cached_transformers.models.encoder_decoder import EncoderDecoder
-from cached_transformers.tasks.translation.translate import Translation, translate
 
 BEGIN, END = 0, 1
 

@@ -94,9 +94,7 @@ def test_commands_answer(environment: Path, tmp_path: Path, words: list[str], st
 
 
 def test_help_and_lists_do_without_torch(environment: Path) -> None:
-    program = (
-        "import sys; from cached_transformers.cli.main import main; main(['list']); sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys; from cached_lab.cli.main import main; main(['list']); sys.exit('torch' in sys.modules)"
     assert call(environment / "python", "-c", program).returncode == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cached_transformers.seam import memory
+from cached_transformers.interfaces import memory
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 PROTOCOLS = (memory.LayerMemory, memory.ModelMemory)

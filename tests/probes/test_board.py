@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.leaderboard.boards import BOARDS
-from cached_transformers.experiments.leaderboard.costs import measure_costs
-from cached_transformers.experiments.leaderboard.standings import groups, standings
-from cached_transformers.experiments.probes.far_trials import FarTrials
-from cached_transformers.experiments.probes.protocol import Sizes
-from cached_transformers.experiments.probes.settings import setting, stream_memories
-from cached_transformers.experiments.probes.trials import stored_settings
-from cached_transformers.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
-from cached_transformers.experiments.statistics import mean_interval, wilson_interval
+from cached_lab.cli.main import main
+from cached_lab.experiments.leaderboard.boards import BOARDS
+from cached_lab.experiments.leaderboard.costs import measure_costs
+from cached_lab.experiments.leaderboard.standings import groups, standings
+from cached_lab.experiments.probes.far_trials import FarTrials
+from cached_lab.experiments.probes.protocol import Sizes
+from cached_lab.experiments.probes.settings import setting, stream_memories
+from cached_lab.experiments.probes.trials import stored_settings
+from cached_lab.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
+from cached_lab.experiments.statistics import mean_interval, wilson_interval
+from cached_lab.registries import PROBES
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories import RMT
-from cached_transformers.registry import MEMORIES, PROBES
-from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.registry import MEMORIES
 
 
 def result(memory: str, arm: str, task: str, seed: int, far: dict[str, float]) -> dict[str, Any]:
@@ -141,9 +142,7 @@ def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
 def test_costs_are_counted_of_the_task_and_compared_with_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "cached_transformers.experiments.probes.far_trials.Sizes", functools.partial(Sizes, batch_size=4)
-    )
+    monkeypatch.setattr("cached_lab.experiments.probes.far_trials.Sizes", functools.partial(Sizes, batch_size=4))
     trials = BOARDS["quick"].trials(["read_twice"], ["latch"], tmp_path, {})
     costs = measure_costs(trials, "latch", rounds=1)
     assert costs["no memory"]["reading"]["median"] == 1.0 == costs["no memory"]["training"]["median"]
@@ -176,7 +175,7 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mine: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cached_transformers.experiments.leaderboard.boards.ROWS", 16)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.boards.ROWS", 16)
     page = Path("board.md")
     page.write_text(f"before\n{MARKS[0]}\nwhat was there\n{MARKS[1]}\nafter\n", encoding="utf-8")
     assert main(COMMAND.format(mine).split()) == 0

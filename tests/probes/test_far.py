@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
-from cached_transformers.experiments.probes.far_trials import FarTrials
-from cached_transformers.experiments.probes.protocol import Forgetful, Sizes, build_model, measure
-from cached_transformers.experiments.reports.far_page import held_tokens
+from cached_lab.cli.main import main
+from cached_lab.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
+from cached_lab.experiments.probes.far_trials import FarTrials
+from cached_lab.experiments.probes.protocol import Forgetful, Sizes, build_model, measure
+from cached_lab.experiments.reports.far_page import held_tokens
+from cached_lab.registries import PROBES
 from cached_transformers.models import LanguageModel
-from cached_transformers.registry import PROBES
 
 QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
 RMT = {"name": "rmt", "length": 2}
@@ -124,7 +124,7 @@ def test_the_command_keeps_trainings_and_asks_the_rest_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
+    monkeypatch.setattr("cached_lab.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
     folder = Path("runs/probe")
     assert main([*COMMAND.split(), "--far", "20"]) == 0
     out = capsys.readouterr().out
@@ -177,12 +177,12 @@ def test_a_long_text_is_read_by_a_compiled_model_which_answers_as_its_own(
         return made[-1]
 
     monkeypatch.setattr("torch.compile", compile_)
-    monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.LONG", 5)
+    monkeypatch.setattr("cached_lab.experiments.probes.far_trials.LONG", 5)
     answers = []
     for read in (False, True):
         how = {"course": Course(1, 1), "far": 40, "compiled": read, "ceiling": False, "rows": 32}
         trials = FarTrials(["rmt"], ["latch"], 1, 1, 4, tmp_path / str(read), **how)
-        monkeypatch.setattr("cached_transformers.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
+        monkeypatch.setattr("cached_lab.experiments.probes.far_trials.NEAR_A_GUESS", -1.0)
         results = dict(trials.train(trials.missing(), jobs=1))
         answers.append([result["far"] for result in results.values()])
     assert answers[0] == answers[1] and list(answers[1][1]) == ["1", "2", "5", "10"]
@@ -203,7 +203,7 @@ def test_a_training_that_is_cut_off_leaves_no_weights_beside_the_result_of_other
 
     list(trials(4).train(trials(4).missing(), jobs=1))
     with monkeypatch.context() as patch:
-        patch.setattr("cached_transformers.experiments.probes.far_trials.json_text", lambda _: 1 / 0)
+        patch.setattr("cached_lab.experiments.probes.far_trials.json_text", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(trials(6).train(trials(6).missing(), jobs=1))
     assert len(trials(4).missing()) == 1  # that of which the weights are another's by now

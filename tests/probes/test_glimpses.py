@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cached_transformers.experiments import glimpses
+from cached_lab.experiments import glimpses
 
 
 def test_every_frame_shows_one_quarter_and_all_of_them_the_digit() -> None:

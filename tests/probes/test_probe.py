@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.probes.choice import chosen_tasks
-from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe, score
-from cached_transformers.experiments.probes.settings import setting, stream_memories
-from cached_transformers.experiments.probes.trials import Trials
+from cached_lab.cli.main import main
+from cached_lab.experiments.probes.choice import chosen_tasks
+from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, probe, score
+from cached_lab.experiments.probes.settings import setting, stream_memories
+from cached_lab.experiments.probes.trials import Trials
+from cached_lab.registries import PROBES
+from cached_transformers.interfaces.memory import LayerMemory
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories import TransformerXL
-from cached_transformers.registry import MEMORIES, PROBES
-from cached_transformers.seam.memory import LayerMemory
-from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.registry import MEMORIES
 
 PROBED = {entry.name: setting(entry.name) for entry in MEMORIES if entry.probe is not None}
 QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)

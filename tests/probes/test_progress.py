@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.probes.distances import Course, train_by_distance
-from cached_transformers.experiments.probes.far_trials import FarTrials
-from cached_transformers.experiments.probes.news import Answer, Check, News
-from cached_transformers.experiments.probes.protocol import Sizes, build_model, measure, probe
-from cached_transformers.experiments.probes.trials import Trial
-from cached_transformers.experiments.reports.probe_progress import ProbeProgress
-from cached_transformers.registry import PROBES
+from cached_lab.cli.main import main
+from cached_lab.experiments.probes.callbacks import Answer, Check, News
+from cached_lab.experiments.probes.distances import Course, train_by_distance
+from cached_lab.experiments.probes.far_trials import FarTrials
+from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, probe
+from cached_lab.experiments.probes.trials import Trial
+from cached_lab.experiments.reports.probe_progress import ProbeProgress
+from cached_lab.registries import PROBES
 
 RMT = {"name": "rmt", "length": 2}
 SIZES = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)

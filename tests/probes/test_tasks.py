@@ -12,13 +12,13 @@ import pytest
 import torch
 from probes.solvers import SOLVERS
 
-from cached_transformers.experiments.probes.distances import Course, holds, train_by_distance
-from cached_transformers.experiments.probes.protocol import Sizes, build_model, probe
-from cached_transformers.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
-from cached_transformers.experiments.probes.tasks.base import distinct
-from cached_transformers.experiments.probes.tasks.mqar import power_law_slots
-from cached_transformers.experiments.probes.trials import asked_of
-from cached_transformers.registry import PROBES
+from cached_lab.experiments.probes.distances import Course, holds, train_by_distance
+from cached_lab.experiments.probes.protocol import Sizes, build_model, probe
+from cached_lab.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
+from cached_lab.experiments.probes.tasks.base import distinct
+from cached_lab.experiments.probes.tasks.mqar import power_law_slots
+from cached_lab.experiments.probes.trials import asked_of
+from cached_lab.registries import PROBES
 
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     **{name: ({}, (3, 5)) for name in SOLVERS},

@@ -9,13 +9,13 @@ import pytest
 import torch
 from data.pictures import encoded, write_files, write_tar
 
-from cached_transformers.experiments.costs.flops import count_parameters
-from cached_transformers.experiments.run import run_training
-from cached_transformers.resources import recipes_folder
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.optim import learning_rate
+from cached_lab.experiments.costs.flops import count_parameters
+from cached_lab.experiments.run import run_training
+from cached_lab.resources import recipes_folder
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.optim import learning_rate
+from cached_transformers import create_model
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 NAMES = sorted(path.stem for path in recipes_folder().glob("imagenet*.yaml"))

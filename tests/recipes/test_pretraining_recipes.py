@@ -9,11 +9,12 @@ import pytest
 import torch
 from integrations.hosts import library
 
-from cached_transformers.experiments.costs.flops import count_parameters
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks import create_dataset, create_model
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.experiments.costs.flops import count_parameters
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.metrics import read_metrics
+from cached_transformers import create_model
 
 BART = {
     "d_model": 768,

@@ -9,14 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.costs.flops import count_parameters
-from cached_transformers.experiments.run import run_training
-from cached_transformers.resources import recipes_folder
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import check_sections, load_config
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.optim import learning_rate
+from cached_lab.cli.main import main
+from cached_lab.experiments.costs.flops import count_parameters
+from cached_lab.experiments.run import run_training
+from cached_lab.resources import recipes_folder
+from cached_lab.tasks.recipes import check_sections, load_config
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.optim import learning_rate
+from cached_transformers import create_model
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.yaml"))
@@ -56,9 +56,7 @@ def test_the_recipe_for_files_trains(tmp_path, shared):
     size = ["training.batch_size=4", "training.accumulate=1", "model.width=16", "model.depth=1", "model.heads=2"]
     config = load_config("listops_lra_grc", [*QUICK, *SHORT, *size, f"data.path={shared / 'data' / 'lra-listops'}"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "cached_transformers.tasks.classification.task.evaluate", lambda *rest: {"loss": 1.0, "accuracy": 0.1}
-        )
+        patch.setattr("cached_lab.tasks.classification.task.evaluate", lambda *rest: {"loss": 1.0, "accuracy": 0.1})
         summary = run_training(config, tmp_path / "run")
     assert summary["task"] == "listops_tsv" and summary["test"] is None
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from translation.made import write_corpus
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.costs.flops import count_parameters
-from cached_transformers.experiments.run import run_training
-from cached_transformers.resources import recipes_folder
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.optim import learning_rate
+from cached_lab.cli.main import main
+from cached_lab.experiments import run as run_module
+from cached_lab.experiments.costs.flops import count_parameters
+from cached_lab.experiments.run import run_training
+from cached_lab.resources import recipes_folder
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.optim import learning_rate
+from cached_transformers import create_model
 
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.yaml") if path.stem.startswith(("iwslt", "multi30k")))
 TRACKS = {f"iwslt14_{pair}" for pair in ("de_en", "es_en", "en_fr")} | {

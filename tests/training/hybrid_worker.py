@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from sharding_worker import CARRIED, fitted, of_memory
 from small_language import write_text
 
-from cached_transformers.training.distributed import World, in_world
+from cached_lab.training.distributed import World, in_world
 
 HYBRID = ("training.parallel=fsdp", "training.shares=2", "training.batch_size=8")
 

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import SEGMENT, STREAMS, VOCABULARY, Case
 
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.segment_pipeline import SegmentPipeline
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import detach, map_state, named_tensors
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.pipeline import SegmentPipeline
-from cached_transformers.training.segments import SegmentLoop
 
 ROWS = 4
 

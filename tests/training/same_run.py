@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cached_transformers.training.checkpoint import Checkpoint, Checkpoints
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.trainer import Trainer
+from cached_lab.training.checkpoint import Checkpoint, Checkpoints
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.trainer import Trainer
 
 
 def final(folder: Path) -> Checkpoint:

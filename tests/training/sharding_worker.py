@@ -22,19 +22,19 @@ from contract.contract_cases import CASES, SEGMENT, STREAMS, Case
 from contract.distributed_worker import ROWS, half
 from small_language import recipe, write_text
 
-from cached_transformers.experiments.build import build_dataset, build_model
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.training import checkpoint
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.progress import Reporter
+from cached_lab.training.sharding import Shards, is_cut, together
+from cached_lab.training.trainer import Trainer
 from cached_transformers.files import NotWritten
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.grc import caches, commit_caches
 from cached_transformers.state import named_tensors
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
-from cached_transformers.training import checkpoint
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.sharding import Shards, is_cut, together
-from cached_transformers.training.trainer import Trainer
 
 MEMORIES = ("transformer_xl", "rmt", "grc_stream", "memformer", "armt", "infini")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")

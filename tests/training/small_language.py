@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
-from cached_transformers.training.distributed import World
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.trainer import Trainer
-from cached_transformers.yaml_tree import apply_override
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.training.distributed import World
+from cached_lab.training.progress import Reporter
+from cached_lab.training.trainer import Trainer
+from cached_lab.yaml_tree import apply_override
 
 CPU = World(torch.device("cpu"))
 STEPS = 12

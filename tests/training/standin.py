@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.registry import DATASETS, MODELS
+from cached_lab.registries import DATASETS
+from cached_transformers.registry import MODELS
 
 
 class Rows(NamedTuple):
@@ -107,6 +108,6 @@ def recipe(**training: object) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    from cached_transformers.cli.main import main
+    from cached_lab.cli.main import main
 
     sys.exit(main())

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from test_streamed_images import config, fitted
 
-from cached_transformers.training.distributed import World, in_world
+from cached_lab.training.distributed import World, in_world
 
 
 def work(world: World) -> None:

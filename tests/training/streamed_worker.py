@@ -18,7 +18,7 @@ from data import streaming_library
 from sharding_worker import fitted
 from test_streamed_text import ALIKE, streamed
 
-from cached_transformers.training.distributed import World, in_world
+from cached_lab.training.distributed import World, in_world
 
 
 def work(world: World) -> None:

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.contract_cases import CASES, SEGMENT, Case
 
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.sharding import is_cut
-from cached_transformers.training.tensor_parallel import tensor_parallel, whole, whole_weights
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.sharding import is_cut
+from cached_lab.training.tensor_parallel import tensor_parallel, whole, whole_weights
+from cached_transformers.loops.segments import SegmentLoop
 
 ROWS = 3
 ALL = [case for case in CASES if case.attention == "softmax" and case.language]

@@ -10,9 +10,9 @@ import torch
 from contract.contract_cases import CASES, Case, cases
 from torch import Tensor
 
+from cached_lab.training.buffers import by_rank, of_rank, remembered
+from cached_lab.training.distributed import World, in_world, wrap
 from cached_transformers.memories.parts.shared_cache import caches, commit_caches
-from cached_transformers.training.buffers import by_rank, of_rank, remembered
-from cached_transformers.training.distributed import World, in_world, wrap
 
 SHARED = [case for case in CASES if case.shared and case.attention == "softmax"]
 SYNCS = ("none", "mean", "broadcast")

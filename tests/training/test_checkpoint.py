@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from cached_transformers.training import checkpoint as module
-from cached_transformers.training.checkpoint import Checkpoints, capture_rng, read_checkpoint, restore_rng
+from cached_lab.training import checkpoint as module
+from cached_lab.training.checkpoint import Checkpoints, capture_rng, read_checkpoint, restore_rng
 
 CONFIG = {"training": {"steps": 9}}
 

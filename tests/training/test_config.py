@@ -16,14 +16,15 @@ import standin
 import yaml
 from torch import nn
 
+from cached_lab.registries import DATASETS, LISTED
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data, load_config
+from cached_lab.training.config import RunConfig, config_hash, config_to_dict, config_to_yaml, differing_keys
+from cached_lab.training.optim import OptimizerConfig
+from cached_lab.yaml_tree import apply_override, parse_yaml
 from cached_transformers import create_model
 from cached_transformers.annotations import check_type, hints_of, understood
 from cached_transformers.memories.memorizing import Memorizing
-from cached_transformers.registry import ATTENTIONS, DATASETS, LISTED, MEMORIES
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
-from cached_transformers.training.config import RunConfig, config_hash, config_to_dict, config_to_yaml, differing_keys
-from cached_transformers.training.optim import OptimizerConfig
-from cached_transformers.yaml_tree import apply_override, parse_yaml
+from cached_transformers.registry import ATTENTIONS, MEMORIES
 
 
 def build(*overrides: str):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cached_transformers.training.curriculum import AdaptiveCurriculum, Curriculum
+from cached_transformers.loops.curriculum import AdaptiveCurriculum, Curriculum
 
 
 def test_numbers_are_drawn_evenly_up_to_the_largest_of_the_stage() -> None:

@@ -11,10 +11,10 @@ import standin
 import torch
 import yaml
 
-from cached_transformers.cli.main import main
-from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.distributed import World, pick_device
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.cli.main import main
+from cached_lab.training.checkpoint import Checkpoints
+from cached_lab.training.distributed import World, pick_device
+from cached_lab.training.metrics import read_metrics
 
 
 def run(folder: Path, processes: int, *overrides: str) -> str:

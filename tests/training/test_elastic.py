@@ -18,13 +18,13 @@ import yaml
 from same_run import final
 from small_language import recipe, write_text
 
-from cached_transformers.experiments import elastic_drill
+from cached_lab.experiments import elastic_drill
+from cached_lab.training.distributed import agreed_name
+from cached_lab.training.interruption import RunFailed
+from cached_lab.training.metrics import read_metrics
 from cached_transformers.files import lives
-from cached_transformers.training.distributed import agreed_name
-from cached_transformers.training.interruption import RunFailed
-from cached_transformers.training.metrics import read_metrics
 
-DRILL = ("-m", "cached_transformers.experiments.elastic_drill")
+DRILL = ("-m", "cached_lab.experiments.elastic_drill")
 
 
 def drilled(out: Path, *arguments: object) -> list[str]:
@@ -60,7 +60,7 @@ def test_processes_end_when_torchrun_is_killed_and_their_run_goes_on(tmp_path: P
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     run = tmp_path / "run"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["-m", "cached_transformers.cli.main", "train", str(tmp_path / "recipe.yaml"), "--out", str(run)]
+    words += ["-m", "cached_lab.cli.main", "train", str(tmp_path / "recipe.yaml"), "--out", str(run)]
     words += ["training.evaluate_every=50000"]
     environment = {**os.environ, "PYTHONPATH": str(launch.SOURCE), "OMP_NUM_THREADS": "1"}
     torchrun = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

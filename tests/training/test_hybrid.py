@@ -12,11 +12,11 @@ from same_run import assert_same_run
 from sharding_worker import CARRIED, fitted, make, of_memory
 from test_sharding import ALONE, close
 
-from cached_transformers.training.checkpoint import SHARDS, Checkpoints
-from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.settings import TrainingConfig
-from cached_transformers.training.sharding import Shards
+from cached_lab.training.checkpoint import SHARDS, Checkpoints
+from cached_lab.training.distributed import World
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.settings import TrainingConfig
+from cached_lab.training.sharding import Shards
 
 
 @pytest.mark.slow

@@ -10,23 +10,23 @@ import pytest
 import torch
 from data.pictures import class_folders, write_files, write_tar
 
-from cached_transformers.cli.main import main
-from cached_transformers.data.image_files import BadFile
-from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.load import load_run
-from cached_transformers.experiments.run import run_training
-from cached_transformers.experiments.run_outputs import write_report
+from cached_lab.cli.main import main
+from cached_lab.data.image_files import BadFile
+from cached_lab.experiments import run as run_module
+from cached_lab.experiments.load import load_run
+from cached_lab.experiments.run import run_training
+from cached_lab.experiments.run_outputs import write_report
+from cached_lab.tasks.recipes import config_from_dict, load_config
+from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
+from cached_lab.training.ema import WeightAverage
+from cached_lab.training.init_weights import head_names, load_initial_weights
+from cached_lab.training.loader import TrainingOrder
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
+from cached_lab.training.progress import Reporter
+from cached_transformers import create_model
 from cached_transformers.extras import require
 from cached_transformers.memories.parts.shared_cache import caches
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.recipes import config_from_dict, load_config
-from cached_transformers.training.averaging import WeightAverage
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.initial import head_names, load_initial_weights
-from cached_transformers.training.loader import TrainingOrder
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.optim import OptimizerConfig, ScheduleConfig, learning_rate
-from cached_transformers.training.progress import Reporter
 
 MODEL = {
     "name": "vision_transformer",
@@ -134,7 +134,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(images, tmp_path):
     run_training(recipe(images, **EVERYTHING), whole)
     # The schedule is that of six steps, and the first part is stopped after three of them.
     config = recipe(images, **EVERYTHING)
-    from cached_transformers.training.trainer import Trainer
+    from cached_lab.training.trainer import Trainer
 
     with pytest.MonkeyPatch.context() as patch:
 
@@ -219,8 +219,8 @@ class TestBadFiles:
     def test_a_replacement_keeps_its_own_label(self, tmp_path):
         files = class_folders(2, 4)
         path = write_tar(tmp_path / "a.tar", {**files, "class0/3.png": b""})
-        from cached_transformers.tasks import ImageFolder
-        from cached_transformers.training.loader import SeededRows
+        from cached_lab.tasks import ImageFolder
+        from cached_lab.training.loader import SeededRows
 
         data = ImageFolder("train", path=path, image_size=8, validation_fraction=0, test_fraction=0, bad_files="skip")
         rows = SeededRows(data, 0)
@@ -339,7 +339,7 @@ def test_top_five_and_intervals_reach_the_summary_the_report_and_the_command(tmp
 
 def test_recipes_of_older_runs_may_go_on(images, tmp_path):
     """A stored configuration without today's options is the same as one with their defaults."""
-    from cached_transformers.training.config import config_to_dict, differing_keys, with_defaults
+    from cached_lab.training.config import config_to_dict, differing_keys, with_defaults
 
     config = config_to_dict(load_config("digits_vit_grc"))
     older = {**config, "training": {k: v for k, v in config["training"].items() if k not in ("mixup", "ema_decay")}}

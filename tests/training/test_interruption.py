@@ -12,12 +12,12 @@ import standin
 import yaml
 from training.same_run import assert_same_run
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments import run as run_module
-from cached_transformers.training import trainer as trainer_module
-from cached_transformers.training.interruption import Stopped, ended_by_signals, stop_requests
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.trainer import Trainer
+from cached_lab.cli.main import main
+from cached_lab.experiments import run as run_module
+from cached_lab.training import trainer as trainer_module
+from cached_lab.training.interruption import Stopped, ended_by_signals, stop_requests
+from cached_lab.training.progress import Reporter
+from cached_lab.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 STAGES = {

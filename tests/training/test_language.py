@@ -20,16 +20,16 @@ import yaml
 from training.same_run import assert_same_run, final
 from training.small_language import CPU, STEPS, fitted, make, recipe, write_text
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_model
-from cached_transformers.experiments.run import run_training
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_model
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.language.streams import rows_to_empty
+from cached_lab.tasks.recipes import load_config
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.settings import TrainingConfig
+from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.state import from_tensors, named_tensors
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.language.streams import rows_to_empty
-from cached_transformers.tasks.recipes import load_config
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.settings import TrainingConfig
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -47,7 +47,7 @@ def text(tmp_path) -> Path:
 @pytest.fixture
 def no_report(monkeypatch) -> None:
     """Runs of this process draw no report of theirs, which takes longer than their few steps."""
-    monkeypatch.setattr("cached_transformers.experiments.run.write_report", lambda *_: None)
+    monkeypatch.setattr("cached_lab.experiments.run.write_report", lambda *_: None)
 
 
 @pytest.mark.parametrize("memory", ["transformer_xl", "null"])
@@ -256,7 +256,7 @@ def test_a_run_in_parts_is_the_run_in_one(tmp_path, text, options):
 
 def start(folder: Path, recipe_file: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "cached_transformers.cli.main", "train", str(recipe_file), "--out", str(folder)]
+    command = [sys.executable, "-m", "cached_lab.cli.main", "train", str(recipe_file), "--out", str(folder)]
     return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
 
 
@@ -297,7 +297,7 @@ def test_two_processes_follow_the_curve_of_one(tmp_path, text):
         if processes == 1:
             assert main(words) == 0
         else:
-            launch.python("-m", "cached_transformers.cli.main", *words, processes=processes)
+            launch.python("-m", "cached_lab.cli.main", *words, processes=processes)
         curves.append([line["loss"] for line in read_metrics(out / "metrics.jsonl")])
         carried.append(final(out).training["carried"])
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from training.small_language import CPU, fitted, make, write_text
 
-from cached_transformers.tasks.language.scores import evaluate_language, evaluation_streams, split_losses
-from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.trainer import Trainer
+from cached_lab.tasks.language.scores import evaluate_language, evaluation_streams, split_losses
+from cached_lab.training.trainer import Trainer
+from cached_transformers.loops.segments import SegmentLoop
 
 
 @pytest.fixture(autouse=True)

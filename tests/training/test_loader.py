@@ -8,7 +8,7 @@ import pytest
 import standin
 import torch
 
-from cached_transformers.training.loader import SeededRows, Share, TrainingOrder, evaluation_batches, training_batches
+from cached_lab.training.loader import SeededRows, Share, TrainingOrder, evaluation_batches, training_batches
 
 
 def take(order: TrainingOrder, count: int) -> list[list[tuple[int, int]]]:

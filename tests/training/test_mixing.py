@@ -8,14 +8,14 @@ import standin
 import torch
 from torch.nn import functional as F
 
-from cached_transformers.data.dataset import Batch
-from cached_transformers.experiments.run import run_training
-from cached_transformers.experiments.statistics import with_intervals
+from cached_lab.data.dataset import Batch
+from cached_lab.experiments.run import run_training
+from cached_lab.experiments.statistics import with_intervals
+from cached_lab.tasks.classification.mixing import Mixing, make_mixing, paired
+from cached_lab.tasks.classification.scores import averages, score_width, sums
+from cached_lab.tasks.recipes import config_from_dict
+from cached_lab.training.settings import TrainingConfig
 from cached_transformers.extras import require
-from cached_transformers.tasks.classification.mixing import Mixing, make_mixing, paired
-from cached_transformers.tasks.classification.scores import averages, score_width, sums
-from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.settings import TrainingConfig
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cached_transformers.training.optim import (
+from cached_lab.training.optim import (
     OptimizerConfig,
     ScheduleConfig,
     build_optimizer,

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from training.same_run import assert_same_run
 from training.small_language import CPU, fitted, make, write_text
 
-from cached_transformers.experiments.memory_use import emptied_in_training
+from cached_lab.experiments.memory_use import emptied_in_training
+from cached_lab.tasks.language.output_caches import read_split
+from cached_lab.tasks.language.scores import split_losses
 from cached_transformers.models.output_caches import hidden_states
-from cached_transformers.tasks.language.output_caches import read_split
-from cached_transformers.tasks.language.scores import split_losses
 
 PACKED = ("data.reset=packed", "data.shuffle=true", "model.dropout=0.0")
 SIZES = (3, 1, 5, 2, 4)

@@ -13,12 +13,12 @@ from contract.contract_cases import STREAMS, Case
 from pipeline_worker import FEW, MESH, seen, seen_in_parts, settings_of
 from small_language import make, recipe, write_text
 
-from cached_transformers.cli.main import main
-from cached_transformers.tasks import create_model
-from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.pipeline import SegmentPipeline, share
-from cached_transformers.training.settings import TrainingConfig
+from cached_lab.cli.main import main
+from cached_lab.training.checkpoint import Checkpoints
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.segment_pipeline import SegmentPipeline, share
+from cached_lab.training.settings import TrainingConfig
+from cached_transformers import create_model
 
 Seen = list[dict[str, Any]]
 
@@ -88,7 +88,7 @@ def test_a_recipe_trains_in_a_pipeline_as_in_one_process(tmp_path: Path) -> None
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(text, *options)), encoding="utf-8")
     pipeline = ["training.pipeline=2", "training.micro_batches=2", "training.wavefront=true"]
     train = ["train", str(tmp_path / "recipe.yaml"), "--out"]
-    launch.python("-m", "cached_transformers.cli.main", *train, tmp_path / "two", *pipeline, processes=2)
+    launch.python("-m", "cached_lab.cli.main", *train, tmp_path / "two", *pipeline, processes=2)
     assert main([*train, str(tmp_path / "alone")]) == 0
     curves = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two")]
     assert len(curves[0]) == len(curves[1]) == 16 + 1

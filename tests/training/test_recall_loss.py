@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.experiments.probes.distances import Course
-from cached_transformers.tasks import create_model
-from cached_transformers.training.recall import Recall
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop
-from cached_transformers.training.settings import TrainingConfig
+from cached_lab.experiments.probes.distances import Course
+from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.settings import TrainingConfig
+from cached_transformers import create_model
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
 
 SEGMENT, ROWS, VOCABULARY, WEIGHT = 5, 2, 11, 0.4
 

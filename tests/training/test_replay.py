@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cached_lab.experiments.costs.flops import saved_activation_bytes
+from cached_lab.experiments.costs.live_bytes import LiveBytes
+from cached_lab.training.distributed import in_group
+from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.experiments.costs.flops import saved_activation_bytes
-from cached_transformers.experiments.costs.live_bytes import LiveBytes
-from cached_transformers.tasks import create_model
-from cached_transformers.training.distributed import in_group
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop, token_losses
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop, token_losses
 
 SEGMENT, ROWS, VOCABULARY = 5, 3, 11
 MEMORIES: list[Any] = [

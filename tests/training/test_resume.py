@@ -21,11 +21,11 @@ import standin
 import yaml
 from training.same_run import assert_same_run, final
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.load import load_run, read_run_config
-from cached_transformers.experiments.run import run_training
-from cached_transformers.training.checkpoint import Checkpoints
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.cli.main import main
+from cached_lab.experiments.load import load_run, read_run_config
+from cached_lab.experiments.run import run_training
+from cached_lab.training.checkpoint import Checkpoints
+from cached_lab.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 STEPS = 40
@@ -163,7 +163,7 @@ def test_a_damaged_best_is_named_kept_aside_and_replaced_by_the_best_of_the_othe
 
 
 def test_a_best_that_vanishes_before_the_test_ends_the_run_with_status_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("cached_transformers.experiments.run._test_last", lambda trainer, test: vanish(trainer))
+    monkeypatch.setattr("cached_lab.experiments.run._test_last", lambda trainer, test: vanish(trainer))
 
     def vanish(trainer):
         shutil.rmtree(trainer.folder / "checkpoints")
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_before_its_report_does_not_look_finished(tmp_path,
     def died(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cached_transformers.experiments.run.write_report", died)
+    monkeypatch.setattr("cached_lab.experiments.run.write_report", died)
     folder = tmp_path / "run"
     assert main(command(folder)) == 130
     assert final(folder).step == STEPS and not (folder / "summary.json").exists()

@@ -15,10 +15,10 @@ import standin
 import yaml
 from drills.frame import forked
 
-from cached_transformers.cli.main import main
-from cached_transformers.training import run_lock
-from cached_transformers.training.distributed import in_world
-from cached_transformers.training.run_lock import InUse, file_lock, folder_lock, main_holds
+from cached_lab.cli.main import main
+from cached_lab.training import run_lock
+from cached_lab.training.distributed import in_world
+from cached_lab.training.run_lock import InUse, file_lock, folder_lock, main_holds
 
 
 @contextmanager

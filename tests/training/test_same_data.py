@@ -12,12 +12,12 @@ import yaml
 from drills import _small_data
 from training.small_language import recipe, write_text
 
-from cached_transformers.cli.main import main
-from cached_transformers.data import samples
-from cached_transformers.data.samples import described, digest_of
-from cached_transformers.experiments.load import load_run, read_categories
-from cached_transformers.tasks import create_dataset
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.cli.main import main
+from cached_lab.data import samples
+from cached_lab.data.samples import described, digest_of
+from cached_lab.experiments.load import load_run, read_categories
+from cached_lab.tasks import create_dataset
+from cached_lab.training.metrics import read_metrics
 
 SOURCES = ("image_folder", "image_folder_gz", "image_shards_cls", "imagenet", "tiny_imagenet", "cifar10", "coco",
            "listops_tsv", "text", "books", "translation_tsv", "denoising")  # fmt: skip

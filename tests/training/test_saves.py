@@ -12,10 +12,10 @@ import pytest
 from same_run import assert_same_run
 from small_language import STEPS, fitted, make, write_text
 
+from cached_lab.training import checkpoint
+from cached_lab.training.checkpoint import WEIGHTS, Checkpoints
+from cached_lab.training.interruption import RunFailed
 from cached_transformers.files import NotWritten
-from cached_transformers.training import checkpoint
-from cached_transformers.training.checkpoint import WEIGHTS, Checkpoints
-from cached_transformers.training.interruption import RunFailed
 
 ASYNC = (
     "training.save=async",

@@ -18,9 +18,9 @@ import standin
 import torch
 import yaml
 
-from cached_transformers.cli.main import main
-from cached_transformers.data.archives import Listing
-from cached_transformers.training.checkpoint import _sealed
+from cached_lab.cli.main import main
+from cached_lab.data.archives import Listing
+from cached_lab.training.checkpoint import _sealed
 
 PROJECT = Path(__file__).resolve().parents[2]
 SOURCE = PROJECT / "src" / "cached_transformers"

@@ -31,13 +31,13 @@ from sharding_worker import (
 from small_language import recipe
 from torch import Tensor, nn
 
-from cached_transformers.cli.main import main
-from cached_transformers.training.checkpoint import SHARDS, Checkpoints, read_checkpoint
-from cached_transformers.training.cut_tensors import read_cut
-from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import read_metrics
-from cached_transformers.training.settings import TrainingConfig
-from cached_transformers.training.sharding import blocks
+from cached_lab.cli.main import main
+from cached_lab.training.checkpoint import SHARDS, Checkpoints, read_checkpoint
+from cached_lab.training.distributed import World
+from cached_lab.training.metrics import read_metrics
+from cached_lab.training.settings import TrainingConfig
+from cached_lab.training.sharded_checkpoint import read_cut
+from cached_lab.training.sharding import blocks
 
 ALONE = World(torch.device("cpu"))
 
@@ -220,7 +220,7 @@ def test_a_run_of_two_processes_is_read_like_any_other(
     tree = recipe(folder / "text", *of_memory("rmt"), "training.metric=bits_per_byte")
     words = ["train", tmp_path / "recipe.yaml", "--out", tmp_path / "run", "training.parallel=fsdp"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    launch.python("-m", "cached_transformers.cli.main", *words, processes=2)
+    launch.python("-m", "cached_lab.cli.main", *words, processes=2)
     run = tmp_path / "run"
     assert (Checkpoints(run / "checkpoints").named("best") / SHARDS).is_dir()
     assert main(["train", str(words[1]), "--out", str(tmp_path / "alone"), "training.parallel=fsdp"]) == 0

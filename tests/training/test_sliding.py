@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from cached_lab.training.distributed import in_group
+from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.tasks import create_model
-from cached_transformers.training.distributed import in_group
-from cached_transformers.training.replay import ReplayLoop
-from cached_transformers.training.segments import SegmentLoop, token_losses
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop, token_losses
 
 SEGMENT, ROWS, VOCABULARY, TOTAL = 4, 2, 11, 5
 MEMORIES: list[Any] = [

@@ -14,19 +14,19 @@ import torch
 from data.pictures import encoded, write_tar
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 
-from cached_transformers.data.shard_order import Dealer
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks import ImageShards, create_dataset
-from cached_transformers.tasks.classification.images.tar_streams import ALLOWED, TarStreams
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
-from cached_transformers.training.config import RunConfig
-from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import Share
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.streamed_order import StreamedOrder
-from cached_transformers.training.trainer import Trainer
+from cached_lab.data.shard_order import Dealer
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks import ImageShards, create_dataset
+from cached_lab.tasks.classification.images.tar_streams import ALLOWED, TarStreams
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World
+from cached_lab.training.loader import Share
+from cached_lab.training.progress import Reporter
+from cached_lab.training.streamed_order import StreamedOrder
+from cached_lab.training.trainer import Trainer
 
 WORKER = Path(__file__).with_name("streamed_images_worker.py")
 MODEL = {"name": "vision_transformer", "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "feed_forward": 16}

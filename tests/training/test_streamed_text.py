@@ -17,15 +17,15 @@ from data.streaming_library import write_shards
 from training.same_run import assert_same_run, assert_same_tree, final, train_until_killed
 from training.small_language import CPU, fitted, make
 
-from cached_transformers.data.huggingface import HubShards
-from cached_transformers.data.shard_order import Dealer
-from cached_transformers.data.tokenizers import ByteTokenizer
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.language import hub_stream
-from cached_transformers.tasks.language.streamed_rows import StreamedRows
-from cached_transformers.tasks.language.streams import IGNORED
-from cached_transformers.training.distributed import World
-from cached_transformers.training.settings import TrainingConfig
+from cached_lab.data.huggingface import HubShards
+from cached_lab.data.shard_order import Dealer
+from cached_lab.data.tokenizers import ByteTokenizer
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.language import hub_stream
+from cached_lab.tasks.language.streamed_rows import StreamedRows
+from cached_lab.tasks.language.streams import IGNORED
+from cached_lab.training.distributed import World
+from cached_lab.training.settings import TrainingConfig
 
 ALIKE = ("model.dropout=0.0", "optimizer.name=sgd")
 WORKER = Path(__file__).with_name("streamed_worker.py")

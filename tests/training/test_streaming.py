@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cached_transformers import create_model
 from cached_transformers import state as states
-from cached_transformers.tasks import create_model
-from cached_transformers.tasks.language.streaming import Progress, read_stream
+from cached_transformers.loops.streaming import Progress, read_stream
 
 VOCABULARY, SEGMENT = 17, 8
 MEMORY = {"name": "grc_stream", "length": 4}

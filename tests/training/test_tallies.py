@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.experiments.run import run_training
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.recipes import config_from_dict
+from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
+from cached_lab.training.distributed import World
+from cached_lab.training.metrics import read_metrics, tallies
 from cached_transformers.layers import SwitchFeedForward
-from cached_transformers.tasks.recipes import config_from_dict
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.distributed import World
-from cached_transformers.training.metrics import read_metrics, tallies
 
 
 class Counting(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from tensor_parallel_worker import ALL, PLAIN, build, gradients, plain, trained
 from torch import Tensor, nn
 
-from cached_transformers.models import create_model
-from cached_transformers.training.tensor_parallel import tensor_parallel
+from cached_lab.training.tensor_parallel import tensor_parallel
+from cached_transformers import create_model
 
 HOLDS = {
     *("none", "transformer_xl", "streaming_llm", "segatron", "ernie_doc", "memory_transformer", "rmt", "memformer"),

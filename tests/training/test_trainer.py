@@ -14,22 +14,22 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.load import load_run, read_run_config
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks.classification.scores import evaluate
-from cached_transformers.tasks.kinds import make_task
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data, load_config
-from cached_transformers.training import checkpoint as checkpoint_module
-from cached_transformers.training.checkpoint import read_checkpoint
-from cached_transformers.training.config import config_to_dict
-from cached_transformers.training.distributed import World, in_world
-from cached_transformers.training.metrics import MetricsFile, read_metrics
-from cached_transformers.training.progress import Reporter
-from cached_transformers.training.scores import Score, goodness
-from cached_transformers.training.trainer import Trainer
-from cached_transformers.yaml_tree import apply_override
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.load import load_run, read_run_config
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.classification.scores import evaluate
+from cached_lab.tasks.kinds import make_task
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data, load_config
+from cached_lab.training import checkpoint as checkpoint_module
+from cached_lab.training.checkpoint import read_checkpoint
+from cached_lab.training.config import config_to_dict
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.metrics import MetricsFile, read_metrics
+from cached_lab.training.progress import Reporter
+from cached_lab.training.scores import Score, goodness
+from cached_lab.training.trainer import Trainer
+from cached_lab.yaml_tree import apply_override
 
 CPU = World(torch.device("cpu"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from translation.made import recipe, write_corpus
 
-from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks.recipes import config_from_dict
+from cached_lab.experiments import run as run_module
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.recipes import config_from_dict
 
 
 @pytest.fixture(autouse=True)

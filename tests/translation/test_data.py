@@ -17,10 +17,10 @@ import pytest
 import torch
 from translation.made import write_corpus
 
-from cached_transformers.data.pairs import IGNORED
-from cached_transformers.data.subwords import BEGIN, END, PAD
-from cached_transformers.tasks import create_dataset
-from cached_transformers.tasks.translation.datasets import Translation
+from cached_lab.data.subwords import BEGIN, END, PAD
+from cached_lab.tasks import create_dataset
+from cached_lab.tasks.translation.datasets import Translation
+from cached_transformers.layers.token_loss import IGNORED
 
 SIDES = {"source": "de", "target": "en"}
 SMALL = {"vocabulary_size": 280, "max_length": 64}
@@ -126,7 +126,7 @@ def test_vocabularies_are_of_the_training_side_and_joint_or_not(corpus: Path, tm
 
 def test_the_tokens_are_kept_on_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build(corpus)
-    monkeypatch.setattr("cached_transformers.data.subwords.train_subwords", None)
+    monkeypatch.setattr("cached_lab.data.subwords.train_subwords", None)
     monkeypatch.setattr(Translation, "parallel", None)
     second = build(corpus)
     assert np.array_equal(first.lengths, second.lengths) and torch.equal(first[5].source, second[5].source)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cached_transformers.data.subwords import (
+from cached_lab.data.subwords import (
     END,
     SPECIALS,
     UNKNOWN,
@@ -18,7 +18,7 @@ from cached_transformers.data.subwords import (
     read_pair_tokenizer,
     train_subwords,
 )
-from cached_transformers.data.tokenizers import load_tokenizer
+from cached_lab.data.tokenizers import load_tokenizer
 
 TEXTS = ["ein mann sieht ein haus", "a man sees a house .", "don &apos;t go , man !", "über straße"] * 5
 KINDS = [(kind, form) for kind in ("bpe", "unigram") for form in ("raw", "moses")]

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cached_transformers.cli.main import main
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.costs.flops import count_flops
-from cached_transformers.experiments.reproductions import REPRODUCTIONS
-from cached_transformers.experiments.reproductions.arms import arms
-from cached_transformers.experiments.reproductions.base import pairs
-from cached_transformers.experiments.statistics import summarise_pairs
+from cached_lab.cli.main import main
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.costs.flops import count_flops
+from cached_lab.experiments.reproductions import REPRODUCTIONS
+from cached_lab.experiments.reproductions.arms import arms
+from cached_lab.experiments.reproductions.base import pairs
+from cached_lab.experiments.statistics import summarise_pairs
+from cached_lab.tasks.kinds import model_arguments
+from cached_lab.tasks.recipes import load_config
 from cached_transformers.memories.parts.shared_cache import caches
-from cached_transformers.tasks.kinds import model_arguments
-from cached_transformers.tasks.recipes import load_config
 
 NAMES = ["transformer", "transformer-paper", "transformer-released", "transformer-wider"]
 TINY = [

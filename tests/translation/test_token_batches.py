@@ -7,8 +7,8 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-from cached_transformers.tasks.translation.token_batches import TokenOrder
-from cached_transformers.training.loader import Share
+from cached_lab.tasks.translation.token_batches import TokenOrder
+from cached_lab.training.loader import Share
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, (137, 2))
 

@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from translation.made import recipe, write_corpus
 
-from cached_transformers.cli.main import main
-from cached_transformers.data.pairs import IGNORED
-from cached_transformers.experiments import run as run_module
-from cached_transformers.experiments.build import build_dataset, build_model
-from cached_transformers.experiments.load import load_run
-from cached_transformers.experiments.run import run_training
-from cached_transformers.tasks.recipes import config_from_dict, fill_from_data
-from cached_transformers.tasks.translation.scores import corpus_scores
-from cached_transformers.tasks.translation.task import Translation
-from cached_transformers.training.checkpoint import Checkpoints, read_checkpoint
-from cached_transformers.training.checkpoint_average import average_checkpoints, newest_checkpoints
-from cached_transformers.training.config import RunConfig
-from cached_transformers.training.distributed import World
-from cached_transformers.training.loader import mixed_seed
-from cached_transformers.training.metrics import read_metrics
+from cached_lab.cli.main import main
+from cached_lab.experiments import run as run_module
+from cached_lab.experiments.build import build_dataset, build_model
+from cached_lab.experiments.load import load_run
+from cached_lab.experiments.run import run_training
+from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.tasks.translation.scores import corpus_scores
+from cached_lab.tasks.translation.task import Translation
+from cached_lab.training.checkpoint import Checkpoints, read_checkpoint
+from cached_lab.training.checkpoint_average import average_checkpoints, newest_checkpoints
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World
+from cached_lab.training.loader import mixed_seed
+from cached_lab.training.metrics import read_metrics
+from cached_transformers.layers.token_loss import IGNORED
 
 
 @pytest.fixture(autouse=True)

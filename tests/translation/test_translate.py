@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers.cli.main import main
-from cached_transformers.tasks.translation import lines
-from cached_transformers.tasks.translation.lines import read_lines
+from cached_lab.cli.main import main
+from cached_lab.tasks.translation import lines
+from cached_lab.tasks.translation.lines import read_lines
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
 from .parts.pattern import PatternAttention
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend, gather_blocks, into_blocks
 from .parts.flex import Lengths, Sees, Shown, by_blocks, shown_blocks

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
 from .parts.building_blocks import attend, largest, pick_rows, product
 from .parts.hamming import lloyd

@@ -31,8 +31,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import (
     attend,

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.interfaces.attention import AttentionOutput, Call, StepsFrom
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call, StepsFrom
 
 from .parts.building_blocks import attend, seen_places
 from .parts.flex import Sees

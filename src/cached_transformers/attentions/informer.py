@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call
 
 from .parts.building_blocks import largest, pick_rows, wide
 from .parts.keys import all_keys

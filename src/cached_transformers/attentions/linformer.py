@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.attention import AttentionOutput, Call
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
 
 from .parts.building_blocks import attend
 from .parts.pattern import PatternAttention

@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.attention import AttentionOutput, Call
+from cached_transformers.interfaces.memory import Context
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import AttentionOutput, Call
-from cached_transformers.seam.memory import Context
 
 from .parts.building_blocks import attend, into_blocks, merge, paired_logits, pick_rows, wide
 from .parts.pattern import PatternAttention

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call
+from cached_transformers.interfaces.memory import Context
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call
-from cached_transformers.seam.memory import Context
 
 from .parts.building_blocks import product
 from .parts.flex import Everything, flex_attend, lengths_of, shown

@@ -15,7 +15,7 @@ from .transformers import encoders as encoders
 from .transformers import fused_decoders as fused_decoders
 from .transformers import image_encoders as image_encoders
 from .transformers import without_memory as without_memory
-from .transformers.streams import add_stream_memory
+from .transformers.add_stateful_memory import add_stream_memory
 
 __all__ = [
     "Host",

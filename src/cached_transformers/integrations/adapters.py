@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.memories import MemorySpec, create_memory, memory_spec
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import ModelMemory
 
+from .attention_hooks import attach, layer_memory, spans_layers
 from .hosts import Host, HostAttention, Site, Stream, refuse_memory, register_adapter, sites
+from .hub import note_memory
+from .memory_lookup import mark_drawn
 from .peft_models import give_to_adapters, host_of, inside_of, take_from_adapters
-from .present import mark_drawn
-from .record import note_memory
-from .taps import attach, layer_memory, spans_layers
 from .torch_nn import settle_nested_tensors
 
 __all__ = [

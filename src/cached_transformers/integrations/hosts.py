@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.capabilities import CORE_WORDS, PLACE_WORDS, refuse_misfit
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.fit import CORE_WORDS, PLACE_WORDS, refuse_misfit
-from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query
 
 WHOLE = frozenset({"head", "whole_segment"})
 """What a layer offers a memory that is not causal: its tokens see the rest of their segment."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .present import holders
+from .memory_lookup import holders
 
 NAME = "memory"
 """Of a memory among the children of its layer, and in `modules_to_save`."""

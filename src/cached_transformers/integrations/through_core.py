@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
 from cached_transformers.checks import insist
-from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.fit import misfit, refuse_misfit
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.capabilities import misfit, refuse_misfit
 
 CORES = "which only attention 'softmax' can follow here"
 """Why a mask that differs between queries is refused."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.linear_maps import plain_weights
-from cached_transformers.seam.memory import LayerMemory, Query, look
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.linear_maps import plain_weights
+from cached_transformers.interfaces.memory import LayerMemory, Query, look
 
 from .hosts import Host, HostAttention, Site, register_adapter
 from .masks import no_mask
-from .present import memory_of, refuse_frozen
+from .memory_lookup import memory_of, refuse_frozen
 from .through_core import through_core
 
 

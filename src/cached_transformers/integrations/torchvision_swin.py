@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.seam.linear_maps import plain_weights
-from cached_transformers.seam.memory import LayerMemory, Query, look
+from cached_transformers.interfaces.linear_maps import plain_weights
+from cached_transformers.interfaces.memory import LayerMemory, Query, look
 
 from .hosts import Host, HostAttention, Site, register_adapter
-from .present import memory_of, refuse_frozen
+from .memory_lookup import memory_of, refuse_frozen
 
 APART = -100.0
 """Added to the logits of tokens that the shift brought side by side; torchvision's number."""

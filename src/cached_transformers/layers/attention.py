@@ -21,14 +21,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import SoftmaxAttention, key_weights
-from cached_transformers.memories.parts.side_by_side import SideBySide, members_of, stands_in_front
-from cached_transformers.seam.attention import Attention, AttentionOutput
-from cached_transformers.seam.contexts import join, logits_of, widened
-from cached_transformers.seam.fit import CORE_WORDS, refuse_misfit
-from cached_transformers.seam.late_gradients import mapped
-from cached_transformers.seam.linear_maps import matrix_of, plain_weights
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
-from cached_transformers.seam.positions import Positions
+from cached_transformers.interfaces.attention import Attention, AttentionOutput
+from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
+from cached_transformers.interfaces.contexts import join, logits_of, widened
+from cached_transformers.interfaces.late_gradients import mapped
+from cached_transformers.interfaces.linear_maps import matrix_of, plain_weights
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, Offer, Query, Reading, Trace, look
+from cached_transformers.interfaces.positions import Positions
+from cached_transformers.memories.parts.composite import SideBySide, members_of, stands_in_front
 from cached_transformers.state import State
 
 

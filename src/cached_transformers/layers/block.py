@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.seam.memory import Trace
+from cached_transformers.interfaces.memory import Trace
 from cached_transformers.state import State
 
 from .attention import SelfAttention, TokenProjections

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.seam.memory import Context, ProjectKV, Trace
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
 from cached_transformers.state import State
 
 from .block import Block

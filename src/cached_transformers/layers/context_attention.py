@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.seam.attention import AttentionOutput
+from cached_transformers.interfaces.attention import AttentionOutput
 
 from .attention import SelfAttention
 

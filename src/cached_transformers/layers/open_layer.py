@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.attentions.softmax import log_sum_exp
-from cached_transformers.memories.parts.side_by_side import SideBySide
-from cached_transformers.seam.attention import Attention
-from cached_transformers.seam.contexts import logits_of
-from cached_transformers.seam.linear_maps import plain_weights
-from cached_transformers.seam.memory import Context, LayerMemory, Offer, Query, Reading
-from cached_transformers.seam.positions import Positions
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.contexts import logits_of
+from cached_transformers.interfaces.linear_maps import plain_weights
+from cached_transformers.interfaces.memory import Context, LayerMemory, Offer, Query, Reading
+from cached_transformers.interfaces.positions import Positions
+from cached_transformers.memories.parts.composite import SideBySide
 from cached_transformers.state import State, reorder, repeat
 
 from .attention import Attended, SelfAttention
 from .context_attention import ContextAttention
 from .decoder_block import KeysValues
-from .kept_keys import Continuations, KeptKeys, own_slots
+from .kv_cache import Continuations, KeptKeys, own_slots
 from .short_convolution import ShiftedState, ShortConvolution
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.memories.parts.side_by_side import members_of, stands_in_front
-from cached_transformers.seam.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
-from cached_transformers.seam.positions import Positions, alike
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
+from cached_transformers.interfaces.positions import Positions, alike
+from cached_transformers.memories.parts.composite import members_of, stands_in_front
 
 from .attention import SelfAttention
 from .block import Block
-from .kept_keys import Continuations
+from .kv_cache import Continuations
 from .open_layer import OpenLayer, rows_of
 from .stack import Stack, StackState
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from cached_transformers.seam.memory import Tokens
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.state import State, map_state
 
 from .stack import Stack

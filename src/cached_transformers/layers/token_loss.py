@@ -15,12 +15,15 @@ Legend: K tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+IGNORED = -100
+"""Target without a loss, as in `torch.nn.functional.cross_entropy`."""
 CHUNK = 2**22
 """Logits that are worked on at once; in float32, 16 MiB."""
 
@@ -99,3 +102,8 @@ def _rows(logits_KV: Tensor) -> int:
 
 def _chunks(logits_KV: Tensor) -> tuple[Tensor, ...]:
     return logits_KV.split(_rows(logits_KV))
+
+
+def perplexity(nats: float) -> float:
+    """exp of a mean loss in nats; infinite where the result is too large for a float."""
+    return math.exp(nats) if nats < 700 else math.inf

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cached_transformers.interfaces.memory import (
+    Context,
+    Entry,
+    LayerMemory,
+    ModelMemory,
+    Query,
+    Reading,
+    Tokens,
+    Trace,
+)
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, Entry, LayerMemory, ModelMemory, Query, Reading, Tokens, Trace
 
 from .grc import GatedRecurrentCache
-from .parts.building import MemorySpec, OneMemory, create_memory, memory_spec, memory_specs
+from .parts.factory import MemorySpec, OneMemory, create_memory, memory_spec, memory_specs
 
 __all__ = [
     "Context",

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Entry, ModelMemory, Tokens, Trace
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Tokens, Trace
-from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.gates import GATES, Gate, gated
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, one_segment
 
 from .parts.compression import FUNCTIONS, LEARNED
-from .parts.options import check_choices
-from .parts.rows import (
+from .parts.fifo_store import (
     KEEP,
     Pairs,
     Rows,
@@ -45,6 +44,7 @@ from .parts.rows import (
     refuse_training,
     side_by_side,
 )
+from .parts.options import check_choices
 
 
 class CompressiveState(NamedTuple):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import LayerMemory, Linear, Query, Reading, Weights
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, Linear, Query, Reading, Weights
 
 from .parts.memory_branch import PositionalConvolution
 from .parts.shared_cache_memory import cache_width

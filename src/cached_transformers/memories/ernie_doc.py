@@ -18,13 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.positions import KeptScheme, Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.positions import KeptScheme, Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, whole_episode
 
+from .parts.fifo_store import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
 from .parts.options import one_of
-from .parts.rows import KEEP, Pairs, Rows, empty_pairs, empty_rows, push, push_pairs, read_store
 
 
 class ErnieDocPositions(Positions):

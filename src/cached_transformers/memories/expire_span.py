@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, one_segment
 
-from .parts.best import best, kept
+from .parts.eviction import best, kept
+from .parts.fifo_store import Rows, empty_rows
 from .parts.options import NO_MEMORY, one_of
-from .parts.rows import Rows, empty_rows
 
 LOSSES = ("ramp", "mean")
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.late_gradients import late_gradients
-from cached_transformers.seam.memory import (
+from cached_transformers.interfaces.late_gradients import late_gradients
+from cached_transformers.interfaces.memory import (
     Attend,
     Context,
     Entry,
@@ -38,11 +37,12 @@ from cached_transformers.seam.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, whole_episode
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, whole_episode
+from cached_transformers.registry import MEMORIES
 
+from .parts.fifo_store import Rows, empty_rows, push, side_by_side
 from .parts.options import NO_MEMORY, check_choices
-from .parts.rows import Rows, empty_rows, push, side_by_side
 from .parts.sliding import Window
 
 

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, one_segment
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, one_segment
 
-from .parts.best import best, from_last, kept
+from .parts.eviction import best, from_last, kept
+from .parts.fifo_store import last_slots
 from .parts.options import NO_MEMORY
-from .parts.rows import last_slots
 
 
 class HeavyHitters(NamedTuple):

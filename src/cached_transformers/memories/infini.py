@@ -33,9 +33,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.probing import Probing, fixed
 from cached_transformers.state import refuse_narrow
 
 from .parts.options import one_of

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.probing import Probing
 from cached_transformers.state import map_state, refuse_narrow
 
 from .parts.fast_weights import slope, written

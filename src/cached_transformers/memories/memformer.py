@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.memory import Entry, ModelMemory, Projections, Tokens, Trace
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Tokens, Trace
-from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import carried_norm
 from .parts.slot_attention import SlotAttention

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.linear_maps import Weights
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.linear_maps import Weights
-from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State, may_change, refuse_narrow, reset
 
-from .parts.building import create_memory, memory_spec
+from .parts.factory import create_memory, memory_spec
 from .parts.options import check_choices
 from .parts.recurrent import Recurrent, mix, wide
 

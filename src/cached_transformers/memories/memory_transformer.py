@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
+from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
-from cached_transformers.seam.probing import Probing
 from cached_transformers.state import State
 
 from .parts.memory_tokens import check_cache, check_tokens, surround, visible_round

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
-from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import (
+from cached_transformers.interfaces.memory import (
     Entry,
     ModelMemory,
     Offer,
@@ -42,11 +41,12 @@ from cached_transformers.seam.memory import (
     Trace,
     begin,
 )
-from cached_transformers.seam.probing import Probing, fixed
+from cached_transformers.interfaces.probing import Probing, fixed
+from cached_transformers.registry import MEMORIES
 
+from .parts.fifo_store import Rows, empty_rows, push
 from .parts.options import one_of
 from .parts.recall import recalled
-from .parts.rows import Rows, empty_rows, push
 
 
 class SideAttention(nn.Module):

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Entry, LayerMemory, ModelMemory, Projections, Tokens, Trace
-from cached_transformers.seam.probing import Probing, fixed
 
 from .parts.memory_tokens import (
     carried_norm,

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import insist
+from cached_transformers.interfaces.linear_maps import matrix_of
+from cached_transformers.interfaces.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
+from cached_transformers.interfaces.positions import KeptScheme, Positions, RelativePositions, angles, widest
+from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.linear_maps import matrix_of
-from cached_transformers.seam.memory import Context, Entry, ModelMemory, Projections, ProjectKV, Tokens, Trace
-from cached_transformers.seam.positions import KeptScheme, Positions, RelativePositions, angles, widest
-from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
-from .parts.rows import Pairs, Rows
+from .parts.fifo_store import Pairs, Rows
 from .transformer_xl import TransformerXL
 
 CHANNELS = 3

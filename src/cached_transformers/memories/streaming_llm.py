@@ -19,11 +19,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
+from cached_transformers.interfaces.probing import Probing, one_segment, whole_episode
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, ProjectKV, Trace
-from cached_transformers.seam.probing import Probing, one_segment, whole_episode
 
-from .parts.rows import Pairs, Rows, empty_pairs, empty_rows, keys_values, lined_up, push, push_pairs, refuse_training
+from .parts.fifo_store import (
+    Pairs,
+    Rows,
+    empty_pairs,
+    empty_rows,
+    keys_values,
+    lined_up,
+    push,
+    push_pairs,
+    refuse_training,
+)
 from .transformer_xl import TransformerXL
 
 

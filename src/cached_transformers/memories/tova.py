@@ -19,13 +19,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cached_transformers.interfaces.memory import Context, ProjectKV, Trace
+from cached_transformers.interfaces.probing import Probing, whole_episode
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, ProjectKV, Trace
-from cached_transformers.seam.probing import Probing, whole_episode
 
-from .parts.best import best, kept
+from .parts.eviction import best, kept
+from .parts.fifo_store import Pairs, Rows, side_by_side
 from .parts.options import one_of
-from .parts.rows import Pairs, Rows, side_by_side
 from .transformer_xl import TransformerXL
 
 PLACES = ("stream", "cache")

@@ -42,10 +42,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Query, Reading, Trace
+from cached_transformers.interfaces.positions import RotaryPositions
+from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Query, Reading, Trace
-from cached_transformers.seam.positions import RotaryPositions
-from cached_transformers.seam.probing import Probing
 from cached_transformers.state import refuse_narrow
 
 from .parts import fast_weights

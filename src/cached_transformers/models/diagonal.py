@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cached_transformers.interfaces.memory import ModelMemory, Tokens
 from cached_transformers.layers.alike import difference, groups_of
 from cached_transformers.layers.open_stack import is_watched
 from cached_transformers.layers.stack import ModelOutput, Stack, StackState
 from cached_transformers.layers.together import AlikeBlocks
-from cached_transformers.memories.parts.side_by_side import members_of
+from cached_transformers.memories.parts.composite import members_of
 from cached_transformers.registry import unknown_name
-from cached_transformers.seam.memory import ModelMemory, Tokens
 from cached_transformers.state import State, detach, seal
 from cached_transformers.state import reset as reset_rows
 

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from cached_transformers.interfaces.memory import LayerMemory
 from cached_transformers.layers.stack import ModelOutput
-from cached_transformers.seam.memory import LayerMemory
 from cached_transformers.state import State, join, reorder
 from cached_transformers.state import reset as reset_rows
 

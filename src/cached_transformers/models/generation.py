@@ -27,8 +27,8 @@ from cached_transformers.checks import at_least_one
 from cached_transformers.state import State, reorder, repeat, reset, seal
 
 from .beam_search import search
-from .choosing import Choice, ChoiceKeywords
 from .documents import refuse_documents
+from .sampling import Choice, ChoiceKeywords
 from .segments import as_language_model, cut, read_segments, remembers
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 
 from torch import nn
 
-from cached_transformers.seam.memory import LayerMemory, ModelMemory
-from cached_transformers.seam.positions import RelativePositions
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
+from cached_transformers.interfaces.positions import RelativePositions
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 

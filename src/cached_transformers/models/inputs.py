@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import insist
-from cached_transformers.data.pairs import IGNORED
+from cached_transformers.layers.token_loss import IGNORED
 
 
 def check_tokens(

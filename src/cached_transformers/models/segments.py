@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import ModelMemory
 from cached_transformers.layers.stack import StackState
-from cached_transformers.seam.memory import ModelMemory
 from cached_transformers.state import State, detach, last_use, named_tensors
 from cached_transformers.state import reset as reset_rows
 

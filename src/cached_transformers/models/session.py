@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from cached_transformers.state import State, Stored, load, save
 from cached_transformers.state.packing import Packing
 
-from .choosing import Choice, ChoiceKeywords
 from .generation import Generation, Text, evaluating, go_on
+from .sampling import Choice, ChoiceKeywords
 from .segments import as_language_model, remembers
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.positions import LearnedPositions
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.registry import MODELS
-from cached_transformers.seam.positions import LearnedPositions
 
 from .documents import check_suits
 from .initial_weights import initialise

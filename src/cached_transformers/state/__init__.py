@@ -4,9 +4,9 @@
 it is written, `packing.py` in fewer bytes, and `fingerprint.py` tells the weights that made it.
 """
 
+from .donation import last_use, may_change, seal, used_again
 from .files import Stored, load, save
 from .fingerprint import fingerprint
-from .last_use import last_use, may_change, seal, used_again
 from .tree import (
     State,
     check,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.interfaces.attention import AttentionOutput, Call
 
 from .keys import all_keys
 

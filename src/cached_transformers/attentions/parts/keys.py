@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.seam.attention import Call
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.attention import Call
+from cached_transformers.interfaces.memory import Context
 
 
 def with_context(k_BHNE: Tensor, v_BHNV: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cached_transformers.seam.attention import Attention, AttentionOutput, Call, sees_nothing
+from cached_transformers.interfaces.attention import Attention, AttentionOutput, Call, sees_nothing
 
 from .building_blocks import attend, merge, out_of_blocks
 from .flex import Lengths, Rule, Shown, flex_attend, lengths_of, shown

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.seam.attention import AttentionOutput, Call
+from cached_transformers.interfaces.attention import AttentionOutput, Call
 
 from .building_blocks import attend, merge, overlapping, seen_places
 

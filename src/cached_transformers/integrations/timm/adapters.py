@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cached_transformers.integrations.hosts import Host, HostAttention, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import map_size, no_mask
 from cached_transformers.integrations.transformers.encoder_streams import in_blocks
+from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.reduction import PooledReduction, SpatialReduction
 from cached_transformers.memories.grc.coarser import coarser_reduction
-from cached_transformers.seam.memory import Query
 
 from .frames import add_frame_memory
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cached_transformers.integrations.at_hand import like_weights
-from cached_transformers.integrations.for_loops import FramesModel
+from cached_transformers.integrations.attention_hooks import refuse_forgetting, spans_layers
 from cached_transformers.integrations.hosts import Host, Site, refuse_memory
-from cached_transformers.integrations.taps import refuse_forgetting, spans_layers
+from cached_transformers.integrations.loop_wrappers import FramesModel
+from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.transformers.add_stateful_memory import check_sizes, layers_of, spanning_of
 from cached_transformers.integrations.transformers.stream_tap import Passage, Running, StreamTap
-from cached_transformers.integrations.transformers.streams import check_sizes, layers_of, spanning_of
 from cached_transformers.layers.stack import ModelOutput
 from cached_transformers.state import State, seal
 from cached_transformers.state import check as check_state

@@ -24,8 +24,8 @@ from cached_transformers.attentions import create_attention
 from cached_transformers.extras import require
 from cached_transformers.integrations.masks import padding_of
 from cached_transformers.integrations.through_core import CORES, through_core
+from cached_transformers.interfaces.attention import Attention
 from cached_transformers.registry import ATTENTIONS
-from cached_transformers.seam.attention import Attention
 
 _UNSERVED = (
     "position_bias",

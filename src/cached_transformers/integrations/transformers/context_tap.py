@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cached_transformers.attentions.softmax import SoftmaxAttention
-from cached_transformers.integrations.at_hand import with_weights
 from cached_transformers.integrations.hosts import Host, Site
-from cached_transformers.integrations.spots import Place, Spot, root_of
-from cached_transformers.seam.contexts import join, logits_of, widened
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, look
+from cached_transformers.integrations.offload import with_weights
+from cached_transformers.integrations.tracked_modules import Place, Spot, root_of
+from cached_transformers.interfaces.contexts import join, logits_of, widened
+from cached_transformers.interfaces.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, look
 
 from .segment_cache import Made
 from .stream_tap import Passage, StreamTap

@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Host, Site, Stored, Stream, register_adapter
-from cached_transformers.seam.memory import Query
+from cached_transformers.interfaces.memory import Query
 
-from .described import TAKE_MASKS, config_of, first_of, in_transformers, no_masks, softmax_of
-from .places import stored, turned_in_pairs, unturned
-from .streams import add_stream_memory
+from .add_stateful_memory import add_stream_memory
+from .config_utils import TAKE_MASKS, config_of, first_of, in_transformers, no_masks, softmax_of
+from .rotary import stored, turned_in_pairs, unturned
 
 BY_TOKEN = frozenset({"state", "head"})
 """What a causal layer offers a memory of its own: it gives queries, keys and values of the segment."""

@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.at_hand import like_weights
-from cached_transformers.integrations.for_loops import FramesModel, TokensModel
+from cached_transformers.integrations.attention_hooks import refuse_forgetting
 from cached_transformers.integrations.hosts import Stream
-from cached_transformers.integrations.spots import StandIn
-from cached_transformers.integrations.taps import refuse_forgetting
+from cached_transformers.integrations.loop_wrappers import FramesModel, TokensModel
+from cached_transformers.integrations.offload import like_weights
+from cached_transformers.integrations.tracked_modules import StandIn
+from cached_transformers.interfaces.memory import Tokens
 from cached_transformers.models.segments import cut
-from cached_transformers.seam.memory import Tokens
 from cached_transformers.state import State
 
-from .handed import Handed
+from .forward_context import Handed
 from .output_state import handed_back
 from .packed_rows import refuse_told
 from .row_segments import refuse_masks
-from .segment_reader import Call, SegmentReader, is_exporting
+from .segmented_forward import Call, SegmentReader, is_exporting
 from .stream_tap import Passage, Running, StreamTap
 
 TEXT = ("input_ids", "inputs_embeds", "token_type_ids", "task_type_ids")

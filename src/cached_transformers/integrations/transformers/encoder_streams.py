@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import Site, Stream
 
-from .described import config_of, first_of
-from .streams import add_stream_memory
+from .add_stateful_memory import add_stream_memory
+from .config_utils import config_of, first_of
 
 Split = Callable[..., Any]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from cached_transformers.integrations.hosts import WHOLE, Host, Site, Stream, register_adapter
 from cached_transformers.integrations.masks import no_mask, padding_behind_window, padding_of
-from cached_transformers.seam.memory import Query
+from cached_transformers.interfaces.memory import Query
 
-from .described import config_of, first_of, in_transformers, softmax_of
+from .config_utils import config_of, first_of, in_transformers, softmax_of
 from .encoder_streams import by_heads, in_blocks, text_stream
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cached_transformers.integrations.hosts import Host, Site, register_adapter
 
+from .config_utils import config_of, in_transformers
 from .decoders import causal_host
-from .described import config_of, in_transformers
-from .places import lowered, lowered_by_mask, stored
+from .rotary import lowered, lowered_by_mask, stored
 
 
 @register_adapter(*in_transformers("gpt2.GPT2Attention"))

@@ -14,9 +14,9 @@ from torch import Tensor
 from cached_transformers.checks import insist
 from cached_transformers.integrations.hosts import WHOLE, Host, Site, register_adapter
 from cached_transformers.integrations.masks import MASKED, map_size, no_mask
-from cached_transformers.seam.memory import Query
+from cached_transformers.interfaces.memory import Query
 
-from .described import config_of, first_of, in_transformers, softmax_of
+from .config_utils import config_of, first_of, in_transformers, softmax_of
 from .encoder_streams import image_stream
 from .encoders import encoder_host
 

@@ -22,7 +22,7 @@ from cached_transformers.extras import require
 from cached_transformers.integrations.adapters import add_memory
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
 from cached_transformers.models.published import Published, is_ours
-from cached_transformers.models.tuned_state import begin_with
+from cached_transformers.models.state_tuning import begin_with
 
 from .config import CachedConfig
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cached_transformers.checks import insist
-from cached_transformers.data.pairs import IGNORED
 from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.models.documents import (
     PADDING,
     Plan,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import LayerMemory, ModelMemory
 from cached_transformers.models.encoder_decoder import EncoderDecoder
-from cached_transformers.seam.memory import LayerMemory, ModelMemory
 
 ACTIVATIONS = {
     "relu": "relu",

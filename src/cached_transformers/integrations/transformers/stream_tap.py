@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.at_hand import with_weights
+from cached_transformers.integrations.attention_hooks import Tap, no_loss
 from cached_transformers.integrations.hosts import Host, Site
-from cached_transformers.integrations.spots import Listener, root_of
-from cached_transformers.integrations.taps import Tap, no_loss
-from cached_transformers.seam.memory import Linear, ModelMemory, Offer, Query, Reading, Trace
+from cached_transformers.integrations.offload import with_weights
+from cached_transformers.integrations.tracked_modules import Listener, root_of
+from cached_transformers.interfaces.memory import Linear, ModelMemory, Offer, Query, Reading, Trace
 from cached_transformers.state import State
 
-from .handed import Handed
+from .forward_context import Handed
 from .segment_cache import SegmentCache
 
 

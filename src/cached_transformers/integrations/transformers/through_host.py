@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cached_transformers.seam.memory import Entry, ModelMemory, Projections, Query, Reading, Trace
+from cached_transformers.interfaces.memory import Entry, ModelMemory, Projections, Query, Reading, Trace
 from cached_transformers.state import State
 
 from .segment_cache import SegmentCache

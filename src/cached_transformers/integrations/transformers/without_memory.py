@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from cached_transformers.integrations.hosts import register_left, register_refusals
 
-from .described import in_transformers
+from .config_utils import in_transformers
 
 RECURRENT = "is no attention in which a memory could stand: it carries a state of its own"
 HYBRID = "stands beside layers that attend and carries a state of its own, which each segment would begin anew"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from cached_transformers.seam.memory import Context
+from cached_transformers.interfaces.memory import Context
 
 
 def choose(context: Context, region_BM: Tensor, visible_BNR: Tensor, weight_BNR: Tensor | None) -> Context:

@@ -33,10 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, insist
-from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
-from cached_transformers.memories.parts.recall import recalled
-from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import (
+from cached_transformers.interfaces.memory import (
     Context,
     Entry,
     ModelMemory,
@@ -47,8 +44,11 @@ from cached_transformers.seam.memory import (
     Tokens,
     Trace,
 )
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing, one_segment
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing, one_segment
+from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
+from cached_transformers.memories.parts.recall import recalled
+from cached_transformers.registry import MEMORIES
 
 from .choice import choose
 from .store import CRTNState, masked_softmax, pack, renew, stored, windows

@@ -22,10 +22,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import nearest_map
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.memories.parts.shared_cache import CacheSlots, SharedCache
-from cached_transformers.seam.linear_maps import matrix_of
 
 from .equations import Candidate, GateWeights, gate_update
 from .fused_gates import mean_gate_update

@@ -23,6 +23,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing
 from cached_transformers.memories.parts.gates import CUT, GATES, Gate
 from cached_transformers.memories.parts.interpolation import Interpolation
 from cached_transformers.memories.parts.memory_branch import MemoryBranch, PositionalConvolution
@@ -38,8 +40,6 @@ from cached_transformers.memories.parts.shared_cache import (
 )
 from cached_transformers.memories.parts.shared_cache_memory import SharedCacheMemory, cache_width, fold, unfold
 from cached_transformers.registry import MEMORIES, unknown_name
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.probing import Probing
 
 from .coarser import coarser_map
 from .equations import Candidate, gate_update

@@ -21,13 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.interfaces.linear_maps import matrix_of
+from cached_transformers.interfaces.memory import (
+    Context,
+    LayerMemory,
+    Linear,
+    ProjectKV,
+    Query,
+    Reading,
+    Trace,
+    Weights,
+)
+from cached_transformers.interfaces.positions import Positions, RelativePositions
+from cached_transformers.interfaces.probing import Probing
+from cached_transformers.memories.parts.fifo_store import Rows, empty_rows, push
 from cached_transformers.memories.parts.options import one_of
-from cached_transformers.memories.parts.rows import Rows, empty_rows, push
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.linear_maps import matrix_of
-from cached_transformers.seam.memory import Context, LayerMemory, Linear, ProjectKV, Query, Reading, Trace, Weights
-from cached_transformers.seam.positions import Positions, RelativePositions
-from cached_transformers.seam.probing import Probing
 
 from . import continuous_signal as signal
 

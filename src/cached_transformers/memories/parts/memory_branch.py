@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import shares
-from cached_transformers.seam.linear_maps import input_dtype
-from cached_transformers.seam.positions import RelativePositionBias2D, grid_positions
+from cached_transformers.interfaces.linear_maps import input_dtype
+from cached_transformers.interfaces.positions import RelativePositionBias2D, grid_positions
 
 from .options import one_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cached_transformers.seam.memory import Tokens
+from cached_transformers.interfaces.memory import Tokens
 
 
 def check_tokens(length: int, mask: str) -> None:

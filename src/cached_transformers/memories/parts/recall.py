@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cached_transformers.seam.memory import Context, ProjectKV
+from cached_transformers.interfaces.memory import Context, ProjectKV
 
 
 def recalled(

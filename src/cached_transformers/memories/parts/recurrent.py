@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cached_transformers.seam.memory import LayerMemory, ProjectKV, Query, Reading
+from cached_transformers.interfaces.memory import LayerMemory, ProjectKV, Query, Reading
 
 
 class Asked(NamedTuple):

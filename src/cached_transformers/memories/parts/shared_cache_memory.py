@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.seam.linear_maps import plain_weights
-from cached_transformers.seam.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
+from cached_transformers.interfaces.linear_maps import plain_weights
+from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Weights
 from cached_transformers.state import State
 
 from .memory_branch import MemoryBranch, PositionalConvolution

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cached_transformers.seam.memory import Attend
+from cached_transformers.interfaces.memory import Attend
 
 
 class Window:

@@ -35,13 +35,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one
+from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
+from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.memories.parts.fast_weights import Learned, Soup, behind, written
 from cached_transformers.memories.parts.gates import GATES, STRETCH, Gate, gated
 from cached_transformers.memories.parts.options import NO_MEMORY, check_choices
 from cached_transformers.memories.parts.recurrent import Answer, Asked, Recurrent, beside, wide
 from cached_transformers.registry import MEMORIES
-from cached_transformers.seam.memory import Context, ProjectKV, Query, Reading, Trace
-from cached_transformers.seam.probing import Probing, fixed
 from cached_transformers.state import refuse_narrow
 
 from .neural_memory import ACTIVATIONS, LOSSES, Activation, Gates, Loss, NeuralMemory

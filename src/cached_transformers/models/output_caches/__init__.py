@@ -13,11 +13,11 @@ text on, and knows no next tokens yet). They are no memories of the seam: what t
 
 from __future__ import annotations
 
-from .along import Along
 from .datastore import Datastore
 from .hidden_states import hidden_states
 from .knn_lm import KNNLM
 from .neural_cache import NeuralCache
+from .online import Along
 from .output_cache import Mixed, OutputCache
 
 __all__ = ["KNNLM", "Along", "Datastore", "Mixed", "NeuralCache", "OutputCache", "hidden_states"]

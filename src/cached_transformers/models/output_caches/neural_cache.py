@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cached_transformers.checks import at_least_one, shares
-from cached_transformers.data.pairs import IGNORED
+from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.memories.memorizing import NeighbourStore, store
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.state import State

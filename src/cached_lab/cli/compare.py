@@ -1,0 +1,71 @@
+"""`cached compare`: variants of a recipe, trained from the same seeds on the same data order, and paired statistics."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .arguments import add_recipe, command_line, refuse_below_one, refuse_too_many_seeds, whole_numbers
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser("compare", help="train variants of a recipe over several seeds, and compare them")
+    add_recipe(parser, "changes to the recipe, for all variants")
+    parser.add_argument(
+        "--with", dest="variants", required=True, metavar="A,B,...", help="plain, a memory, or memory:option=value:..."
+    )
+    parser.add_argument("--seeds", default="3", help="how many (3 means 0,1,2), or a list such as 0,1,7")
+    parser.add_argument(
+        "--control",
+        default="",
+        metavar="A,B,...",
+        help="conv: no memory but its positional convolution; flops, parameters: no memory, wider feed-forward, so "
+        "that it has as many as the variant with most; longer: no memory, segments twice as long",
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="VARIANT",
+        help="the variant, or control-conv and its like, that every other is tested against, paired by seed "
+        "(default: plain, or the first where there is none)",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--out", type=Path, help="folder of the comparison (default: runs/compare_NAME)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is missing, then write compare.json and the report."""
+    from cached_lab.experiments.compare import Comparison, carry_out
+    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.variants import prepare
+    from cached_lab.tasks.recipes import load_config
+
+    if any(override.startswith("training.seed=") for override in arguments.overrides):
+        raise ValueError("training.seed is set by --seeds in a comparison; drop the override")
+    refuse_below_one(arguments, "jobs")
+    seeds = parse_seeds(arguments.seeds)
+    recipe = load_config(arguments.recipe, arguments.overrides)
+    folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
+    variants, baselines = prepare(recipe, arguments.variants.split(","), arguments.control, arguments.against)
+    comparison = Comparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
+    carry_out(comparison, arguments.jobs, command_line(), open_console())
+    return 0
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from `3` (0, 1, 2) or `0,1,7`.
+
+    Raises:
+        ValueError: not whole numbers, none, too many, negative, or one twice.
+    """
+    numbers = whole_numbers(",".join(part for part in text.split(",") if part))
+    alone = len(numbers) == 1 and "," not in text
+    if alone:
+        refuse_too_many_seeds(numbers[0])
+    seeds = list(range(numbers[0])) if alone else numbers
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text!r} must be a number of seeds (3) or different whole numbers (0,1,7)")
+    return seeds

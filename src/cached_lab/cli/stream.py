@@ -1,0 +1,103 @@
+"""`cached stream RUN FILE`: read a text of any length in constant memory, and go on where reading stopped."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_weights, refuse_below_one
+
+if TYPE_CHECKING:
+    from cached_lab.tasks.language.scoring import Lap
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser(
+        "stream",
+        help="read a text of any length with a trained language model, in constant memory",
+        description="Prints perplexity (bits per byte for bytes) as it reads, and keeps the state in a file: the same "
+        "command goes on where it was stopped, with the numbers that an uninterrupted reading gives.",
+        epilog="example: cached stream runs/lm war_and_peace.txt --every 100000",
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder of a language model")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a text, plain or .xz, .gz, .bz2")
+    parser.add_argument("--state", type=Path, help="file of the state (default: RUN/stream_FILE.safetensors)")
+    parser.add_argument("--segment-length", type=int, metavar="N", help="tokens in a segment (default: the run's)")
+    parser.add_argument(
+        "--schedule",
+        choices=("segments", "diagonal"),
+        default="segments",
+        help="order of the work: segment after segment, or layers on different segments at once, with the same result",
+    )
+    parser.add_argument("--every", type=int, default=50_000, metavar="TOKENS", help="tokens between lines and saves")
+    parser.add_argument("--tokens", type=int, metavar="N", help="stop after about so many tokens; the state is kept")
+    add_weights(parser, device="cpu")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read on, print, and save."""
+    from cached_lab.training.run_lock import file_lock
+
+    refuse_below_one(arguments, "segment_length", "every", "tokens")
+    file = arguments.file
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not a file; give the text that is to be read")
+    path = arguments.state or arguments.folder / f"stream_{file.name}.safetensors"
+    with file_lock(path.with_name(f".{path.name}.lock"), path, "another --state"):
+        return _read_on(arguments, path)
+
+
+def _read_on(arguments: argparse.Namespace, path: Path) -> int:
+    """Read on from the state in a file, which nobody else writes."""
+    from cached_lab.experiments.load import load_run
+    from cached_lab.experiments.reports.formatting import unknown_words
+    from cached_lab.tasks.language.scoring import TextReader, fingerprint, read_tokenizer
+    from cached_lab.training.checkpoint import Checkpoints
+    from cached_lab.training.distributed import pick_device
+    from cached_lab.training.run_files import TOKENIZER
+
+    folder, file, checkpoint = arguments.folder, arguments.file, arguments.checkpoint
+    config, model, _ = load_run(folder, checkpoint)
+    tokenizer = read_tokenizer(folder / TOKENIZER, model)
+    length = arguments.segment_length or config.evaluation.segment_length or config.training.segment_length
+    named = checkpoint in ("best", "last")
+    weights = Checkpoints(folder / "checkpoints").named(checkpoint) if named else Path(checkpoint)
+    reader = TextReader(
+        model.to(pick_device(arguments.device)),
+        tokenizer,
+        file,
+        length,
+        path,
+        fingerprint(weights, file, length),
+        arguments.schedule,
+    )
+    if reader.now is not None:
+        print(f"going on behind token {reader.first:,} ({path})")
+    bytewise = tokenizer.vocabulary == 256 and tokenizer.lossless
+    for lap in reader.laps(arguments.every, arguments.tokens):
+        print(_line(lap, bytewise), flush=True)
+    now = reader.now
+    if now is None or now.tokens == reader.first:
+        print(f"nothing new to read in {file}")
+        return 0
+    size = f", {now.bits_per_byte(reader.places.end):.4f} bits per byte" if arguments.tokens is None else ""
+    print(f"{now.tokens:,} tokens: loss {now.nats / now.tokens:.4f} nats, perplexity {now.perplexity:.3f}{size}")
+    if tokenizer.unknown is not None:
+        print(unknown_words(reader.unknown / now.tokens))
+    print(f"state: {path}")
+    return 0
+
+
+def _line(lap: Lap, bytewise: bool) -> str:
+    """Scores of all that is read and of what was read last, speed, and the memory of the process."""
+    now, last = lap.now, lap.now._replace(tokens=lap.tokens, nats=lap.nats)
+    kind = "bits per byte" if bytewise else "perplexity"
+    values = [scored.bits_per_byte(scored.tokens) if bytewise else scored.perplexity for scored in (now, last)]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    numbers = f"{kind} {values[0]:.4f}, of the last {lap.tokens:,} {values[1]:.4f}"
+    return f"{now.tokens:>12,} tokens  {numbers}  {lap.rate:,.0f} tokens/s  {resident:,.0f} MiB"

@@ -1,0 +1,64 @@
+"""`cached train`: one run from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import add_recipe
+
+if TYPE_CHECKING:
+    from cached_lab.training.config import RunConfig
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the arguments."""
+    parser = subparsers.add_parser("train", help="train a recipe; interrupted runs continue where they stopped")
+    add_recipe(parser, "e.g. training.steps=100 model.memory.ratio=0.25")
+    parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
+    parser.add_argument("--dry-run", action="store_true", help="print the checked configuration and stop")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|anyway|never|PATH",
+        help="checkpoint to continue from: the newest (anyway: even if the data are others now), none, or this one",
+    )
+    parser.add_argument("--variant", help="name of this run in comparisons (default: the name of its memory)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or with --dry-run print what would be trained, after the model has been built without weights."""
+    from cached_lab.experiments.reports.terminal import open_console
+    from cached_lab.experiments.run import run_training
+    from cached_lab.tasks.recipes import load_config
+
+    config = load_config(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        print(describe(config), end="")
+        return 0
+    folder = arguments.out or Path("runs") / config.name
+    run_training(config, folder, arguments.resume, open_console(), arguments.variant)
+    return 0
+
+
+def describe(config: RunConfig) -> str:
+    """The configuration as YAML, with comments: which options the data will fill in, and what could not be checked.
+
+    Raises:
+        ValueError: a model of this configuration cannot be built.
+    """
+    from cached_lab.experiments.build import filled, refuse_what_cannot_be_built
+    from cached_lab.tasks.recipes import LEARNED_FROM_DATA
+    from cached_lab.training.config import config_to_yaml
+    from cached_transformers.registry import MODELS
+
+    options = MODELS.entry(config.model["name"]).options
+    open_options = [f"model.{key}" for key in LEARNED_FROM_DATA if key in options and key not in config.model]
+    text = f"{config_to_yaml(config)}# filled in from the data: {', '.join(open_options) or 'nothing'}\n"
+    try:
+        refuse_what_cannot_be_built(filled(config))
+    except (FileNotFoundError, ImportError) as error:  # a recipe may be looked at where it will not run
+        return f"{text}# whether the model can be built is not known: {' '.join(str(error).split())}\n"
+    return text

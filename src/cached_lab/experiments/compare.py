@@ -1,0 +1,264 @@
+"""A comparison: variants of one recipe, trained from the same seeds on the same data order, and what is made of them.
+
+Finished runs are kept: carrying out the same comparison again goes on where it was interrupted, and more seeds or
+variants extend it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cached_lab.experiments.environment import environment
+from cached_lab.experiments.load import read_run_config
+from cached_lab.experiments.run import run_training
+from cached_lab.training.config import RunConfig, config_hash, config_to_yaml
+from cached_lab.training.distributed import pick_device
+from cached_lab.training.interruption import RunFailed
+from cached_lab.training.run_lock import folder_lock
+from cached_transformers.files import json_text, write_whole
+
+from .cache_use import has_shared_cache, score_variant
+from .reports.cache_use_table import cache_use_statistics
+from .reports.comparison_page import write_compare_report
+from .reports.formatting import Metric
+from .reports.markdown import write_markdown
+from .reports.terminal import print_cache_use, print_statistics
+from .statistics import summarise, summarise_pairs, wilson_interval
+from .subprocesses import start_command, work_off
+from .variants import Variant
+
+
+class Comparison:
+    """The runs of a comparison, those that are finished and those that are not.
+
+    Args:
+        recipe: what all variants share.
+        variants: the arms.
+        seeds: every variant runs with every seed.
+        folder: where runs and results go.
+        baselines: scores of guessers, for the report.
+        against: name of the variant that is the reference; without one it is "plain" when that is among them, else the
+            first. No run depends on it, so that finished ones serve any.
+        pairs: (first, second) of the variants whose difference is of interest; without them it is each variant's to the
+            reference.
+        rows: number of rows that are scored, for the interval of an accuracy that they leave; None for none.
+        cache_use: whether runs with a shared cache are also scored with it treated in other ways.
+    """
+
+    def __init__(
+        self,
+        recipe: RunConfig,
+        variants: list[Variant],
+        seeds: list[int],
+        folder: Path,
+        baselines: dict[str, float] | None,
+        *,
+        against: str = "",
+        pairs: list[tuple[str, str]] | None = None,
+        rows: int | None = None,
+        cache_use: bool = False,
+    ) -> None:
+        self.recipe, self.variants, self.seeds = recipe, variants, seeds
+        self.folder, self.baselines = folder, baselines
+        names = [variant.name for variant in variants]
+        self.reference = against or ("plain" if "plain" in names else names[0])
+        self.pairs = pairs or []
+        self.metric = recipe.training.metric
+        self.rows = rows if self.metric == "accuracy" else None
+        self.split = "validation" if recipe.training.test == "none" else "test"
+        self.questioned = [v for v in variants if cache_use and has_shared_cache(v)]
+        self.cache_use: dict[str, dict[str, list[float]]] = {}
+
+    def summary(self, variant: Variant, seed: int) -> dict[str, Any] | None:
+        """The summary of a finished run; None when it has to be trained (on)."""
+        folder = self.folder / variant.run_name(seed)
+        path = folder / "summary.json"
+        if not path.is_file():
+            return None
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        same = config_hash(read_run_config(folder)) == config_hash(variant.seeded(seed))
+        return summary if same and summary["steps"] == variant.config.training.steps else None
+
+    def finished(self, variant: Variant) -> list[dict[str, Any]]:
+        """Summaries of a variant's runs up to the first unfinished one, in order of the seeds, so that runs pair up."""
+        return [s for s in takewhile(bool, (self.summary(variant, seed) for seed in self.seeds)) if s is not None]
+
+    def values(self) -> dict[str, list[float]]:
+        """Scores by variant, in order of the seeds."""
+        part = "best" if self.split == "validation" else "test"
+        return {v.name: [s[part][self.metric] for s in self.finished(v)] for v in self.variants}
+
+    def train_missing(self, jobs: int, console: Console) -> None:
+        """Train every run that is not finished, seed by seed, and print the table after each."""
+        missing = [(v, s) for s in self.seeds for v in self.variants if self.summary(v, s) is None]
+        kept = len(self.seeds) * len(self.variants) - len(missing)
+        if kept:
+            console.print(f"{kept} finished runs kept, {len(missing)} to train")
+        for variant in self.variants:
+            facts = variant.facts
+            for key, what in (("flops_ratio", "FLOPs"), ("parameters_ratio", "parameters")):
+                if key in facts:
+                    console.print(
+                        f"{variant.name}: feed_forward {facts['feed_forward']}, "
+                        f"{facts[key]:.4f} of the {what} of {facts['matched']}"
+                    )
+        if jobs == 1:
+            for variant, seed in missing:
+                folder = self.folder / variant.run_name(seed)
+                run_training(variant.seeded(seed), folder, "auto", console, variant.name)
+                self.print_table(console)
+            return
+        self._train_apart(missing, jobs, console)
+
+    def _train_apart(self, missing: list[tuple[Variant, int]], jobs: int, console: Console) -> None:
+        """Train runs in processes of their own; the output of each goes to `log.txt` in its folder."""
+        threads = str(max(1, (os.cpu_count() or 1) // jobs))
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+
+        def start(run: tuple[Variant, int]) -> subprocess.Popen[bytes]:
+            variant, seed = run
+            folder = self.folder / variant.run_name(seed)
+            folder.mkdir(parents=True, exist_ok=True)
+            recipe = Path(scratch) / f"{folder.parent.name}_{seed}.yaml"
+            recipe.write_text(config_to_yaml(variant.seeded(seed)), encoding="utf-8")
+            # As a user would: what the run says, its errors among it, is what `cached train` says.
+            arguments = ["train", str(recipe), "--out", str(folder), "--variant", variant.name]
+            with (folder / "log.txt").open("a", encoding="utf-8") as log:
+                return start_command(arguments, log, environment)
+
+        def ended(run: tuple[Variant, int], status: int) -> None:
+            folder = self.folder / run[0].run_name(run[1])
+            if status:
+                raise RunFailed(
+                    f"the run in {folder} ended with status {status}; its output is in {folder / 'log.txt'}. Runs "
+                    "beside it were asked to save a checkpoint and stop; the same command goes on"
+                )
+            self.print_table(console)
+
+        with tempfile.TemporaryDirectory() as scratch:
+            work_off(missing, jobs, start, ended)
+
+    def score_caches(self, console: Console) -> None:
+        """Score the runs with a shared cache with it treated in other ways; what is in their folders is kept."""
+        for variant in self.questioned:
+            found = score_variant(variant, self.seeds, self.folder_of(variant), self.split, console)
+            self.cache_use[variant.name] = {mode: [row[self.metric] for row in rows] for mode, rows in found.items()}
+
+    def folder_of(self, variant: Variant) -> Callable[[int], Path]:
+        """The folder of a variant's run by seed."""
+        return lambda seed: self.folder / variant.run_name(seed)
+
+    def write(self, command: str) -> Path:
+        """Write compare.json; returns its path."""
+        values = self.values()
+        result: dict[str, Any] = {
+            "recipe": self.recipe.name,
+            "seeds": self.seeds,
+            "metric": self.metric,
+            "split": self.split,
+            "reference": self.reference,
+            "date": datetime.date.today().isoformat(),
+            "command": command,
+            "environment": environment(pick_device(self.recipe.training.device)),
+            "baselines": self.baselines,
+            "variants": [self._row(variant) for variant in self.variants],
+            "statistics": summarise(values, None if self.pairs else self.reference),
+        }
+        if self.pairs:
+            result["pairs"] = summarise_pairs(values, self.pairs)
+        if self.rows is not None:
+            result["rows"] = self.rows
+        if self.cache_use:
+            result["cache_use"] = self.cache_use
+        path = self.folder / "compare.json"
+        write_whole(path, json_text(result))
+        return path
+
+    def print_table(self, console: Console) -> None:
+        """Print the table so far, of the variants with a finished run; nothing before the reference has one."""
+        values = {name: scores for name, scores in self.values().items() if scores}
+        if self.reference not in values:
+            return
+        runs = {variant.name: self.finished(variant) for variant in self.variants}
+        intervals = {name: self.rows_interval(scores, runs[name]) for name, scores in values.items()}
+        print_statistics(
+            summarise(values, None if self.pairs else self.reference),
+            self.metric,
+            self.split,
+            self.reference,
+            console,
+            {v.name: v.facts["protocol"] for v in self.variants if "protocol" in v.facts},
+            pairs=summarise_pairs(values, [pair for pair in self.pairs if set(pair) <= set(values)]),
+            rows_intervals={name: found for name, found in intervals.items() if found is not None},
+            baselines=self.baselines,
+        )
+
+    def print_cache_use(self, console: Console) -> None:
+        """Print what treating the caches in other ways changes, where that was asked."""
+        if self.cache_use:
+            rows = [(name, cache_use_statistics(by_mode)) for name, by_mode in self.cache_use.items()]
+            print_cache_use(rows, Metric(self.metric), self.split, console)
+
+    def rows_interval(self, values: list[float], summaries: list[dict[str, Any]]) -> tuple[float, float] | None:
+        """Interval that the scored rows leave, which all seeds share: Wilson's of the mean accuracy, or for a score
+        with a bootstrap interval of its own in each summary the mean of these."""
+        found = [(summary["test"] or {}).get(f"{self.metric}_interval") for summary in summaries]
+        if self.split == "test" and self.metric != "accuracy" and found and all(found):
+            low, high = (sum(interval[end] for interval in found if interval) / len(found) for end in (0, 1))
+            return low, high
+        if self.rows is None:
+            return None
+        interval = wilson_interval(round(sum(values) / len(values) * self.rows), self.rows)
+        assert interval.low is not None and interval.high is not None
+        return interval.low, interval.high
+
+    def _row(self, variant: Variant) -> dict[str, Any]:
+        summaries, values = self.finished(variant), self.values()[variant.name]
+        interval = self.rows_interval(values, summaries)
+        last = [s["test_last"][self.metric] for s in summaries if s.get("test_last")]
+        return {
+            "name": variant.name,
+            "parameters": summaries[0]["parameters"],
+            "flops": summaries[0]["flops"],
+            "seconds_per_step": sum(s["seconds_per_step"] for s in summaries) / len(summaries),
+            "values": values,
+            "runs": [variant.run_name(seed) for seed in self.seeds],
+            **({"last_values": last} if len(last) == len(values) else {}),
+            **({} if interval is None else {"rows_interval": list(interval)}),
+            **variant.facts,
+        }
+
+
+def carry_out(comparison: Comparison, jobs: int, command: str, console: Console) -> None:
+    """Train what is missing, then write compare.json, compare.md and the report.
+
+    Args:
+        jobs: runs at a time. command: how a user asked for it, for the record.
+
+    Raises:
+        InUse: another process carries out a comparison in the folder.
+        Interrupted, Stopped: asked to stop; runs under way have saved a checkpoint.
+        RunFailed, OSError: a run failed, or a file could not be written.
+    """
+    with folder_lock(comparison.folder):
+        comparison.train_missing(jobs, console)
+        comparison.score_caches(console)
+        comparison.write(command)
+        path = write_markdown(comparison.folder)
+        comparison.print_table(console)
+        comparison.print_cache_use(console)
+        try:
+            path = write_compare_report(comparison.folder)
+        except ImportError as error:
+            console.print(f"no report: {error}", markup=False)
+    console.print(f"written: {path}", markup=False, soft_wrap=True)

@@ -1,0 +1,225 @@
+"""Scores of a trained run, with its memory as saved, emptied, shuffled, exchanged or made anew.
+
+If emptying the memory costs nothing, the model does not use it: that is the question which the modes answer. For text
+and documents the memory is emptied before each segment, or exchanged between rows; of text, what that costs is put
+into a verdict (`memory_use.py`), and documents can be longer than those of training. A cache that all rows share can
+also be that of another run (`other`), or be updated by each batch as in training (`batch N`), which shows how far
+training and evaluation, and batches of different sizes, differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cached_lab.experiments.build import build_dataset
+from cached_lab.experiments.load import load_run, read_categories
+from cached_lab.tasks.detection.task import check_categories, evaluate_detector
+from cached_lab.tasks.documents.scores import evaluate_documents
+from cached_lab.tasks.kinds import baselines, task_name
+from cached_lab.tasks.language.scores import SplitLosses, split_losses
+from cached_lab.tasks.translation.task import evaluate_pairs
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World, in_world
+from cached_lab.training.run_files import check_tokenizer
+from cached_transformers.memories.parts.shared_cache import caches, reset_caches, shuffle_caches
+from cached_transformers.models.segments import remembers
+
+from .cache_use import score_cache_use
+from .memory_use import about_text, text_row
+from .statistics import with_intervals
+
+OF_SHARED_CACHES = ("other", "batch")
+"""Ways of treating a memory that a cache alone has which all rows share."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is found: a row of scores per way of treating the memory, the step, and what guessers reach.
+
+    Attributes:
+        rows: {"memory": mode, score: value}, for text as `text_row` has them; for documents with "segments", how many
+            they have at most, a row for each number.
+        baselines: scores of guessers; None where the data offer none.
+        about: of text, what `about_text` says.
+    """
+
+    rows: list[Row]
+    step: int
+    baselines: dict[str, float] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is scored: the run in `folder` by its `config`, with the changes that the evaluation makes.
+
+    Attributes:
+        checkpoint, average: as `load_run` takes them.
+        modes: ways of treating the memory: "carry", "reset", "shuffle", "other", "batch N".
+        other: folder of the run whose caches "other" takes.
+        segments: of documents: numbers of segments that they have at most; none leaves them as long as they are.
+        memory: of text: name and options of a memory without weights that the model, which has none, is given.
+    """
+
+    folder: Path
+    config: RunConfig
+    checkpoint: str
+    split: str
+    modes: Sequence[str]
+    other: Path | None = None
+    average: int | None = None
+    segments: Sequence[int] = ()
+    memory: Mapping[str, Any] | None = None
+
+    def score(self, device: str) -> Scores:
+        """Scores of each mode, on the processes that this one is of.
+
+        Raises:
+            ValueError: an option or a mode that this model or these data do not have.
+        """
+        return in_world(device, self._score)
+
+    def _score(self, processes: World) -> Scores:
+        dataset = self._dataset()
+        task = task_name(dataset)
+        self._check(dataset, task)
+        if task == "language":
+            return self._score_text(dataset, processes)
+        if task not in ("documents", "detection", "translation"):
+            return self._score_shared(dataset, processes)
+        rows: list[Row] = []
+        for mode in self.modes:
+            _, model, step = load_run(self.folder, self.checkpoint, self.average)
+            model.to(processes.device)
+            if task == "translation" and mode != "carry" and not has_caches(model):
+                raise ValueError(f"--memory {mode}: the model of {self.folder} has no cache to {mode}; take carry")
+            if task != "documents" or has_caches(model):
+                treat_memory(model, mode, self.config)
+            if task == "documents":
+                rows += self._score_documents(model, dataset, mode, processes)
+            else:
+                rows.append({"memory": mode, **self._score_pairs_or_objects(model, dataset, task, processes)})
+        return Scores(rows, step, fitted_baselines(self.config, dataset) if task == "documents" else None)
+
+    def _score_documents(self, model: nn.Module, dataset: Any, mode: str, processes: World) -> list[Row]:
+        """A row for each number of segments."""
+        settings = self.config.training
+        size, passes = settings.evaluation_rows, settings.passes
+        rows: list[Row] = []
+        for count in self.segments or (None,):
+            values = evaluate_documents(model, dataset, processes, size, passes, count, mode, settings.seed)
+            longest = dataset.segments if count is None else count
+            length = {"segments": longest, "tokens": longest * dataset.segment_length}
+            rows.append({"memory": mode, **length, **with_intervals(values)})
+        return rows
+
+    def _dataset(self) -> Any:
+        try:
+            return build_dataset(self.config, self.split)
+        except (FileNotFoundError, ValueError) as error:
+            if self.split != "test" or self.config.training.test != "none":
+                raise
+            raise ValueError(
+                f"{self.folder} was trained with training.test=none, and has no test split to score: {error}; give "
+                "--split validation"
+            ) from error
+
+    def _check(self, dataset: Any, task: str) -> None:
+        """Refuse what these data do not have (ValueError)."""
+        length = self.config.evaluation.segment_length
+        if self.average is not None and task != "translation":
+            raise ValueError(f"--average {self.average} is for translation, not {dataset.name!r}")
+        if task == "translation":
+            check_tokenizer(self.folder, dataset.tokenizer)
+        if task == "detection":
+            check_categories([record["name"] for record in read_categories(self.folder)], dataset)
+        if length and task != "language":
+            raise ValueError(f"--segment-length {length} is for text, not {dataset.name!r}")
+        if self.segments and task != "documents":
+            raise ValueError(f"--segments {','.join(map(str, self.segments))} is for documents, not {dataset.name!r}")
+        if self.memory and task != "language":
+            raise ValueError(f"--with-memory {self.memory['name']} is for text, not {dataset.name!r}")
+        refused = [mode for mode in self.modes if mode.split()[0] in OF_SHARED_CACHES]
+        if refused and task in ("language", "documents", "detection", "translation"):
+            raise ValueError(
+                f"--memory {refused[0]!r} is of caches that all rows of a classifier share; take carry, reset"
+            )
+
+    def _score_pairs_or_objects(self, model: nn.Module, dataset: Any, task: str, processes: World) -> Row:
+        config = self.config
+        if task == "translation":
+            return evaluate_pairs(model, dataset, processes, config, None)[0]
+        size = config.training.evaluation_batch_size or config.training.batch_size
+        return evaluate_detector(model, dataset, processes, size)
+
+    def _score_text(self, dataset: Any, processes: World) -> Scores:
+        """Scores of a language model, of which each row carries a memory of its own."""
+        losses: dict[str, SplitLosses] = {}
+        for mode in self.modes:
+            _, model, step = load_run(self.folder, self.checkpoint, memory=self.memory)
+            model.to(processes.device)
+            shared = has_caches(model)
+            if shared:
+                treat_memory(model, mode, self.config)
+            section = dataclasses.replace(self.config.evaluation, memory=mode)  # type: ignore[arg-type]
+            changed = dataclasses.replace(self.config, evaluation=section)
+            losses[mode] = split_losses(model, dataset, processes, changed)
+        memory = shared or remembers(model.init_state(1))  # type: ignore[operator]
+        rows = [{"memory": mode, **text_row(found, dataset)} for mode, found in losses.items()]
+        return Scores(rows, step, about=about_text(losses, dataset, self.config, memory, shared))
+
+    def _score_shared(self, dataset: Any, processes: World) -> Scores:
+        """Scores of a classifier, of which the memory is a cache that all rows share."""
+        settings = self.config.training
+        _, model, step = load_run(self.folder, self.checkpoint)
+        found = list(caches(model))
+        for mode in self.modes:
+            if mode.split()[0] in OF_SHARED_CACHES and not found:
+                raise ValueError(f"--memory {mode.split()[0]}: the model of {self.folder} has no shared cache")
+            if mode.startswith("batch ") and any(cache.attend != "mean" for cache in found):
+                raise ValueError(
+                    "--memory batch is of caches whose batch mean is read in training; this model's rows read "
+                    f"{found[0].attend!r}, which is the same in evaluation"
+                )
+        rows = score_cache_use(
+            lambda: load_run(self.folder, self.checkpoint)[1],
+            dataset,
+            self.modes,
+            processes,
+            settings.evaluation_batch_size or settings.batch_size,
+            settings.seed,
+            None if self.other is None else load_run(self.other, self.checkpoint)[1],
+            settings.workers,
+        )
+        scored = [{"memory": row.pop("mode"), **with_intervals(row)} for row in rows]
+        return Scores(scored, step, fitted_baselines(self.config, dataset))
+
+
+def fitted_baselines(config: RunConfig, dataset: Any) -> dict[str, float] | None:
+    """Scores of the guessers, fitted to the training rows; None where these are not there any more."""
+    try:
+        train = build_dataset(config, "train")
+    except FileNotFoundError:
+        return None
+    return baselines(config, train, dataset)
+
+
+def has_caches(model: nn.Module) -> bool:
+    """Whether the model has caches that all rows share, beside the states of streams."""
+    return any(getattr(module, "shared", False) is True for module in model.modules())
+
+
+def treat_memory(model: nn.Module, mode: str, config: RunConfig) -> None:
+    """Keep, empty, or shuffle the caches of a model, in place; the shuffle depends on `training.seed` alone."""
+    if mode == "reset":
+        reset_caches(model)
+    elif mode == "shuffle":
+        shuffle_caches(model, torch.Generator().manual_seed(config.training.seed))

@@ -1,0 +1,45 @@
+"""The facts of all parts of the package in one file, so that the command line can name them without importing torch.
+
+`make facts` runs `python -m cached_lab.experiments.facts`, which writes `cached_transformers/facts.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# Imported to fill the registries.
+import cached_transformers.attentions
+import cached_transformers.memories
+from cached_lab.registries import LISTED
+from cached_lab.resources import facts_file
+
+from .reproductions import MEASURED, REPRODUCTIONS
+
+PACKAGE = cached_transformers.__name__
+
+
+def registry_facts() -> dict[str, list[dict[str, Any]]]:
+    """Facts of the package's own parts (`Entry.facts`), by the kinds of `LISTED`, sorted by name."""
+    return {
+        kind: [entry.facts() for entry in registry if entry.factory.__module__.partition(".")[0] == PACKAGE]
+        for kind, registry in LISTED.items()
+    }
+
+
+def reproduction_facts() -> list[dict[str, str]]:
+    """Name and summary of the tables that `cached reproduce` runs, sorted by name."""
+    summaries = {name: table.summary for name, table in REPRODUCTIONS.items()}
+    summaries |= {name: table.summary for name, table in MEASURED.items()}
+    return [{"name": name, "summary": summary} for name, summary in sorted(summaries.items())]
+
+
+def as_text() -> str:
+    """What `facts.json` holds when it is current."""
+    facts = {**registry_facts(), "reproductions": reproduction_facts()}
+    return json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    facts_file().write_text(as_text(), encoding="utf-8")
+    print(f"written: {facts_file()}")

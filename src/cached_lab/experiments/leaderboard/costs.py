@@ -1,0 +1,75 @@
+"""What a memory costs at the sizes of a leaderboard: counted operations, and time beside the model without a memory.
+
+All models of a board read and train on the same episodes in one process, in turn, so that whatever disturbs the
+machine disturbs them alike. Time is that of the processor, with one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cached_lab.experiments.benchmarks.interleaved import Ratio, compare, training_step
+from cached_lab.experiments.costs.flops import flops_of
+from cached_lab.experiments.probes.distances import loop_of
+from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
+from cached_lab.experiments.probes.protocol import Sizes, build_model
+from cached_lab.experiments.probes.trials import Trial
+from cached_lab.registries import PROBES
+
+ROUNDS = 7
+"""Rounds that are counted; one more comes first."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a text of the farthest trained distance costs.
+
+    Attributes:
+        flops: operations per token of reading it, one multiply-add as two; all passes of a memory that reads twice.
+        reading, training: time of reading, and of a training step, over that of the model without a memory.
+    """
+
+    flops: float
+    reading: Ratio
+    training: Ratio
+
+
+def measure_costs(trials: FarTrials, task: str, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
+    """The cost of each memory and of the arms without one, by their names, on one of the tasks."""
+    arms = [Trial(task, "none", arm, 0) for arm in (NONE, WHOLE)]
+    arms += [Trial(task, memory, "far", 0) for memory in trials.memories]
+    flops, reading, training = {}, {}, {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for trial in arms:
+            name = trial.arm if trial.memory == "none" else trial.memory
+            read, train, tokens = _cases(trial, trials.settings(trial), trials)
+            flops[name], reading[name], training[name] = flops_of(read) / tokens, read, train
+        read_times, train_times = (compare(cases, NONE, rounds) for cases in (reading, training))
+    finally:
+        torch.set_num_threads(threads)
+    return {name: dataclasses.asdict(Cost(flops[name], read_times[name], train_times[name])) for name in flops}
+
+
+def _cases(
+    trial: Trial, settings: dict[str, Any], trials: FarTrials
+) -> tuple[Callable[[], object], Callable[[], object], int]:
+    """Functions that read an episode and make a training step of it, and its tokens."""
+    task, sizes = PROBES.create(trial.task, **settings["task"]), Sizes(**settings["sizes"])
+    torch.manual_seed(0)
+    model = build_model(task, settings["memory"], sizes)
+    loop = loop_of(model, task, trials.course, settings["passes"], trial.arm == WHOLE)
+    episode = task.draw(sizes.batch_size, trials.course.farthest, torch.Generator().manual_seed(0))
+
+    def read() -> None:
+        model.eval()
+        with torch.no_grad():
+            loop(*episode)
+
+    return read, training_step(model, lambda: loop(*episode)[0]), episode.inputs_BN.numel()

@@ -1,0 +1,114 @@
+"""Who comes where: shares of right answers with their intervals, means over tasks, and the order of the rows.
+
+Answers are asked for in new texts at two distances: the farthest of the training ("near"), and that of the longest text
+("far"). Asking ends where a memory is near a guess (`FarTrials`), which then counts as a guess in longer texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from cached_lab.experiments.environment import machine
+from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
+from cached_lab.experiments.probes.trials import Trial
+from cached_lab.experiments.statistics import mean_interval, wilson_interval
+from cached_lab.registries import PROBES
+from cached_transformers.files import json_text, write_whole
+
+from .boards import Board
+from .costs import measure_costs
+
+FILE = "leaderboard.json"
+OTHER = "other"
+"""The group of a task whose registration names none."""
+
+
+def write_leaderboard(trials: FarTrials, name: str, board: Board, command: str) -> dict[str, Any]:
+    """Measure costs, write leaderboard.json with everything, and return what it holds. All trainings must be there."""
+    content = trials.content(command) | {
+        "board": name,
+        "why": board.reason(trials),
+        "machine": machine(),
+        "groups": groups(trials.tasks),
+        "costs": measure_costs(trials, trials.tasks[0]),
+        "costs_of": trials.tasks[0],
+        "longest": {task: trials.distances(Trial(task, trials.memories[0], "far", 0))[-1] for task in trials.tasks},
+    }
+    content["standings"] = standings(content)
+    write_whole(trials.folder / FILE, json_text(content))
+    return content
+
+
+def groups(tasks: Sequence[str]) -> dict[str, list[str]]:
+    """What tasks ask of a memory, and the tasks that ask it."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        found.setdefault(PROBES.entry(task).info.get("asks", OTHER), []).append(task)
+    return found
+
+
+def standings(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each memory, the best first, behind the two without one.
+
+    Memories are in the order of their mean over tasks at the farthest trained distance; equal ones in that of the
+    longest text, then of the fewest bytes.
+
+    Returns:
+        rows with name; near and far, by task {mean, low, high}, "tokens" from cue to question, and "ended", of the
+        trainings that were as good as a guess before (far is empty of the whole text); near_mean and far_mean over
+        tasks (None where there is none); solved and trainings; and the least and greatest of parameters and state_bytes
+        over tasks (state_bytes are None without a memory).
+    """
+    arms = [_row(content, "none", arm) for arm in (NONE, WHOLE)]
+    rows = [_row(content, memory, "far") for memory in content["memories"]]
+    return [*arms, *sorted(rows, key=lambda row: (-row["near_mean"], -row["far_mean"], row["state_bytes"][1]))]
+
+
+def _row(content: Mapping[str, Any], memory: str, arm: str) -> dict[str, Any]:
+    farthest = content["course"]["farthest"]
+    near, far, all_of_them = {}, {}, []
+    for task in content["tasks"]:
+        found = [r for r in content["results"] if (r["task"], r["memory"], r["arm"]) == (task, memory, arm)]
+        segment = content["segments"][task]
+        near[task] = _share(found, farthest, segment)
+        if arm != WHOLE:
+            far[task] = _share(found, content["longest"][task], segment)
+        all_of_them += found
+    return {
+        "name": arm if memory == "none" else memory,
+        "near": near,
+        "far": far,
+        "near_mean": mean(share["mean"] for share in near.values()),
+        "far_mean": mean(share["mean"] for share in far.values()) if far else None,
+        "solved": sum(r["solved"] >= farthest for r in all_of_them),
+        "trainings": len(all_of_them),
+        "parameters": _ends([r["parameters"] for r in all_of_them]),
+        "state_bytes": None if memory == "none" else _ends([r["state_bytes"] for r in all_of_them]),
+    }
+
+
+def _ends(values: Sequence[int]) -> list[int]:
+    return [min(values), max(values)]
+
+
+def _share(trainings: Sequence[Mapping[str, Any]], distance: int, segment: int) -> dict[str, Any]:
+    """A share of right answers with its 95 % interval: of Wilson over the texts of one seed, of t over several seeds.
+
+    Texts with several answers count as one each, so that Wilson's interval is rather too wide for them. A guess has no
+    interval of its own.
+    """
+    answers = [training["far"].get(str(distance)) for training in trainings]
+    shares = [r["chance"] if answer is None else answer[0] for r, answer in zip(trainings, answers, strict=True)]
+    found = mean_interval(shares)
+    if len(shares) == 1 and answers[0] is not None:
+        share, _, rows = answers[0]
+        found = wilson_interval(round(share * rows), rows)
+    return {
+        "mean": mean(shares),
+        "low": None if found.low is None else max(0.0, found.low),
+        "high": None if found.high is None else min(1.0, found.high),
+        "tokens": distance * segment,
+        "ended": answers.count(None),
+    }

@@ -1,0 +1,144 @@
+"""Rows that the tables of image classifiers have in common: backbones plain and cached, and what controls them.
+
+The cached models of the paper differ from the plain ones in three things: a cache, a positional convolution in every
+layer (the released code has it, the text does not), and more operations. So beside each stand the plain backbone with
+the same convolution, and the plain backbone with feed-forward layers so wide that it costs in training what the cached
+one costs. GRC comes in both forms, `released` and `paper` (Algorithm 1, without the convolution).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cached_lab.training.config import RunConfig
+
+from .base import Reproduction, Row
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """An image model without its memory.
+
+    Attributes:
+        name: of its plain row, and the beginning of the names of the others.
+        recipe: its own recipe; None takes the table's.
+        options: of the model, beside those of the recipe: how wide its feed-forward layers are, for a wider control.
+    """
+
+    name: str
+    recipe: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self, suffix: str, memory: Mapping[str, Any] | None, **facts: Any) -> Row:
+        """A row of this backbone.
+
+        Args:
+            suffix: of its name; empty for the plain one.
+            memory: None, or what is changed in the recipe's memory section; with a "name", another memory, of which
+                the ratio is the recipe's.
+        """
+
+        def model(recipe: RunConfig) -> dict[str, Any]:
+            given = grc_options(recipe)
+            section = {**self.options, **recipe.model}
+            if memory is None:
+                return {**section, "memory": None}
+            if "name" in memory:
+                return {**section, "memory": {"ratio": given.get("ratio", 0.5), **memory}}
+            return {**section, "memory": {**given, **memory}}
+
+        name = f"{self.name}-{suffix}" if suffix else self.name
+        return Row(name, model, backbone=self.name, recipe=self.recipe, **facts)
+
+    def plain(self) -> Row:
+        """Without a memory."""
+        return self.row("", None)
+
+    def released(self) -> Row:
+        """GRC as its authors published it in code, with what it is compared with."""
+        against = (self.name, f"{self.name}-convolution", f"{self.name}-wider")
+        return self.row("released", {"variant": "released"}, against=against)
+
+    def algorithm(self) -> Row:
+        """GRC as the text of the paper has it: no convolution."""
+        return self.row("paper", {"variant": "paper"}, against=(self.name,))
+
+    def convolution(self) -> Row:
+        """No cache, the convolution alone."""
+        return self.row("convolution", {"name": "convolution"}, against=(self.name,))
+
+    def wider(self) -> Row:
+        """No memory, and feed-forward layers as wide as it takes to cost what the cached row costs."""
+        return self.row("wider", None, matched=f"{self.name}-released")
+
+    def rows(self) -> list[Row]:
+        """All of them."""
+        return [self.plain(), self.released(), self.algorithm(), self.convolution(), self.wider()]
+
+
+def grc_options(recipe: RunConfig, rows_do: str = "set its variant or take it out") -> dict[str, Any]:
+    """The memory section of the recipe.
+
+    Args:
+        rows_do: what the rows of the table do with it, for the message.
+
+    Raises:
+        ValueError: it is not GRC with its options.
+    """
+    memory = recipe.model.get("memory")
+    if not isinstance(memory, Mapping) or memory.get("name") != "grc":
+        raise ValueError(
+            f"model.memory={memory!r} must be GRC with its options; rows {rows_do}, so change "
+            "model.memory.ratio and the like only"
+        )
+    return dict(memory)
+
+
+SMALL = {"vit": Backbone("vit"), "pvt_v2": Backbone("pvt_v2", recipe="table1_small_pvt_v2")}
+"""Backbones of the small scale: the vision transformer of the table's recipe, and a PVTv2 with a recipe of its own."""
+
+_PVT = {"mlp_ratios": [8, 8, 4, 4]}
+PAPER = {
+    "vit_small": Backbone("vit_small", recipe="imagenet_vit_small_grc", options={"mlp_ratio": 4.0}),
+    "pvt_tiny": Backbone("pvt_tiny", recipe="imagenet_pvt_tiny_grc", options=_PVT),
+    "pvt_small": Backbone("pvt_small", recipe="imagenet_pvt_small_grc", options=_PVT),
+    "pvt_medium": Backbone("pvt_medium", recipe="imagenet_pvt_medium_grc", options=_PVT),
+    "swin_tiny": Backbone("swin_tiny", recipe="imagenet_swin_tiny_grc", options={"mlp_ratio": 4.0}),
+    "pvt_v2_b2": Backbone("pvt_v2_b2", recipe="imagenet_pvt_v2_b2_grc", options=_PVT),
+    "pvt_v2_b3": Backbone("pvt_v2_b3", recipe="imagenet_pvt_v2_b3_grc", options=_PVT),
+    "pvt_v2_b4": Backbone("pvt_v2_b4", recipe="imagenet_pvt_v2_b4_grc", options=_PVT),
+}
+"""Backbones of the paper's scale, each with its recipe for ImageNet."""
+FILES = {"small": "CIFAR-10 (binary version)", "paper": "ImageNet-1k"}
+"""What the data folder holds at each scale."""
+
+
+def protocol(config: RunConfig) -> str:
+    """What a row is made of, in a line: model, memory with its options, feed-forward."""
+    model = config.model
+    parts = [str(model.get("architecture", model["name"]))]
+    if model.get("memory") is not None:
+        parts.append(section_words(model["memory"]))
+    widths = [f"{key} {_rounded(model[key])}" for key in ("feed_forward", "mlp_ratio", "mlp_ratios") if key in model]
+    return ", ".join([" + ".join(parts), *widths])
+
+
+def image_table(
+    summary: str, rows: Callable[[str], Sequence[Row]], recipes: Mapping[str, str], files: Mapping[str, str] = FILES
+) -> Reproduction:
+    """A table of image classifiers: controls at equal operations, and the use of the caches beside the accuracies."""
+    return Reproduction(summary=summary, recipes=recipes, files=files, paper=rows, protocol=protocol, cache_use=True)
+
+
+def section_words(section: Mapping[str, Any]) -> str:
+    """A section of a model with its options, as `name(option=value)`."""
+    shown = [f"{key}={value}" for key, value in section.items() if key != "name"]
+    return f"{section['name']}({', '.join(shown)})" if shown else str(section["name"])
+
+
+def _rounded(value: Any) -> str:
+    if isinstance(value, Sequence):
+        return f"[{', '.join(_rounded(item) for item in value)}]"
+    return f"{value:.4g}"

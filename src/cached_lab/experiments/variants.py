@@ -1,0 +1,288 @@
+"""The arms of a comparison: a memory by name and options, or a control that has none.
+
+What makes arms equal raises a ValueError for a model whose feed-forward layers have no width to be changed, and for an
+arm that cannot come within half a per cent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cached_lab.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
+from cached_lab.tasks.kinds import baselines, example_inputs, model_arguments, task_name
+from cached_lab.tasks.recipes import check_sections, fill_from_data
+from cached_lab.training.config import RunConfig
+from cached_lab.yaml_tree import parse_yaml
+from cached_transformers.registry import MODELS, unknown_name
+
+from .costs.flops import count_flops, count_parameters
+
+CONTROLS = ("conv", "flops", "parameters", "longer")
+TOLERANCE = 0.005
+"""Share by which sizes may differ that count as equal."""
+FEED_FORWARD = ("feed_forward", "mlp_ratio", "mlp_ratios")
+"""Options of models that say how wide feed-forward layers are: channels; times the width, of all or of each stage."""
+UNIT = 1000
+"""A width of so much leaves ratios as they are given: they are changed in thousandths."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm: its name, and the recipe's configuration with the change that makes it."""
+
+    name: str
+    config: RunConfig
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def seeded(self, seed: int) -> RunConfig:
+        """The configuration of one run."""
+        return dataclasses.replace(self.config, training=dataclasses.replace(self.config.training, seed=seed))
+
+    def run_name(self, seed: int) -> str:
+        """Folder of one run, relative to the comparison."""
+        return f"{re.sub(r'[^A-Za-z0-9._=-]', '_', self.name)}/seed_{seed}"
+
+
+def parse_variant(text: str) -> str | dict[str, Any] | None:
+    """The `model.memory` of a variant: None for plain, a name, or a mapping for `name:key=value:key=value`.
+
+    Raises:
+        ValueError: an option is not of the form key=value.
+    """
+    name, *options = text.split(":")
+    if name == "plain":
+        if options:
+            raise ValueError(f"variant {text!r}: plain has no memory, so it takes no options")
+        return None
+    memory: dict[str, Any] = {"name": name}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (equals and key):
+            raise ValueError(f"variant {text!r}: {option!r} is not of the form key=value, e.g. grc:ratio=0.25")
+        memory[key] = parse_yaml(value, f"option {key} of variant {text}")
+    return memory if options else name
+
+
+def prepare(
+    recipe: RunConfig, names: list[str], controls: str, against: str = ""
+) -> tuple[list[Variant], dict[str, float] | None]:
+    """Checked variants, controls last, and the scores of guessers that the data set offers.
+
+    Args:
+        against: the variant or control that the others are to be tested against; "" where nobody chose one.
+
+    Raises:
+        ValueError: an unknown variant, option or control, the same variant twice, one that cannot be built, or an
+            `against` that is none of them.
+    """
+    if len(set(names)) < len(names):
+        raise ValueError(f"--with {','.join(names)} names a variant twice")
+    wanted = [control for control in controls.split(",") if control]
+    for control in wanted:
+        if control not in CONTROLS:
+            raise ValueError(f"--control: {unknown_name('control', control, list(CONTROLS))}")
+    every = [*names, *(f"control-{control}" for control in wanted)]
+    if against and against not in every:
+        unknown = unknown_name("variant of this comparison", against, every)
+        raise ValueError(f"--against: {unknown}; name one of them, or add it by --with or --control")
+    for name in names:  # before the data are built, which may take long
+        check_sections(with_memory(recipe, parse_variant(name)))
+    train = build_dataset(recipe, "train")
+    scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
+    recipe = fill_from_data(recipe, train.describe())
+    variants = [Variant(name, with_memory(recipe, parse_variant(name))) for name in names]
+    if "conv" in wanted:
+        variants.append(Variant("control-conv", with_memory(recipe, "convolution")))
+    for variant in variants:  # before any is trained
+        try:
+            refuse_what_cannot_be_built(variant.config)
+        except ValueError as error:
+            raise ValueError(f"variant {variant.name}: {error}") from None
+    named, plain = list(variants), with_memory(recipe, None)
+    if "flops" in wanted:
+        inputs, keywords = example_inputs(train, plain)
+        variants.append(
+            wider("flops", plain, named, lambda config: count_flops(build_model(config), *inputs, **keywords))
+        )
+    if "parameters" in wanted:
+        variants.append(wider("parameters", plain, named, parameters_of))
+    if "longer" in wanted:
+        variants.append(longer(plain, train))
+    return variants, baselines(recipe, train, scored)
+
+
+def wider(what: str, plain: RunConfig, variants: list[Variant], cost: Callable[[RunConfig], int]) -> Variant:
+    """The plain model with its feed-forward layers widened until its cost is that of the variant with most of it."""
+    feed_forward_option(plain)
+    target = max(cost(variant.config) for variant in variants)
+    found = equally_dear(plain, cost, target)
+    facts = {
+        "feed_forward": feed_forward(found),
+        f"{what}_ratio": cost(found) / target,
+        "matched": "the dearest variant",
+    }
+    return Variant(f"control-{what}", found, facts)
+
+
+def longer(plain: RunConfig, dataset: Any) -> Variant:
+    """The plain model with segments twice as long, half as many of them in a step, in training and in evaluation.
+
+    Raises:
+        ValueError: the data are no streams of text, or a step reads an odd number of segments.
+    """
+    training, evaluation = plain.training, plain.evaluation
+    if task_name(dataset) != "language":
+        raise ValueError(
+            f"--control longer is for streams of text, which data {plain.data['name']!r} are not; leave it out"
+        )
+    if training.segments % 2:
+        raise ValueError(
+            f"--control longer: training.segments={training.segments} must be even, so that half as many segments of "
+            "twice the length are the same text"
+        )
+    length, segments = 2 * training.segment_length, training.segments // 2
+    changed = dataclasses.replace(training, segment_length=length, segments=segments, bptt=min(training.bptt, segments))
+    if evaluation.segment_length:
+        evaluation = dataclasses.replace(evaluation, segment_length=2 * evaluation.segment_length)
+    return Variant("control-longer", dataclasses.replace(plain, training=changed, evaluation=evaluation))
+
+
+def equal_parameters(variants: list[Variant], deciding: int) -> list[Variant]:
+    """The variants with feed-forward layers as wide as it takes to have equally many parameters.
+
+    Args:
+        deciding: the largest of so many first variants keeps its size; what is larger among the others gets narrower.
+
+    Returns:
+        them, with the facts `feed_forward` and `matched_parameters`.
+    """
+
+    feed_forward_option(variants[0].config)
+    target = max(parameters_of(variant.config) for variant in variants[:deciding])
+    equal = []
+    for variant in variants:
+        config = equally_dear(variant.config, parameters_of, target)
+        found, width = parameters_of(config), feed_forward(config)
+        if abs(found - target) > TOLERANCE * target:
+            raise ValueError(
+                f"{variant.name} has {found} parameters with feed_forward={width}, not {target} as the others; take "
+                "options with fewer parameters, or a larger model"
+            )
+        equal.append(Variant(variant.name, config, {"feed_forward": width, "matched_parameters": found}))
+    return equal
+
+
+def equal_operations(variants: list[Variant], matched: Mapping[str, str], dataset: Any) -> list[Variant]:
+    """The variants, some of them with feed-forward layers as wide as it takes to cost in training what another does.
+
+    Args:
+        matched: name of the other by name of the variant.
+        dataset: whose first rows make the batch on which operations are counted.
+
+    Returns:
+        them, with the facts `feed_forward` and `training_flops` (of one forward pass in training, per row of a batch),
+        and for the matched ones `matched` and `flops_ratio`.
+    """
+    for name in matched:
+        feed_forward_option(next(variant.config for variant in variants if variant.name == name))
+    batches: dict[int, Any] = {}
+
+    def operations(config: RunConfig) -> int:
+        size = config.training.batch_size
+        if size not in batches:
+            batches[size] = first_batch(config, dataset)
+        return training_flops(config, batches[size])
+
+    costs = {v.name: operations(v.config) for v in variants if v.name not in matched or v.name in matched.values()}
+    equal = []
+    for variant in variants:
+        config, facts = variant.config, {}
+        if variant.name not in matched:
+            cost = costs[variant.name]
+        else:
+            target = costs[matched[variant.name]]
+            config = equally_dear(config, operations, target)
+            cost = operations(config)
+            if abs(cost - target) > TOLERANCE * target:
+                raise ValueError(
+                    f"{variant.name} takes {cost} operations with feed_forward={feed_forward(config)}, not {target} as "
+                    f"{matched[variant.name]}; take a larger model or a dearer memory"
+                )
+            facts = {"matched": matched[variant.name], "flops_ratio": cost / target}
+        size = min(config.training.batch_size, len(dataset))
+        facts = {"feed_forward": feed_forward(config), "training_flops": round(cost / size), **facts}
+        equal.append(Variant(variant.name, config, facts))
+    return equal
+
+
+def first_batch(config: RunConfig, dataset: Any) -> Any:
+    """As many first rows of the data as a batch has."""
+    return dataset.collate([dataset[index] for index in range(min(config.training.batch_size, len(dataset)))])
+
+
+def training_flops(config: RunConfig, batch: Any) -> int:
+    """Operations of one forward pass in training over a batch; nothing is computed."""
+    inputs, keywords = model_arguments(batch)
+    return count_flops(build_model(config), *inputs, mode="train", shapes_only=True, **keywords)
+
+
+def parameters_of(config: RunConfig) -> int:
+    """Parameters of the model of a configuration; nothing is computed."""
+    with torch.device("meta"):
+        return count_parameters(MODELS.create(**config.model))
+
+
+def feed_forward_option(config: RunConfig) -> str:
+    """The option of the model that says how wide its feed-forward layers are.
+
+    Raises:
+        ValueError: it has none, or a ratio that is not written down, so that there is nothing to begin with.
+    """
+    model = MODELS.entry(config.model["name"])
+    for option in FEED_FORWARD:
+        if option in config.model or option in model.options:
+            if option != "feed_forward" and not config.model.get(option):
+                raise ValueError(
+                    f"model.{option} of {model.name!r} is changed for equal cost; set it to what the model has"
+                )
+            return option
+    if model.open_ended:
+        raise ValueError(
+            f"equal cost takes another width of feed-forward layers, and {model.name!r} does not say by which option; "
+            f"set one of {', '.join(f'model.{option}' for option in FEED_FORWARD)} to what the model has"
+        )
+    raise ValueError(f"equal sizes take another model.feed_forward, which model {model.name!r} does not have")
+
+
+def feed_forward(config: RunConfig) -> Any:
+    """The width of the feed-forward layers as the configuration has it; None where it says nothing."""
+    return next((config.model[option] for option in FEED_FORWARD if config.model.get(option) is not None), None)
+
+
+def widened(config: RunConfig, width: int) -> RunConfig:
+    """The configuration with another width of the feed-forward layers: channels, or thousandths of the ratios given."""
+    option = feed_forward_option(config)
+    value: Any = width
+    if option != "feed_forward":
+        given = config.model[option]
+        value = [width * r / UNIT for r in given] if isinstance(given, (list, tuple)) else width * given / UNIT
+    return dataclasses.replace(config, model={**config.model, option: value})
+
+
+def equally_dear(config: RunConfig, cost: Callable[[RunConfig], int], target: int) -> RunConfig:
+    """The configuration with the feed-forward width whose cost is nearest to `target`."""
+    unit = 1 if feed_forward_option(config) == "feed_forward" else UNIT
+    return widened(config, nearest_width(lambda w: cost(widened(config, w)), target, unit))
+
+
+def nearest_width(cost: Callable[[int], int], target: int, unit: int = 1) -> int:
+    """The width whose cost is nearest to `target`; cost grows linearly with width, as seen at one and two units."""
+    base = cost(unit)
+    slope = (cost(2 * unit) - base) / unit
+    return max(1, unit + round((target - base) / slope))

@@ -1,0 +1,86 @@
+"""Images of the Hugging Face hub ("huggingface_images"), through the `datasets` library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cached_lab.data.huggingface import load_from_hub
+from cached_lab.data.image_files import BadFile
+from cached_lab.data.splits import SPLIT_WORDS
+from cached_lab.registries import DATASETS
+from cached_transformers.extras import require
+
+from .dataset import EncodedImages
+
+
+@DATASETS.register("huggingface_images")
+@dataclass(kw_only=True, eq=False, repr=False)
+class HuggingFaceImages(EncodedImages):
+    """Classify the images of any data set of the Hugging Face hub, or of one saved to disk.
+
+    Split names are those that the library uses (train; validation, valid, val or dev; test); what the data set lacks is
+    dealt from its training rows by `validation_fraction` and `test_fraction`. Images are decoded by this library, so
+    that bad ones are handled as elsewhere.
+
+    Args:
+        dataset: its name, e.g. "uoft-cs/cifar10", or the folder that `save_to_disk` wrote.
+        config: its configuration, if it has any.
+        image: column of the images. label: column of the labels; null takes "label", or "fine_label" if there is none.
+        test_fraction: share of every class held out where the data set has no split for testing.
+        others: see `EncodedImages`.
+
+    Raises:
+        ImportError: the `datasets` library is not installed.
+        ValueError: unknown data set or column, or one of another kind; labels that are hidden (-1); an empty split.
+    """
+
+    name = "huggingface_images"
+    dataset: str
+    config: str | None = None
+    image: str = "image"
+    label: str | None = None
+    test_fraction: float = 0.1
+
+    def _load(self) -> tuple[np.ndarray, list[str]]:
+        loaded = load_from_hub(self.dataset, self.config)
+        present = {split: name for split, words in SPLIT_WORDS.items() for name in loaded if name in words}
+        if "train" not in present:
+            raise ValueError(f"{self.dataset} has no training split; it has {', '.join(loaded)}")
+        rows = loaded[present.get(self.split, present["train"])]
+        labels, names = self._labels(rows)
+        if self.split not in present or self.split == "train":
+            held_out = [split for split in ("validation", "test") if split not in present]
+            chosen = self._dealt(self.dataset, labels, *held_out)
+            rows, labels = rows.select(chosen), labels[chosen]
+        library = require("datasets", extra="language")
+        self._rows = rows.select_columns([self.image]).cast_column(self.image, library.Image(decode=False))
+        return labels, names or [f"class {place}" for place in range(int(labels.max()) + 1)]
+
+    def _labels(self, rows: Any) -> tuple[np.ndarray, list[str]]:
+        """Labels as whole numbers, and the names of the classes where the data set has them."""
+        columns, dataset = list(rows.column_names), self.dataset
+        column = self.label or next((name for name in ("label", "fine_label") if name in columns), "label")
+        for option, name in (("image", self.image), ("label", column)):
+            if name not in columns:
+                raise ValueError(f"data.{option}={name!r}: {dataset} has {', '.join(columns)}")
+        if type(rows.features[self.image]).__name__ != "Image":
+            held = rows.features[self.image]
+            raise ValueError(f"data.image={self.image!r}: {dataset} holds {held} there, not images")
+        labels = np.asarray(list(rows[column]))
+        if not len(labels) or labels.dtype.kind not in "iu":
+            raise ValueError(f"data.label={column!r}: {dataset} holds {rows.features[column]} there, not class numbers")
+        if labels.min() < 0:
+            hidden = int((labels < 0).sum())
+            raise ValueError(f"{dataset}: {hidden} of {len(labels)} labels are hidden (-1); choose another split")
+        return labels.astype(np.int64), list(getattr(rows.features[column], "names", None) or [])
+
+    def encoded(self, index: int) -> tuple[bytes, object]:
+        value = self._rows[index][self.image]
+        name = (value or {}).get("path") or f"{self.dataset}, {self.split} row {index}"
+        if value is None:
+            raise BadFile(name, "the row holds no image")
+        return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes(), name

@@ -1,0 +1,214 @@
+"""ListOps as data sets: generated ("listops"), and from files ("listops_tsv").
+
+Paper: Tay et al., arXiv:2011.04006. Every published score of 35 to 37 % is what the root operator alone gives away;
+`baselines` measures it for the data at hand.
+
+Shape legend: B batch, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cached_lab.data.dataset import Batch, LabelledDataset
+from cached_lab.data.samples import Sample
+from cached_lab.data.splits import check_split
+from cached_lab.data.store import Arrays, load_or_build
+from cached_lab.registries import DATASETS
+
+from .expressions import GENERATOR_VERSION, PADDING_ID, VOCABULARY, Expression, generate_trees, root_operator_baselines
+from .files import find_tsv, read_tsv
+
+_PAPER = "arXiv:2011.04006"
+_MOST = 10_000_000
+"""Expressions of a split: over an hour of generating."""
+
+
+class ExpressionDataset(LabelledDataset):
+    """Expressions held in memory, one byte a token. Items are (token identifiers long (N,), value).
+
+    Args:
+        arrays: "tokens", identifiers of all expressions one after another, uint8 (total,); "ends", where each
+            expression ends, integers (size,); "labels", values, integers (size,).
+        max_length: longest input a model must take, in tokens.
+        pad_to: "batch" pads to the longest of the batch, "max" to `max_length` (what the arena does).
+    """
+
+    def __init__(
+        self, name: str, split: str, arrays: Mapping[str, np.ndarray], *, max_length: int, pad_to: str = "batch"
+    ) -> None:
+        super().__init__(name, split, arrays["labels"], classes=10)
+        if pad_to not in ("batch", "max"):
+            raise ValueError(f"pad_to={pad_to!r} must be 'batch' (the longest in the batch) or 'max' (max_length)")
+        self.max_length = max_length
+        self.pad_to = pad_to
+        self._tokens = arrays["tokens"]
+        self._ends = arrays["ends"]
+
+    def expression(self, index: int) -> Expression:
+        """Tokens and value of one item."""
+        position = self.position(index)
+        start = int(self._ends[position - 1]) if position else 0
+        return Expression(self._tokens[start : self._ends[position]].tobytes(), int(self.labels[position]))
+
+    def expressions(self) -> Iterator[Expression]:
+        """All items, in order."""
+        return (self.expression(index) for index in range(len(self)))
+
+    def samples(self) -> Iterator[Sample]:
+        yield from super().samples()
+        yield self._tokens
+        yield self._ends
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        expression = self.expression(index)
+        return torch.tensor(list(expression.tokens), dtype=torch.long), expression.label
+
+    def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
+        """Pad with identifier 0 to the length that `pad_to` names."""
+        length = self.max_length if self.pad_to == "max" else max(len(tokens_N) for tokens_N, _ in items)
+        inputs_BN = torch.full((len(items), length), PADDING_ID, dtype=torch.long)
+        for row, (tokens_N, _) in enumerate(items):
+            inputs_BN[row, : len(tokens_N)] = tokens_N
+        targets_B = torch.tensor([label for _, label in items], dtype=torch.long)
+        return Batch(inputs_BN, targets_B, padding=inputs_BN == PADDING_ID)
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "vocabulary": len(VOCABULARY), "max_length": self.max_length}
+
+    def baselines(self, train: LabelledDataset) -> dict[str, float]:
+        """Accuracies (0..1) on this split of the three guessers of `root_operator_baselines`, fitted to `train`."""
+        if not isinstance(train, ExpressionDataset):
+            raise ValueError(f"the baselines of {self.name!r} are fitted to ListOps data, not to {train.name!r}")
+        return root_operator_baselines(train.expressions(), self.expressions())
+
+
+@DATASETS.register("listops", paper=_PAPER)
+@dataclass(eq=False, repr=False)
+class ListOps(ExpressionDataset):
+    """Long ListOps, generated: classify the value (0..9) of a nested expression; defaults of the Long Range Arena.
+
+    The first process generates (about half a millisecond an expression at the defaults) and keeps the result in the
+    cache folder (`cached_lab.data.cache_folder`). Splits have streams of their own, and in the order test,
+    validation, train each leaves out what those before it hold: they are disjoint, a larger training split begins with
+    a smaller one, and its size does not touch the other two.
+
+    Args:
+        split: "train", "validation" or "test".
+        max_depth, max_args, min_length, max_length: see `generate_trees`.
+        train_size, validation_size, test_size: number of expressions of each split.
+        seed: which data set of this kind; training seeds are another matter.
+        pad_to: "batch" or "max".
+
+    Raises:
+        ValueError: see `generate_trees`; also a size below 1, or above ten million.
+    """
+
+    split: str
+    _: KW_ONLY
+    max_depth: int = 10
+    max_args: int = 10
+    min_length: int = 500
+    max_length: int = 2000
+    train_size: int = 96_000
+    validation_size: int = 2_000
+    test_size: int = 2_000
+    seed: int = 0
+    pad_to: str = "batch"
+
+    def __post_init__(self) -> None:
+        shape = {name: getattr(self, name) for name in ("max_depth", "max_args", "min_length", "max_length")}
+        # In the order in which they are generated: each leaves out what those before it hold.
+        sizes = {"test": self.test_size, "validation": self.validation_size, "train": self.train_size}
+        for name, size in sizes.items():
+            if not 1 <= size <= _MOST:
+                raise ValueError(f"{name}_size={size} must lie in 1..{_MOST:,}: all of them are held in memory")
+        arrays = _generated(check_split(self.split), shape, sizes, self.seed)
+        super().__init__("listops", self.split, arrays, max_length=self.max_length, pad_to=self.pad_to)
+
+    @classmethod
+    def foretell(cls, **options: Any) -> dict[str, object]:
+        """What `describe` will say of data with these options, found without generating more than one expression."""
+        return cls("test", **{**options, "test_size": 1}).describe()
+
+
+@DATASETS.register("listops_tsv", paper=_PAPER)
+@dataclass(eq=False, repr=False)
+class ListOpsTSV(ExpressionDataset):
+    """Long ListOps from files in the tab-separated form of the Long Range Arena, plain or xz-compressed.
+
+    Args:
+        split: "train", "validation" or "test".
+        path: folder with one file a split (`basic_train.tsv`, `basic_val.tsv`, ...), or a mapping from split to file.
+        max_length: longest expression allowed, in tokens; 2000 as in the arena.
+        too_long: "error" refuses a longer expression, "truncate" keeps its first `max_length` tokens, as the arena
+            does; its value is then no longer written in the input.
+        pad_to: "batch" or "max".
+
+    Raises:
+        FileNotFoundError: no file for the split.
+        ValueError: a malformed line (named), or an expression that is too long.
+    """
+
+    split: str
+    _: KW_ONLY
+    path: str | Path | Mapping[str, str | Path]
+    max_length: int = 2000
+    too_long: str = "error"
+    pad_to: str = "batch"
+
+    def __post_init__(self) -> None:
+        most = self.max_length
+        if self.too_long not in ("error", "truncate"):
+            raise ValueError(f"too_long={self.too_long!r} must be 'error' or 'truncate'")
+        if most < 1:
+            raise ValueError(f"max_length={most} must be at least 1 token")
+        file = find_tsv(self.path, check_split(self.split))
+        expressions = read_tsv(file)
+        longest = max(len(expression.tokens) for expression in expressions)
+        if longest > most and self.too_long == "error":
+            message = f"{file} holds an expression of {longest} tokens, and max_length={most}"
+            raise ValueError(f"{message}; raise max_length, or cut expressions with too_long='truncate'")
+        cut = (Expression(expression.tokens[:most], expression.label) for expression in expressions)
+        super().__init__("listops_tsv", self.split, _packed(cut), max_length=most, pad_to=self.pad_to)
+
+
+def _generated(split: str, shape: dict[str, int], sizes: dict[str, int], seed: int) -> Arrays:
+    order = list(sizes)
+    earlier = order[: order.index(split)]
+    # A split depends on those generated before it, and on nothing else.
+    key = {**shape, "seed": seed, "split": split, "version": GENERATOR_VERSION}
+    key["sizes"] = {name: sizes[name] for name in (*earlier, split)}
+
+    def build() -> Arrays:
+        others = (_generated(name, shape, sizes, seed) for name in earlier)
+        taken = {tokens for arrays in others for tokens in _unpacked(arrays)}
+        stream = generate_trees(f"{seed}/{split}", **shape)
+        return _packed(islice((e for e in stream if e.tokens not in taken), sizes[split]))
+
+    return load_or_build("listops", key, build)
+
+
+def _packed(expressions: Iterable[Expression]) -> Arrays:
+    tokens, labels = zip(*expressions, strict=True)
+    return {
+        "tokens": np.frombuffer(b"".join(tokens), dtype=np.uint8),
+        "ends": np.cumsum([len(identifiers) for identifiers in tokens], dtype=np.int64),
+        "labels": np.array(labels, dtype=np.uint8),
+    }
+
+
+def _unpacked(arrays: Arrays) -> Iterator[bytes]:
+    """Tokens of each expression."""
+    start = 0
+    for end in arrays["ends"].tolist():
+        yield arrays["tokens"][start:end].tobytes()
+        start = end

@@ -1,0 +1,106 @@
+"""Classification: rows with a label each.
+
+Legend: B rows, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cached_lab.data.samples import is_stream
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World
+from cached_lab.training.loader import TrainingOrder, evaluation_batches, training_batches
+from cached_lab.training.streamed_order import SeededExamples, StreamedOrder
+from cached_lab.training.task import Task, sums_of
+
+from .mixing import Mixing, make_mixing
+from .scores import averages, evaluate, forward, score_width, sums
+
+
+class Classification(Task):
+    """One label a row; nothing is carried from step to step."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
+        super().__init__(config, model, train, validation, world)
+        if self.settings.metric not in ("accuracy", "loss"):
+            raise ValueError(f"training.metric={self.settings.metric!r} is of text; take accuracy or loss")
+        if getattr(model, "remembers", False):
+            raise ValueError(
+                f"model.memory={config.model.get('memory')!r} carries a state from frame to frame, and a row here is "
+                "one image, behind which nothing is read; take a shared memory, as grc, or SegmentLoop with videos"
+            )
+        self.classes, self.width = train.classes, score_width(train.classes)
+        settings = self.settings
+        self.order = self._order(train)
+        self.mixing = make_mixing(settings, config.model.get("classes", train.classes), world.size)
+
+    def _order(self, train: Any) -> TrainingOrder | StreamedOrder:
+        """The order of the training split, by number or as a stream (ValueError: it cannot fill a batch)."""
+        settings = self.settings
+        if not is_stream(train):
+            return TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share, settings.repeats)
+        if settings.repeats > 1:
+            raise ValueError(
+                f"training.repeats={settings.repeats} takes images several times, and data {train.name!r} are read "
+                "once; leave it at 1"
+            )
+        return StreamedOrder(train.examples, settings.batch_size, settings.seed, self.share, train.parts, train.window)
+
+    def batches(self, step: int) -> Iterator[Any]:
+        order = self.order
+        batches = self._streamed(order, step) if isinstance(order, StreamedOrder) else self._loaded(order, step)
+        return batches if self.mixing is None else self._mixed(batches, self.mixing, step)
+
+    def _streamed(self, order: StreamedOrder, step: int) -> Iterator[Any]:
+        order.start = step
+        pinned, rows = self.world.device.type == "cuda", SeededExamples(self.data, order.seed)
+        for number, batch in enumerate(training_batches(self.data, order, self.settings.workers, pinned, rows)):  # type: ignore[arg-type]
+            if batch is None:
+                raise ValueError(f"no file of a whole batch of {self.data.name!r} can be used; fetch the data again")
+            self._begun = step + number // self.settings.accumulate + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where a stream stands."""
+        return self.order.state_dict(self._begun, self.world) if isinstance(self.order, StreamedOrder) else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if isinstance(self.order, StreamedOrder) and state:
+            self.order.load_state_dict(state)
+
+    def _mixed(self, batches: Iterator[Any], mixing: Mixing, step: int) -> Iterator[Any]:
+        pieces = self.settings.accumulate
+        for number, batch in enumerate(batches):
+            yield mixing(batch, self.world.device, step + number // pieces)
+
+    def backward(self, runner: Callable[..., Any], batch: Any, scaler: torch.amp.GradScaler) -> Tensor:
+        settings, device = self.settings, self.world.device
+        with settings.autocast(device):
+            logits_BK, targets, auxiliary = forward(runner, batch, device)
+        loss = F.cross_entropy(logits_BK.float(), targets, label_smoothing=settings.label_smoothing)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        scaler.scale(loss / settings.accumulate).backward()
+        return sums_of(loss, *sums(logits_BK.detach(), targets, self.classes))
+
+    def averages(self, total: Tensor) -> dict[str, float]:
+        return averages(total)
+
+    def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
+        return evaluate(model, dataset, self.world, self.settings.evaluation_rows, self.settings.workers), []
+
+    @classmethod
+    def baselines(cls, train: Any, scored: Any, metric: str) -> dict[str, float] | None:
+        """Accuracies, whatever decides which checkpoint is the best."""
+        return scored.baselines(train) if hasattr(scored, "baselines") else None
+
+    @classmethod
+    def images(cls, dataset: Any, count: int) -> Tensor | None:
+        inputs = next(evaluation_batches(dataset, count)).inputs
+        return inputs if inputs.is_floating_point() else None

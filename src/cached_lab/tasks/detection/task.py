@@ -1,0 +1,162 @@
+"""Detection: images with boxes (and masks), the losses of a detector, and its average precision.
+
+Legend: N objects of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_lab.data.image_files import BadFile
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World
+from cached_lab.training.loader import GroupedOrder, to_device
+from cached_lab.training.metrics import untouched
+from cached_lab.training.run_files import CATEGORIES
+from cached_lab.training.task import Arguments, Task, sums_of
+from cached_transformers.files import json_text
+
+from .coco import CocoDetection, DetectionBatch
+from .scores import Results, score, to_results
+
+
+class Detection(Task):
+    """Object detection and instance segmentation; nothing is carried from step to step.
+
+    The losses are means over a piece of a batch, as torchvision makes them, and pieces and processes weigh alike.
+
+    Raises:
+        ValueError: settings, or a model, that do not suit detection.
+    """
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, train: CocoDetection, validation: CocoDetection, world: World
+    ) -> None:
+        super().__init__(config, model, train, validation, world)
+        check(config, model, train)
+        check_categories(train.class_names, validation)
+        self.losses: tuple[str, ...] = model.losses  # type: ignore[assignment]
+        self.width = len(self.losses) + 2
+        self.order = GroupedOrder(train.groups, self.settings.batch_size, self.settings.seed, 0, self.share)
+
+    def batches(self, step: int) -> Iterator[DetectionBatch]:
+        return self._loaded(self.order, step, pin_memory=False)  # its images come one by one
+
+    def backward(self, runner: Callable[..., Any], batch: DetectionBatch, scaler: torch.amp.GradScaler) -> Tensor:
+        device = self.world.device
+        images, targets = to_device(batch, device)
+        with self.settings.autocast(device):
+            losses = runner(images, targets)
+        total = torch.stack([losses[name].float() for name in self.losses]).sum()
+        scaler.scale(total / self.settings.accumulate).backward()
+        count = len(images)
+        parts = [part.detach().double() * count for part in (total, *(losses[name] for name in self.losses))]
+        return sums_of(total, *parts, total.new_tensor(count))
+
+    def averages(self, total: Tensor) -> dict[str, float]:
+        """The loss and its parts, averaged over images."""
+        *sums, images = total.tolist()
+        return {name: value / images for name, value in zip(("loss", *self.losses), sums, strict=True)}
+
+    def evaluate(self, model: nn.Module, dataset: CocoDetection) -> tuple[dict[str, float], list[dict[str, float]]]:
+        check_categories(self.data.class_names, dataset)
+        return evaluate_detector(model, dataset, self.world, self.settings.evaluation_rows), []
+
+    @classmethod
+    def arguments(cls, batch: DetectionBatch) -> Arguments:
+        return (batch.inputs,), {}
+
+    def files(self) -> dict[str, bytes]:
+        pairs = zip(self.data.category_ids, self.data.class_names, strict=True)
+        return {CATEGORIES: json_text([{"id": number, "name": name} for number, name in pairs])}
+
+
+def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
+    """Refuse settings and models that do not suit detection (ValueError)."""
+    settings, name = config.training, config.model["name"]
+    if not hasattr(model, "losses"):
+        raise ValueError(
+            f"data {data.name!r} has boxes, for which model {name!r} is none; take mask_rcnn, faster_rcnn or retinanet"
+        )
+    known = ("box_ap", "mask_ap") if model.masks else ("box_ap",)
+    if settings.metric not in known:
+        raise ValueError(f"training.metric={settings.metric!r} does not suit model {name!r}; take {' or '.join(known)}")
+    if model.masks and not data.masks:
+        raise ValueError(
+            f"model {name!r} learns masks, which the data have not (data.masks, or no segmentation in "
+            f"{data.annotations.source}); take faster_rcnn or retinanet"
+        )
+    if settings.label_smoothing or settings.compile:
+        raise ValueError(
+            f"training.label_smoothing={settings.label_smoothing} and training.compile={settings.compile} are not for "
+            "detectors, whose losses are torchvision's and whose images vary in size; leave them at 0 and false"
+        )
+
+
+def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
+    """Refuse data with other categories than those that the model was trained on (ValueError)."""
+    if list(known) == dataset.class_names:
+        return
+    missing = [name for name in known if name not in dataset.class_names]
+    strange = [name for name in dataset.class_names if name not in known]
+    told = f"lacks {missing[:5]} and has {strange[:5]} beside" if missing or strange else "has them in another order"
+    raise ValueError(
+        f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
+        "the same list of categories"
+    )
+
+
+def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, batch_size: int) -> dict[str, float]:
+    """Average precisions over the whole data set, in evaluation mode and float32, boxes and masks as there are.
+
+    Processes share the images. The model and the random states are left as they were. With bad_files="skip" images
+    that cannot be read do not count; `unreadable_images` says how many.
+
+    Raises:
+        BadFile: an image cannot be read, with bad_files="stop".
+    """
+    mine = dataset.image_ids[world.rank :: world.size]
+    masks = bool(model.masks) and dataset.masks
+    results: Results = {"box": [], **({"mask": []} if masks else {})}
+    unreadable: list[int] = []
+    with untouched(model):
+        for begin in range(0, len(mine), batch_size):
+            numbers, images = _readable(dataset, mine[begin : begin + batch_size], unreadable)
+            answers = model([image.to(world.device) for image in images]) if images else []
+            for number, answer in zip(numbers, answers, strict=True):
+                found = to_results(answer, number, dataset.category_ids)
+                for kind, entries in results.items():
+                    entries += found[kind]
+    everyone = world.gather((results, unreadable))
+    values: dict[str, float] = {}
+    if world.main:
+        gone = {number for _, lost in everyone for number in lost}
+        counted = [number for number in dataset.image_ids if number not in gone]
+        merged = {kind: [entry for part, _ in everyone for entry in part[kind]] for kind in results}
+        values = score(dataset.truth(counted), merged, counted)
+        if gone:
+            values["unreadable_images"] = float(len(gone))
+    first: dict[str, float] = world.gather(values)[0]
+    return first
+
+
+def _readable(dataset: CocoDetection, numbers: Sequence[int], unreadable: list[int]) -> tuple[list[int], list[Tensor]]:
+    """Those of the images that can be read, with their pixels; others are added to `unreadable`."""
+    found: list[int] = []
+    images: list[Tensor] = []
+    for number in numbers:
+        try:
+            image = dataset.pixels(number)
+        except BadFile as error:
+            if dataset.bad_files == "stop":
+                raise
+            dataset.report(number, f"{error}; it does not count in this evaluation")
+            unreadable.append(number)
+            continue
+        found.append(number)
+        images.append(image)
+    return found, images

@@ -1,0 +1,87 @@
+"""What the data sets of documents share: a label each, a length in segments, and padding.
+
+Legend: B rows, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cached_lab.data.dataset import Batch, LabelledDataset
+from cached_lab.data.tokenizers import Tokenizer
+from cached_transformers.checks import at_least_one
+
+
+class Documents(LabelledDataset):
+    """Token sequences with a label each, to be read in segments of `segment_length` tokens, of which the last may be
+    shorter. Items are (token ids long (N,), label).
+
+    Args:
+        name, split, labels, classes: as of `LabelledDataset`.
+        vocabulary: number of token ids.
+        segment_length: tokens in a segment.
+        segments: segments of the longest document.
+        tokenizer: ids of a text and back; None where documents are no text.
+
+    Attributes:
+        task: what the trainer makes of them.
+    """
+
+    task = "documents"
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        labels: np.ndarray,
+        classes: int,
+        *,
+        vocabulary: int,
+        segment_length: int,
+        segments: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(name, split, labels, classes)
+        self.vocabulary, self.segment_length, self.segments = vocabulary, segment_length, segments
+        self.tokenizer = tokenizer  # type: ignore[assignment]  # an option first, and then what it names
+
+    def document(self, index: int, segments: int | None = None, epoch: int = 0) -> tuple[Tensor, int]:
+        """One document: tokens (N,), and its label.
+
+        Args:
+            segments: how many it has at most; None leaves it as long as it is.
+            epoch: of training; documents that are made are made anew for each.
+        """
+        raise NotImplementedError("abstract: a data set of documents gives them")
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.document(index)
+
+    def collate(self, items: Sequence[tuple[Tensor, int]]) -> Batch:
+        """Documents padded to the longest of them; without a mask where nothing is padded."""
+        lengths = torch.tensor([len(tokens_N) for tokens_N, _ in items])
+        inputs_BN = torch.nn.utils.rnn.pad_sequence([tokens_N for tokens_N, _ in items], batch_first=True)
+        padding_BN = torch.arange(inputs_BN.shape[1]) >= lengths[:, None]
+        targets_B = torch.tensor([label for _, label in items], dtype=torch.long)
+        return Batch(inputs_BN, targets_B, padding_BN if padding_BN.any() else None)
+
+    def describe(self) -> dict[str, object]:
+        facts = {"vocabulary": self.vocabulary, "max_length": self.segment_length, "segments": self.segments}
+        return {**super().describe(), **facts}
+
+
+def check_segments(segment_length: int, segments: int | None) -> None:
+    """Refuse a length of segments, or a number of them, below 1 (ValueError)."""
+    at_least_one("", **{"data.segment_length": segment_length})
+    at_least_one("; null reads documents as long as they are", **{"data.segments": segments})
+
+
+def check_made(sizes: dict[str, int], seed: int) -> None:
+    """Refuse splits without a document, and a negative seed (ValueError); `sizes` are by split."""
+    at_least_one("", **{f"data.{split}_size": size for split, size in sizes.items()})
+    if seed < 0:
+        raise ValueError(f"data.seed={seed} must not be negative")

@@ -1,0 +1,130 @@
+"""Reading documents segment by segment with a classifier, which answers when a document ends.
+
+Legend: B rows, N tokens of all segments, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.layers.stack import ModelOutput
+from cached_transformers.layers.token_loss import IGNORED
+from cached_transformers.loops.replay import ReplayLoop
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.state import State, reorder
+
+END = 1
+"""Mark of the last token of a document; others have `IGNORED`."""
+
+
+class DocumentLoop(nn.Module):
+    """Reads documents with a memory between their segments; the gradient crosses all of them.
+
+    It is what DDP wraps: one forward for each backward, whatever the number of segments.
+
+    Args:
+        model: a `SequenceClassifier`, or it compiled.
+        segment_length: tokens in a segment.
+        segments: of the longest document.
+        passes: how often a document is read, see `SegmentLoop`; the answer is that of the last time.
+        replay: keep activations of one segment alone (`ReplayLoop`).
+    """
+
+    def __init__(
+        self, model: nn.Module, segment_length: int, segments: int, passes: int = 1, replay: bool = False
+    ) -> None:
+        super().__init__()
+        kind = ReplayLoop if replay else SegmentLoop
+        self.loop = kind(model, segment_length, bptt=segments, passes=passes, scoring=answers)
+
+    def forward(self, inputs_BN: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits (B, K), each of the segment in which its document ends; and the mean over segments of the auxiliary
+        losses.
+
+        Args:
+            inputs_BN: token ids. padding_BN: bool, True = padding, behind the end of a document.
+        """
+        outs = list(self.loop.read(inputs_BN, ends(inputs_BN, padding_BN), padding=padding_BN))
+        # Of each row one answer is not zero.
+        return sum_of(out.outputs for out in outs), sum_of(out.auxiliary_loss for out in outs) / len(outs)
+
+
+class StreamedDocuments(DocumentLoop):
+    """A `DocumentLoop` for evaluation: a document of any length takes the memory of one segment, in one pass.
+
+    Args:
+        memory: what a row has in front of the segment in which it is answered, and in front of all others: its memory
+            ("carry"), nothing ("reset"), or the memory of another row ("shuffle"), by so many rows as `generator` says.
+        others: as of `DocumentLoop`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        segment_length: int,
+        segments: int,
+        passes: int = 1,
+        *,
+        memory: str = "carry",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(model, segment_length, segments, passes)
+        self.memory, self.generator = memory, generator
+        self.loop.scoring = self._answers
+
+    def forward(self, inputs_BN: Tensor, padding_BN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.memory == "shuffle" and len(inputs_BN) < 2:
+            raise ValueError("--memory shuffle needs two rows or more; raise training.evaluation_batch_size")
+        outs = self.loop.read(inputs_BN, ends(inputs_BN, padding_BN), padding=padding_BN)
+        logits_BK = sum_of(out.outputs for out in outs)
+        return logits_BK, logits_BK.new_zeros(())
+
+    def _answers(
+        self,
+        model: nn.Module,
+        inputs_BN: Tensor,
+        marks_BN: Tensor,
+        state: State | None,
+        reset: None,
+        padding_BN: Tensor | None,
+    ) -> ModelOutput:
+        if self.memory == "reset":
+            state = None
+        elif self.memory == "shuffle" and state is not None:
+            rows = len(inputs_BN)
+            shift = int(torch.randint(1, rows, (), generator=self.generator))
+            state = reorder(state, torch.arange(rows, device=inputs_BN.device).roll(shift))
+        return answers(model, inputs_BN, marks_BN, state, reset, padding_BN)
+
+
+def answers(
+    model: nn.Module,
+    inputs_BN: Tensor,
+    marks_BN: Tensor,
+    state: State | None = None,
+    reset: None = None,
+    padding_BN: Tensor | None = None,
+) -> ModelOutput:
+    """One segment: logits (B, K) of the rows that end in it, zeros of the others, and the state after it."""
+    logits_BK, state, auxiliary = model(inputs_BN, state, padding=padding_BN)
+    ends_B1 = (marks_BN != IGNORED).any(1, keepdim=True)
+    return ModelOutput(torch.where(ends_B1, logits_BK, torch.zeros_like(logits_BK)), state, auxiliary)
+
+
+def ends(inputs_BN: Tensor, padding_BN: Tensor | None) -> Tensor:
+    """(B, N): `END` at the last token of each document, `IGNORED` elsewhere."""
+    rows, n = inputs_BN.shape
+    last_B = torch.full((rows,), n - 1, device=inputs_BN.device) if padding_BN is None else (~padding_BN).sum(1) - 1
+    marks_BN = torch.full_like(inputs_BN, IGNORED)
+    return marks_BN.scatter_(1, last_B[:, None], END)
+
+
+def sum_of(tensors: Iterator[Tensor]) -> Tensor:
+    """The sum of one tensor or more, of which no two are held at a time."""
+    total = next(tensors)
+    for tensor in tensors:
+        total = total + tensor
+    return total

@@ -1,0 +1,316 @@
+"""Text data sets by name: WikiText, Penn Treebank, byte files, books, local files, the Hugging Face hub."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cached_lab.data import text_files
+from cached_lab.data.huggingface import hub_split
+from cached_lab.data.splits import check_fraction
+from cached_lab.data.text import Corpus, fingerprint
+from cached_lab.data.text_files import TextFile
+from cached_lab.registries import DATASETS
+
+_GUTENBERG = re.compile(r"(?m)^\*\*\* ?(START|END) OF .*$")
+_TITLE = re.compile(r"(?m)^ ?= [^=\n].* = ?$")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SplitFiles(Corpus):
+    """Text with one file a split, e.g. `wiki.train.tokens`, `ptb.valid.txt`, `test.txt.xz`.
+
+    Args:
+        path: folder, archive (.zip, .tar, .tar.xz, ...), or a mapping from split to one of these or to a file. Files
+            may be compressed (.xz, .gz, .bz2).
+        others: see `Corpus`.
+    """
+
+    path: str | Path | Mapping[str, str | Path]
+
+    def _key(self, split: str) -> object:
+        return [self.name, fingerprint([text_files.split_text(self.path, split)])]
+
+    def _documents(self, split: str) -> Iterator[str]:
+        text = text_files.split_text(self.path, split)
+        yield from self._cut(text_files.decoded(text.content(), text, self.exact))
+
+    def _cut(self, text: str) -> Iterator[str]:
+        """The documents in the text of a split."""
+        yield text
+
+
+class WikiText(SplitFiles):
+    """WikiText; a document is an article."""
+
+    def _cut(self, text: str) -> Iterator[str]:
+        # A title stands between blank lines; one in the middle of a paragraph is text.
+        blank = [m.start() for m in _TITLE.finditer(text) if _blank_around(text, m.start(), m.end())]
+        first = len(text) - len(text.lstrip())  # blank lines before the first title belong to its article
+        bounds = [0, *(start for start in blank if start > first), len(text)]
+        for start, end in pairwise(bounds):
+            yield text[start:end]
+
+
+@DATASETS.register("wikitext2", paper="arXiv:1609.07843")
+class WikiText2(WikiText):
+    """WikiText-2: two million words of Wikipedia articles; options as for `SplitFiles`."""
+
+    name = "wikitext2"
+
+
+@DATASETS.register("wikitext103", paper="arXiv:1609.07843")
+class WikiText103(WikiText):
+    """WikiText-103: 103 million words of Wikipedia articles; options as for `SplitFiles`."""
+
+    name = "wikitext103"
+
+
+@DATASETS.register("ptb")
+class PennTreebank(SplitFiles):
+    """Penn Treebank as Mikolov prepared it, a sentence a line; options as for `SplitFiles`."""
+
+    name, line = "ptb", "sentence"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class HeldOutText(Corpus):
+    """Texts that are not split yet, or that files or folders named after splits divide.
+
+    Args:
+        path: file, folder, archive, or a mapping from split to one of these.
+        validation_fraction, test_fraction: shares held out.
+        others: see `Corpus`.
+
+    Attributes:
+        holdout: "file" keeps whole texts for validation and test, the last in order of their names; "tail" the end of
+            each. Not asked where files or folders are named after splits.
+    """
+
+    holdout = "tail"
+    path: str | Path | Mapping[str, str | Path]
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+
+    def __post_init__(self) -> None:
+        self.fractions = {"validation": self.validation_fraction, "test": self.test_fraction}
+        if self.holdout not in ("file", "tail"):
+            raise ValueError(f"data.holdout={self.holdout!r} must be 'file' (whole texts) or 'tail' (the end of each)")
+        for split, fraction in self.fractions.items():
+            check_fraction(f"data.{split}_fraction", fraction)
+        if not 0 < sum(self.fractions.values()) < 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} must "
+                "add up to less than 1, or nothing is left to train on"
+            )
+        super().__post_init__()
+
+    def _key(self, split: str) -> object:
+        texts, tail = self._chosen(split)
+        return [self.name, split, fingerprint(texts), self.fractions if tail else None, self.line]
+
+    def _documents(self, split: str) -> Iterator[str]:
+        texts, tail = self._chosen(split)
+        for text in texts:
+            cleaned = self._clean(text_files.decoded(text.content(), text, self.exact))
+            if not cleaned.strip():
+                raise ValueError(f"{text} is an empty document; remove it")
+            if tail:
+                content = cleaned.encode("utf-8", "surrogateescape")
+                cleaned = content[slice(*self._bounds(content, split))].decode("utf-8", "surrogateescape")
+            if not cleaned:
+                raise ValueError(f"{text} is too short to hold out a {split} part; raise data.{split}_fraction")
+            yield cleaned
+
+    def _clean(self, text: str) -> str:
+        """The text proper of a document."""
+        return text
+
+    def _chosen(self, split: str) -> tuple[list[TextFile], bool]:
+        """The texts of a split, and whether each gives only a part."""
+        if isinstance(self.path, Mapping):
+            return text_files.split_texts(self.path, split), False
+        texts = text_files.find_texts(self.path)
+        one_file = Path(self.path).expanduser().is_file() and len(texts) == 1
+        if not one_file and any(text_files.split_of(text) == "train" for text in texts):
+            return text_files.split_texts(self.path, split), False
+        if self.holdout == "tail" or len(texts) == 1:
+            return texts, True
+        if len(texts) < 3:
+            raise ValueError(
+                f"{self.path} holds {len(texts)} texts, which cannot be dealt to three splits; "
+                "take data.holdout=tail, which holds out the end of each"
+            )
+        held = {name: max(1, math.ceil(share * len(texts))) for name, share in self.fractions.items()}
+        first, last = len(texts) - sum(held.values()), len(texts) - held["test"]
+        if first < 1:
+            raise ValueError(f"the held-out shares {self.fractions} leave none of {len(texts)} texts to train on")
+        bounds = {"train": (0, first), "validation": (first, last), "test": (last, len(texts))}
+        return texts[slice(*bounds[split])], False
+
+    def _bounds(self, content: bytes, split: str) -> tuple[int, int]:
+        """Where a split begins and ends in a text; bytes are cut exactly, other tokens where a line ends."""
+        first = round(len(content) * (1 - sum(self.fractions.values())))
+        second = round(len(content) * (1 - self.fractions["test"]))
+        if not self.exact:
+            first, second = (_line_end(content, place) for place in (first, second))
+        return {"train": (0, first), "validation": (first, second), "test": (second, len(content))}[split]
+
+
+@DATASETS.register("enwik8")
+@dataclass(kw_only=True, eq=False, repr=False)
+class Enwik8(HeldOutText):
+    """One file as bytes (enwik8, text8, ...): 90 % to train on, then 5 % for validation and 5 % for test.
+
+    Args:
+        path: the file, plain, compressed or in an archive.
+        tokenizer: "byte"; "bpe" and "word" work too, for text.
+        reset, shuffle: without effect, as the file is one document.
+        others: see `HeldOutText`.
+
+    Raises:
+        ValueError: the path holds several texts; others as `Corpus`.
+    """
+
+    name = "enwik8"
+    path: str | Path
+    tokenizer: str = "byte"  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        texts = text_files.find_texts(self.path)
+        if len(texts) > 1:
+            names = ", ".join(text.name for text in texts[:5])
+            raise ValueError(f"{self.path} holds {len(texts)} texts ({names}); give one file, or take data.name=text")
+        super().__post_init__()
+
+
+@DATASETS.register("text")
+@dataclass(kw_only=True, eq=False, repr=False)
+class Text(HeldOutText):
+    """Any local text: a file, or a folder or archive of files, each of which is a document.
+
+    Files or folders named after splits (train.txt, valid/, ...) are taken as these; otherwise a part is held out.
+
+    Args:
+        punctuation: whether the word tokenizer separates punctuation from words.
+        line: what a line is: "paragraph", "sentence", or "wrapped" where lines end anywhere.
+        holdout: "tail" holds out the end of each text, "file" whole texts.
+        others: see `HeldOutText`.
+    """
+
+    name = "text"
+    punctuation: bool = True
+    line: str = "paragraph"
+    holdout: str = "tail"
+
+    def __post_init__(self) -> None:
+        if self.line not in ("paragraph", "sentence", "wrapped"):
+            raise ValueError(f"data.line={self.line!r} must be 'paragraph', 'sentence' or 'wrapped'")
+        super().__post_init__()
+
+
+@DATASETS.register("books", paper="arXiv:1911.05507")
+@dataclass(kw_only=True, eq=False, repr=False)
+class Books(HeldOutText):
+    """Long documents, one a file (PG-19 and its like); folders train, validation and test are taken as such.
+
+    Licence and header of Project Gutenberg are removed where they are marked.
+
+    Args:
+        unwrap: join the lines of a paragraph, so that a line end is the end of a paragraph.
+        holdout: "file" holds out whole books, "tail" the end of each.
+        others: see `HeldOutText`.
+
+    Raises:
+        ValueError: too few books; others as `Corpus`.
+    """
+
+    name, punctuation = "books", True
+    unwrap: bool = True
+    reset: str = "document"
+    shuffle: bool = True
+    holdout: str = "file"
+
+    def __post_init__(self) -> None:
+        self.line = "paragraph" if self.unwrap else "wrapped"
+        super().__post_init__()
+
+    def _clean(self, text: str) -> str:
+        marks = {found[1]: found for found in _GUTENBERG.finditer(text)}
+        end = marks["END"].start() if "END" in marks else len(text)
+        text = text[marks["START"].end() if "START" in marks else 0 : end].strip("\r\n") + "\n"
+        return unwrapped(text) if self.unwrap else text
+
+
+@DATASETS.register("huggingface")
+@dataclass(kw_only=True, eq=False, repr=False)
+class HuggingFace(Corpus):
+    """Text of any data set of the Hugging Face hub, through the `datasets` library; a row is a document.
+
+    Args:
+        dataset: its name, e.g. "deepmind/pg19", or the path of one on disk. config: its configuration, if it has any.
+        column: where the text stands.
+        punctuation: whether the word tokenizer separates punctuation from words.
+        others: see `Corpus`.
+
+    Raises:
+        ImportError: the `datasets` library is not installed.
+        ValueError: unknown data set, split or column, or it is not on disk and cannot be fetched.
+    """
+
+    name = "huggingface"
+    dataset: str
+    config: str | None = None
+    column: str = "text"
+    punctuation: bool = True
+
+    def __post_init__(self) -> None:
+        self._rows: dict[str, Any] = {}
+        super().__post_init__()
+
+    def _load(self, split: str) -> Any:
+        if split not in self._rows:
+            rows = hub_split(self.dataset, self.config, split, ", or give local files to data.name=text")
+            if self.column not in rows.column_names:
+                raise ValueError(f"data.column={self.column!r}: {self.dataset} has {', '.join(rows.column_names)}")
+            self._rows[split] = rows
+        return self._rows[split]
+
+    def _key(self, split: str) -> object:
+        rows = self._load(split)
+        return ["huggingface", self.dataset, self.config, self.column, split, len(rows), rows._fingerprint]
+
+    def _documents(self, split: str) -> Iterator[str]:
+        texts = (str(row[self.column]) for row in self._load(split))
+        found = False
+        for text in texts:
+            if text.strip():
+                found = True
+                yield text
+        if not found:
+            raise ValueError(f"{self.dataset}, split {split!r}: column {self.column!r} holds no text")
+
+
+def unwrapped(text: str) -> str:
+    """Paragraphs, which blank lines part, on one line each; the blank lines go."""
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n[ \t]*\n", text))
+    return "".join(f"{paragraph}\n" for paragraph in paragraphs if paragraph)
+
+
+def _blank_around(text: str, start: int, end: int) -> bool:
+    before = text[max(0, start - 80) : start].split("\n")
+    after = text[end : end + 80].split("\n")
+    return (len(before) < 3 or not before[-2].strip()) and (len(after) < 2 or not after[1].strip())
+
+
+def _line_end(content: bytes, place: int) -> int:
+    """The first place from `place` on that follows a line end; where lines are long, one that follows a blank."""
+    found = content.find(b"\n", place, place + 4096)
+    if found < 0:
+        found = content.find(b" ", place)
+    return len(content) if found < 0 else found + 1

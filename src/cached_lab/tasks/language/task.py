@@ -1,0 +1,224 @@
+"""Language modelling: streams of text, and a state that is carried from step to step and saved with the run.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cached_lab.data.text import TextDataset
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World, pipeline_group
+from cached_lab.training.reconstruction_loss import Recall
+from cached_lab.training.run_files import TOKENIZER, check_tokenizer
+from cached_lab.training.segment_pipeline import SegmentPipeline
+from cached_lab.training.settings import TrainingConfig
+from cached_lab.training.task import Arguments, Task
+from cached_transformers.loops.segments import SegmentLoop
+from cached_transformers.state import State, from_tensors, map_state, named_tensors
+
+from .hub_stream import TextStream
+from .scores import check_passes, evaluate_language, evaluation_streams
+from .streamed_rows import StreamedRows
+from .streams import IGNORED, StreamBatch, Streams, grain, rows_to_empty
+
+_PLACES = "places/"
+"""Begins the names of what a stream saves, beside those of the state."""
+
+
+class LanguageModelling(Task):
+    """Next-token prediction over streams; each row keeps its place in the text, and its memory, from step to step.
+
+    A step reads `segments` segments of every row; a share of `reset_rows` of the rows begins it with an empty memory.
+    The rows of a batch are divided over processes and accumulated pieces, each with its own part of the state. In a
+    pipeline the first process has the state of the rows that all of it read. A step that is skipped leaves the state as
+    it was before.
+
+    Raises:
+        ValueError: settings or a model that do not suit text.
+    """
+
+    width = 2
+    in_pipeline = True
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, train: TextDataset, validation: TextDataset, world: World
+    ) -> None:
+        super().__init__(config, model, train, validation, world)
+        check(config, model, train, validation)
+        settings = self.settings
+        self.share.check(settings.batch_size)
+        self.streams = _streams(train, settings, world)
+        evaluation_streams(validation, config)  # refuses too many rows now and not after the first hours
+        self._rows = settings.batch_size // self.share.processes
+        self._piece = self._rows // settings.accumulate
+        if self._piece < settings.micro_batches:
+            raise ValueError(
+                f"training.micro_batches={settings.micro_batches} of {self._piece} rows, which a pipeline reads at "
+                "once; take fewer, or a larger training.batch_size"
+            )
+        self._first_in_line = world.rank % settings.pipeline == 0
+        self._states: list[State | None] = [None] * settings.accumulate
+        self._coming: list[State] = []
+
+    def runner(self) -> tuple[nn.Module, Callable[..., Any]]:
+        settings = self.settings
+        # One graph serves every segment, so the model is compiled and not the loop round it.
+        model: Any = torch.compile(self.model) if settings.compile else self.model
+        sizes = (settings.segment_length, settings.bptt, settings.passes)
+        scoring: Any = Recall(settings.recall) if settings.recall else None
+        if settings.pipeline > 1:
+            loop: SegmentLoop = SegmentPipeline(
+                *(model, settings.segment_length, settings.bptt),
+                micro_batches=settings.micro_batches,
+                schedule="wavefront" if settings.wavefront else "segments",
+                scoring=scoring,
+                group=pipeline_group(self.world, settings.pipeline),
+            )
+        else:
+            loop = SegmentLoop(model, *sizes, scoring=scoring, bptt_window=settings.bptt_window)
+        self._loop, wrapped = loop, self.wrapped(loop)
+        return wrapped, wrapped
+
+    def batches(self, step: int) -> Iterator[StreamBatch]:
+        first = self.share.rank * self._rows
+        while True:
+            emptied_B = rows_to_empty(self.settings, step) if self.settings.reset_rows else None
+            for begin in range(first, first + self._rows, self._piece):
+                rows = slice(begin, begin + self._piece)
+                batch = self.streams.batch(step, rows)
+                yield batch if emptied_B is None else batch.emptied(emptied_B[rows])
+            step += 1
+
+    def backward(self, runner: Callable[..., Any], batch: StreamBatch, scaler: torch.amp.GradScaler) -> Tensor:
+        device, state = self.world.device, self._states[len(self._coming)]
+        inputs, targets, reset, padding = batch.moved(device)
+        if state is None and self._first_in_line and self.shards is None:
+            # With shards the weights are there inside the runner alone, which begins anew.
+            state = self.model.init_state(len(inputs))  # type: ignore[operator]
+        with self.settings.autocast(device):
+            loss, state = runner(inputs, targets, state, reset, padding, documents=batch.told)
+        self._coming.append(state)
+        count = int((batch.targets != IGNORED).sum())
+        # The loss is the mean of this piece, and gradients are averaged over processes: every token weighs alike.
+        # So is that of a pipeline, of which each process has its part, times their number.
+        scaler.scale(loss * (count * self.share.processes / batch.tokens)).backward()
+        nats = (loss.detach() - self._loop.auxiliary_loss).double() * count
+        return torch.stack([nats, nats.new_tensor(count)]) / self.settings.pipeline
+
+    def finish(self, taken: bool) -> None:
+        if taken:
+            self._states = list(self._coming)
+        self._coming = []
+
+    def averages(self, total: Tensor) -> dict[str, float]:
+        """Scores of the training tokens, without auxiliary losses of the model."""
+        nats, tokens = total.tolist()
+        return self.data.scores(nats, tokens)
+
+    def evaluate(self, model: nn.Module, dataset: TextDataset) -> tuple[dict[str, float], list[dict[str, float]]]:
+        return evaluate_language(model, dataset, self.world, self.config)
+
+    @classmethod
+    def example_inputs(cls, dataset: TextDataset, config: RunConfig) -> Arguments:
+        tokens = torch.from_numpy(dataset.tokens[: config.training.segment_length].astype("int64"))
+        return (tokens[None],), {}
+
+    def files(self) -> dict[str, bytes]:
+        return {TOKENIZER: self.data.tokenizer.dump()}
+
+    def check_continued(self, folder: Path) -> None:
+        check_tokenizer(folder, self.data.tokenizer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The states of all rows, in order of the rows, whatever processes and pieces they belong to; and where the
+        rows of a stream stand."""
+        places = self.streams.state_dict() if isinstance(self.streams, StreamedRows) else {}
+        return self._carried() | {f"{_PLACES}{name}": tensor for name, tensor in places.items()}
+
+    def _carried(self) -> dict[str, Tensor]:
+        mine: dict[str, Tensor] = {}
+        if self._first_in_line and self._states[0] is not None:
+            parts: list[dict[str, Tensor]] = [dict(named_tensors(state)) for state in self._states]
+            mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        everyone = [part for part in self.world.gather(mine) if part]
+        return {name: torch.cat([part[name] for part in everyone]) for name in (everyone[0] if everyone else ())}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take up the states of the rows of this process (ValueError: they are of another model)."""
+        places = {name.removeprefix(_PLACES): t for name, t in state.items() if name.startswith(_PLACES)}
+        if isinstance(self.streams, StreamedRows) and places:
+            self.streams.load_state_dict(places)
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(_PLACES)}
+        if not state or not self._first_in_line:
+            return
+        self.model.train()  # the size of a state may depend on the mode
+        whole = from_tensors(state, self.model.init_state(self.settings.batch_size), "the checkpoint")  # type: ignore[operator]
+        first = self.share.rank * self._rows
+        begins = range(first, first + self._rows, self._piece)
+        self._states = [map_state(lambda t, b=b: t[b : b + self._piece].clone(), whole) for b in begins]
+
+
+def _streams(train: TextDataset, settings: TrainingConfig, world: World) -> Streams | StreamedRows:
+    """The rows of the training split (ValueError: more than the text has)."""
+    length, align = settings.segment_length * settings.segments, grain(train, settings.segment_length, settings)
+    packed = train.reset == "packed"
+    if isinstance(train, TextStream):
+        if settings.pipeline > 1:
+            raise ValueError(
+                f"training.pipeline={settings.pipeline} with data {train.name!r}: one process reads each of its rows, "
+                "and several each of a pipeline's; take a text that is at hand, or training.pipeline=1"
+            )
+        order = (train.parts, train.window, train.shuffle)
+        return StreamedRows(train.documents, train.tokenizer, settings, length, align, packed, *order, world)
+    if settings.batch_size * length > len(train):
+        raise ValueError(
+            f"training.batch_size={settings.batch_size} rows of training.segments={settings.segments} x "
+            f"training.segment_length={settings.segment_length} tokens exceed the {len(train)} tokens of the text; "
+            "take fewer or shorter rows"
+        )
+    return Streams(
+        train.tokens,
+        train.starts,
+        train.tokenizer.start,
+        settings.batch_size,
+        length,
+        unit=settings.segment_length,
+        align=align,
+        packed=packed,
+        seed=settings.seed if train.shuffle else None,
+    )
+
+
+def check(config: RunConfig, model: nn.Module, data: TextDataset, scored: TextDataset) -> None:
+    """Refuse settings and models that do not suit text (ValueError); `scored` is the split that decides."""
+    settings, size = config.training, data.tokenizer.vocabulary
+    if "reset" not in inspect.signature(model.forward).parameters or not hasattr(model, "vocabulary"):
+        raise ValueError(
+            f"data {data.name!r} is text, for which model {config.model['name']!r} is none; take language_model"
+        )
+    if model.vocabulary < size:  # type: ignore[operator]
+        raise ValueError(
+            f"model.vocabulary={model.vocabulary} is below the {size} token ids of the data; leave it out, or raise it"
+        )
+    known = [name for name in ("loss", "perplexity", "bits_per_byte", "word_perplexity") if name in scored.scores(1, 1)]
+    if settings.metric not in known:
+        raise ValueError(
+            f"training.metric={settings.metric!r} does not suit text with tokenizer {data.kind!r}; "
+            f"take {', '.join(known)}"
+        )
+    if settings.label_smoothing:
+        raise ValueError(f"training.label_smoothing={settings.label_smoothing} is not for text; leave it at 0")
+    check_passes(model, settings.passes)
+    if data.reset == "packed" and settings.passes > 1:
+        raise ValueError(
+            f"data.reset=packed with training.passes={settings.passes}: a pass begins again with what a row has read "
+            "as a whole; take data.reset=document, or training.passes=1"
+        )

@@ -1,0 +1,178 @@
+"""Raw text for encoder-decoders: blocks of a corpus, each with noise in front of the encoder, to be restored.
+
+Legend: N tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cached_lab.data.pairs import Pair, PairBatch, pad_pairs
+from cached_lab.data.samples import Sample, is_stream
+from cached_lab.data.splits import SPLITS
+from cached_lab.data.text import TextDataset
+from cached_lab.data.tokenizers import SpecialTokens
+from cached_lab.registries import DATASETS
+from cached_transformers.registry import unknown_name
+
+from .objectives import ObjectiveSpec, create_objective
+
+_SHORTEST = 2  # tokens of which every objective can make a pair
+_SENTINELS = 100  # of T5
+_COUNTED = 2000  # pairs of the training split that the unigram baseline counts
+
+
+@DATASETS.register("denoising", paper="arXiv:1910.13461")
+class Denoising:
+    """Blocks of raw text, damaged by an objective of BART or T5; items are pairs of a damaged and the wanted text.
+
+    In training each row gets other noise in each epoch; in validation and test the noise of a row is always the same.
+    Rows whose text is longer than a block go on in the next; a rest of a single token is left out.
+
+    Args:
+        split: "train", "validation" or "test".
+        path: file, folder or archive of text, or a mapping from split to one of these; None for a corpus without.
+        corpus: how to read it: the name of a text data set ("text", "wikitext2", "books", ...), or {"name": ...,
+            option: value}.
+        objective: a name (`OBJECTIVES`), or {"name": ..., option: value}.
+        max_length: longest source or target, with begin and end; blocks are as long as that allows.
+        sentinels: how many ids there are for them; None: T5's 100 for an objective that needs some, else 0. A model for
+            one objective can go on with another if both have as many.
+        tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids, special ones not counted.
+        reset: "never" lets blocks run on over the ends of documents; "document" begins one with each.
+
+    Attributes:
+        task: what the trainer makes of it. augment: whether noise is drawn from the global generator.
+        tokenizer: with the ids of mask, sentinels, padding, begin and end.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as the corpus; or options out of range, or too little text.
+    """
+
+    name = "denoising"
+    task = "translation"
+
+    def __init__(
+        self,
+        split: str,
+        *,
+        path: str | Path | Mapping[str, str | Path] | None = None,
+        corpus: str | Mapping[str, Any] = "text",
+        objective: ObjectiveSpec = "bart",
+        max_length: int = 512,
+        sentinels: int | None = None,
+        tokenizer: str = "bpe",
+        vocabulary_size: int | None = None,
+        reset: str = "never",
+    ) -> None:
+        if max_length < 4:
+            raise ValueError(f"data.max_length={max_length} must be at least 4: begin, two tokens and end")
+        self.objective, self.max_length = create_objective(objective), max_length
+        length = self.objective.text_length(max_length)
+        needed = self.objective.sentinels(length)
+        if sentinels is None:
+            sentinels = _SENTINELS if needed else 0
+        if needed > sentinels:
+            raise ValueError(
+                f"data.sentinels={sentinels} do not suffice for the {needed} spans of {length} tokens (data.objective="
+                f"{objective}, data.max_length={max_length}); set data.sentinels={needed}, or take shorter blocks"
+            )
+        options: dict[str, Any] = {"name": corpus} if isinstance(corpus, str) else dict(corpus)
+        if "name" not in options:
+            raise ValueError(f"data.corpus={corpus} must have a name, e.g. {{name: books, unwrap: true}}")
+        if path is not None:
+            options["path"] = path
+        options |= {"tokenizer": tokenizer, "vocabulary_size": vocabulary_size, "reset": reset}
+        name = options.pop("name")
+        if name not in DATASETS:
+            raise ValueError(unknown_name("data.corpus.name", name, DATASETS.names()))
+        DATASETS.check(name, options, "data.corpus")
+        text = DATASETS.create(name, split=split, **options)
+        if not isinstance(text, TextDataset) or is_stream(text):
+            kind = "no text" if not isinstance(text, TextDataset) else "a stream, and pairs are made of a text at hand"
+            raise ValueError(f"data.corpus={corpus!r} is {kind}; take text, wikitext2, books, ...")
+        self.text, self.split, self.augment = text, split, split == "train"
+        self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
+        self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
+        begins = text.starts if reset == "document" else np.zeros(1, dtype=np.int64)
+        self._bounds = blocks(begins, len(text), length)
+        if not len(self._bounds):
+            raise ValueError(f"the {split} split of {text.name!r} has {len(text)} tokens; give a text of 2 or more")
+        self._multiple = 8 if max_length % 8 == 0 else 1
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def __getitem__(self, index: int) -> Pair:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} items of {self.name!r}")
+        index %= len(self)
+        seed = [SPLITS.index(self.split), index]
+        if self.augment:  # what the loader seeded for this row and epoch
+            seed = np.random.randint(0, 2**32, size=4, dtype=np.uint64).tolist()
+        return self.pair(index, np.random.default_rng(seed))
+
+    def pair(self, index: int, generator: np.random.Generator) -> Pair:
+        """Row `index` with noise of a generator."""
+        start, end = self._bounds[index]
+        tokens_N = self.text.tokens[start:end].astype(np.int64)
+        source, target = self.objective(tokens_N, self.tokenizer, generator)
+        decoder_inputs = np.concatenate([[self.tokenizer.begin], target[:-1]])
+        return Pair(*(torch.from_numpy(ids) for ids in (source, decoder_inputs, target)))
+
+    def collate(self, items: Sequence[Pair]) -> PairBatch:
+        """Padded pairs; lengths are multiples of 8 where `max_length` is one."""
+        return pad_pairs(items, self.tokenizer.pad, self._multiple)
+
+    def samples(self) -> Iterator[Sample]:
+        """What tells this text from others (`data/samples.py`)."""
+        return self.text.samples()
+
+    def describe(self) -> dict[str, object]:
+        """Facts for reports and for building a model; pad, begin and end are ids."""
+        special = self.tokenizer
+        return {
+            "name": self.name,
+            "split": self.split,
+            "size": len(self),
+            "corpus": self.text.name,
+            "tokens": len(self.text),
+            "tokenizer": self.text.kind,
+            "vocabulary": special.vocabulary,
+            "max_length": self.max_length,
+            "pad": special.pad,
+            "begin": special.begin,
+            "end": special.end,
+            "sentence_ends": special.sentence_ends,
+        }
+
+    def baselines(self, train: Denoising) -> dict[str, dict[str, float]]:
+        """Loss and perplexity per target token of the unigram model, with add-one smoothing, of training targets."""
+        counts = np.ones(self.tokenizer.vocabulary)
+        for index in range(min(len(train), _COUNTED)):
+            counts += train.target_counts(index)
+        seen = sum((self.target_counts(index) for index in range(len(self))), np.zeros(len(counts)))
+        loss = float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
+        return {"unigram": {"loss": loss, "perplexity": math.exp(loss)}}
+
+    def target_counts(self, index: int) -> np.ndarray:
+        """How often each id stands in the target of a row, with the noise that evaluation has."""
+        generator = np.random.default_rng([SPLITS.index(self.split), index])
+        return np.bincount(self.pair(index, generator).targets.numpy(), minlength=self.tokenizer.vocabulary)
+
+
+def blocks(begins: np.ndarray, size: int, length: int) -> np.ndarray:
+    """(blocks, 2): from and to of blocks of `length` tokens, which begin anew with each document."""
+    ends = [*begins[1:].tolist(), size]
+    found = [
+        (start, min(start + length, end))
+        for begin, end in zip(begins.tolist(), ends, strict=True)
+        for start in range(begin, end, length)
+    ]
+    return np.array([bounds for bounds in found if bounds[1] - bounds[0] >= _SHORTEST], dtype=np.int64).reshape(-1, 2)

@@ -1,0 +1,268 @@
+"""Sequence to sequence: batches of pairs, a loss per target token, and translations scored by BLEU.
+
+Serves every data set whose `task` is "translation": items are `Pair`s. What has `lengths` can be batched by tokens;
+what has `texts` (sources and references) is translated and scored; other data, such as damaged text that is to be
+restored, are scored by their loss.
+
+Legend: B rows, N source tokens, T target tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_lab.data.pairs import PairBatch
+from cached_lab.training.config import RunConfig
+from cached_lab.training.distributed import World
+from cached_lab.training.loader import TrainingOrder, evaluation_batches, to_device
+from cached_lab.training.metrics import untouched
+from cached_lab.training.run_files import TOKENIZER, TRANSLATIONS, check_tokenizer
+from cached_lab.training.settings import EvaluationConfig
+from cached_lab.training.task import Arguments, Task, sums_of
+from cached_transformers.layers.token_loss import IGNORED, perplexity
+
+from .scores import RESAMPLES, corpus_scores
+from .token_batches import TokenOrder
+from .translate import translate
+
+
+class Piece(NamedTuple):
+    """A piece of a batch, and the target tokens of the whole batch, over all pieces and processes."""
+
+    pairs: PairBatch
+    tokens: float
+
+
+class Translated(NamedTuple):
+    """A sentence and what became of it."""
+
+    source: str
+    reference: str
+    hypothesis: str
+    score: float
+
+
+class Translation(Task):
+    """Sequence-to-sequence training; every target token of a step weighs alike, wherever it is computed.
+
+    Attributes:
+        translations: of the split that was scored last, on the main process.
+
+    Raises:
+        ValueError: settings, or a model, that do not suit pairs.
+    """
+
+    width = 3
+    dynamic = True
+
+    def __init__(self, config: RunConfig, model: nn.Module, train: Any, validation: Any, world: World) -> None:
+        super().__init__(config, model, train, validation, world)
+        check(config, model, train)
+        check_same_tokenizer(train, validation)
+        settings = self.settings
+        self.order: TokenOrder | TrainingOrder
+        if settings.batch_tokens is None:
+            self.order = TrainingOrder(len(train), settings.batch_size, settings.seed, 0, self.share)
+        else:
+            self.order = TokenOrder(train.lengths, settings.batch_tokens, settings.seed, 0, self.share)
+        self.translations: list[Translated] = []
+
+    def facts(self) -> dict[str, float]:
+        """The share of the batches' tokens that is not padding, and steps of an epoch."""
+        if not isinstance(self.order, TokenOrder):
+            return {}
+        return {"packing_efficiency": self.order.efficiency(), "steps_per_epoch": self.order.batches}
+
+    def batches(self, step: int) -> Iterator[Piece]:
+        loaded = self._loaded(self.order, step)
+        while True:
+            pairs = [next(loaded) for _ in range(self.settings.accumulate)]
+            if isinstance(self.order, TokenOrder):
+                for piece, batch in enumerate(pairs):
+                    if self.order.empty(step, piece):
+                        pairs[piece] = batch._replace(targets=torch.full_like(batch.targets, IGNORED))
+            mine = sum(int((batch.targets != IGNORED).sum()) for batch in pairs)
+            tokens = float(self.world.sum(torch.tensor(float(mine))))
+            yield from (Piece(batch, tokens) for batch in pairs)
+            step += 1
+
+    def backward(self, runner: Callable[..., Any], batch: Piece, scaler: torch.amp.GradScaler) -> Tensor:
+        pairs = to_device(batch.pairs, self.world.device)
+        with self.settings.autocast(self.world.device):
+            output = runner(
+                pairs.inputs,
+                pairs.decoder_inputs,
+                padding=pairs.padding,
+                targets=pairs.targets,
+                label_smoothing=self.settings.label_smoothing,
+            )
+        nats, count = output.outputs.sum(), (pairs.targets != IGNORED).sum()
+        # Gradients are averaged over processes, so each gives as many times its share of the batch.
+        share = self.world.size / batch.tokens
+        loss = nats * share
+        if output.auxiliary_loss is not None:
+            loss = loss + output.auxiliary_loss * (count * share)
+        scaler.scale(loss).backward()
+        sources = (~pairs.padding).sum() * (count > 0)  # a piece without targets is there for company
+        return sums_of(loss, nats, sources, count)
+
+    def averages(self, total: Tensor) -> dict[str, float]:
+        """Loss per target token (with label smoothing, if any), and the tokens of both sides that made it."""
+        nats, sources, targets = total.tolist()
+        loss = nats / targets
+        values = {"loss": loss} if self.settings.label_smoothing else {"loss": loss, "perplexity": perplexity(loss)}
+        return {**values, "tokens": sources + targets}
+
+    def evaluate(self, model: nn.Module, dataset: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        """Loss and perplexity; with translations of the test split, or of as many sentences as validation is to
+        have."""
+        sentences = self.config.evaluation.bleu_sentences if dataset.split == "validation" else None
+        values, self.translations = evaluate_pairs(model, dataset, self.world, self.config, sentences)
+        return values, []
+
+    @classmethod
+    def arguments(cls, batch: PairBatch) -> Arguments:
+        return (batch.inputs, batch.decoder_inputs), {"padding": batch.padding}
+
+    def files(self) -> dict[str, bytes]:
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return {} if tokenizer is None else {TOKENIZER: tokenizer.dump()}
+
+    def results(self) -> dict[str, bytes]:
+        return {TRANSLATIONS: written(self.translations).encode()} if self.translations else {}
+
+    def check_continued(self, folder: Path) -> None:
+        if hasattr(self.data, "tokenizer"):
+            check_tokenizer(folder, self.data.tokenizer)
+
+
+def check(config: RunConfig, model: nn.Module, data: Any) -> None:
+    """Refuse settings and models that do not suit pairs (ValueError)."""
+    settings, name = config.training, config.model["name"]
+    if not hasattr(model, "encode") or not hasattr(model, "vocabulary"):
+        raise ValueError(f"data {data.name!r} are pairs, for which model {name!r} is none; take encoder_decoder")
+    facts = data.describe()
+    target = facts.get("target_vocabulary") or facts["vocabulary"]
+    sides = {"vocabulary": facts["vocabulary"], "target_vocabulary": target}
+    for side, size in sides.items():
+        if getattr(model, side, size) < size:
+            raise ValueError(
+                f"model.{side}={getattr(model, side)} is below the {size} token ids of the data; leave it out, or "
+                f"raise it"
+            )
+    if getattr(model, "max_length", facts["max_length"]) < facts["max_length"]:
+        raise ValueError(
+            f"model.max_length={model.max_length} is below data.max_length={facts['max_length']}; leave it out, or "
+            f"raise it"
+        )
+    known = ["loss", "perplexity"]
+    if translatable(data):
+        known += ["bleu", "chrf"]
+    if settings.metric not in known:
+        raise ValueError(
+            f"training.metric={settings.metric!r} does not suit data {data.name!r}; take {' or '.join(known)}"
+        )
+    if settings.metric in ("bleu", "chrf") and config.evaluation.bleu_sentences == 0:
+        raise ValueError(
+            f"training.metric={settings.metric} needs translations of the validation split; set "
+            "evaluation.bleu_sentences=null for all, or to how many, or take training.metric=loss"
+        )
+    if settings.batch_tokens is not None and not hasattr(data, "lengths"):
+        raise ValueError(
+            f"training.batch_tokens={settings.batch_tokens}: the lengths of data {data.name!r} are not known "
+            "beforehand; leave it out and set training.batch_size"
+        )
+    if not settings.batch_tokens and settings.batch_size > len(data):
+        raise ValueError(f"training.batch_size={settings.batch_size} exceeds the {len(data)} training pairs; lower it")
+
+
+def translatable(dataset: Any) -> bool:
+    """Whether the data have sources and references as text, beside their ids."""
+    return hasattr(type(dataset), "texts")
+
+
+def check_same_tokenizer(first: Any, second: Any) -> None:
+    """Refuse two data sets of different tokenizers (ValueError)."""
+    one, other = (getattr(data, "tokenizer", None) for data in (first, second))
+    if one is not None and other is not None and one.dump() != other.dump():
+        raise ValueError(
+            f"{first.name} ({first.split}) and {second.name} ({second.split}) have different tokenizers, so the same "
+            "ids mean different texts; build both with the same options"
+        )
+
+
+def evaluate_pairs(
+    model: nn.Module, dataset: Any, world: World, config: RunConfig, sentences: int | None
+) -> tuple[dict[str, Any], list[Translated]]:
+    """Scores of a split, in evaluation mode and float32, and the translations (main process).
+
+    Loss and perplexity are of the whole split, per target token, without label smoothing. Processes share the rows.
+
+    Args:
+        sentences: how many are translated, the first ones; None for all. Intervals come with all alone.
+    """
+    settings = config.training
+    size = settings.evaluation_rows
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    with untouched(model):
+        for batch in evaluation_batches(dataset, size, world.rank, world.size, settings.workers):
+            pairs = to_device(batch, world.device)
+            output = model(pairs.inputs, pairs.decoder_inputs, padding=pairs.padding, targets=pairs.targets)
+            total[0] += output.outputs.double().sum()
+            total[1] += (pairs.targets != IGNORED).sum()
+    nats, tokens = world.sum(total).tolist()
+    values: dict[str, Any] = {"loss": nats / tokens, "perplexity": perplexity(nats / tokens)}
+    if not translatable(dataset) or dataset.split == "train" or sentences == 0:
+        return values, []
+    count = len(dataset) if sentences is None else min(sentences, len(dataset))
+    with untouched(model):
+        translations = translate_rows(model, dataset, range(count), world, config.evaluation, size)
+    scores: dict[str, Any] = {}
+    if world.main:
+        said, wanted = ([getattr(row, side) for row in translations] for side in ("hypothesis", "reference"))
+        resamples = RESAMPLES if count == len(dataset) and dataset.split == "test" else 0
+        scores = corpus_scores(said, wanted, dataset.languages[1], dataset.text_format, resamples)
+    return {**values, **world.gather(scores)[0], "sentences": count}, translations
+
+
+def translate_rows(
+    model: nn.Module, dataset: Any, rows: range, world: World, options: EvaluationConfig, batch_size: int
+) -> list[Translated]:
+    """Translations of rows of a data set in their order, on the main process; processes share the rows.
+
+    Sentences of about the same length are searched together.
+    """
+    facts, texts = dataset.describe(), dataset.texts
+    mine = sorted(rows[world.rank :: world.size], key=lambda row: (len(dataset[row].source), row))
+    found: dict[int, tuple[str, float]] = {}
+    for begin in range(0, len(mine), batch_size):
+        chosen = mine[begin : begin + batch_size]
+        batch = to_device(dataset.collate([dataset[row] for row in chosen]), world.device)
+        answer = translate(
+            model,  # type: ignore[arg-type]
+            batch.inputs,
+            padding=batch.padding,
+            begin=facts["begin"],
+            end=facts["end"],
+            beams=options.beams,
+            tokens=options.tokens,
+            length_penalty=options.length_penalty,
+        )
+        found |= zip(chosen, answer.texts(dataset.tokenizer), strict=True)
+    everyone: dict[int, tuple[str, float]] = {}
+    for part in world.gather(found):
+        everyone |= part
+    return [Translated(texts.source[row], texts.target[row], *everyone[row]) for row in rows]
+
+
+def written(translations: list[Translated]) -> str:
+    """The file of translations: a block of four lines each, numbered, with an empty line between them."""
+    return "\n".join(
+        f"{number}\t{row.score:.4f}\nsource\t{row.source}\nreference\t{row.reference}\nhypothesis\t{row.hypothesis}\n"
+        for number, row in enumerate(translations, 1)
+    )

@@ -1,0 +1,190 @@
+"""Target texts from an encoder-decoder: beam search with kept keys and values (arXiv:1409.3215; length normalisation as
+in arXiv:1609.08144 and fairseq: log-probability / length ** penalty).
+
+Keys and values of the source are made once for all continuations of a sentence, those of the target once for each token
+(`DecoderCache`); rows that are done leave the batch.
+
+Legend: B rows, N source tokens, K beams, L results, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cached_transformers.checks import comparing_lengths
+from cached_transformers.models.beam_search import search
+from cached_transformers.models.encoder_decoder import Encoded
+from cached_transformers.models.generation import evaluating
+from cached_transformers.state import State
+
+if TYPE_CHECKING:
+    from cached_lab.data.subwords import PairTokenizer
+    from cached_transformers.models.encoder_decoder import EncoderDecoder
+
+
+class Translation(NamedTuple):
+    """What was written.
+
+    Attributes:
+        tokens_BT: new tokens, without `begin`; behind a row's `end` there is nothing but `end`. (B, L, T) with
+            `results`.
+        length_B: new tokens of each row, its `end` included; a row that met the limit before has none. (B, L) with
+            `results`.
+        score_B: log-probability that the model gives to the row's new tokens, not divided by the length. (B, L) with
+            `results`.
+        state: the encoder's state after the sources.
+    """
+
+    tokens_BT: Tensor
+    length_B: Tensor
+    score_B: Tensor
+    state: State
+
+    def texts(self, tokenizer: PairTokenizer) -> list[tuple[str, float]]:
+        """Text and log-probability of each row; not for several `results`."""
+        rows = zip(self.tokens_BT.tolist(), self.length_B.tolist(), self.score_B.tolist(), strict=True)
+        return [(tokenizer.decode(ids[:length]), score) for ids, length, score in rows]
+
+
+@torch.no_grad()
+def translate(
+    model: EncoderDecoder,
+    inputs_BN: Tensor,
+    *,
+    padding: Tensor | None = None,
+    begin: int,
+    end: int,
+    beams: int = 5,
+    tokens: int | None = None,
+    length_penalty: float = 1.0,
+    state: State | None = None,
+    cached: bool = True,
+    results: int | None = None,
+) -> Translation:
+    """Write the target of each source. Runs in evaluation mode and without gradients; the model's mode is restored.
+
+    A row is done when K continuations of it have met `end` while among the K best (fairseq's rule, and transformers'
+    with `early_stopping=True`), or after its last token, where what has not met `end` counts as it stands.
+
+    Args:
+        model: an encoder-decoder.
+        inputs_BN: source tokens. padding: (B, N) bool, True = padding.
+        begin: token that the decoder reads first. end: token after which a row stops.
+        beams: K; 1 takes the likeliest token each time.
+        tokens: T, the most new tokens, `end` included; None: 2 N + 10 for a source of N tokens without padding, at most
+            the model's `max_length`.
+        length_penalty: the result has the highest log-probability / length ** length_penalty; 0 compares sums, which
+            favour short texts.
+        state: the encoder's state after the sources before; None for rows that have read nothing. It is not changed.
+        cached: whether keys and values are kept; without, each step reads the whole text again, for the same result.
+        results: L, how many to return for each row, best first; None for the best without a dimension for it.
+
+    Raises:
+        ValueError: an argument out of its range, or sources that `EncoderDecoder.encode` refuses.
+    """
+    _check(model, begin, end, beams, tokens, length_penalty, results)
+    with evaluating(model):
+        encoded = model.encode(inputs_BN, padding, state)
+        first_B = torch.full((len(inputs_BN),), begin, device=inputs_BN.device)
+        text = (_KeptText if cached else _WholeText)(model, encoded, first_B)
+        limit_B = _limits(inputs_BN, padding, tokens, model.max_length)
+        best = search(text, text.read(), limit_B, beams, end, length_penalty, results or 1)
+    longest = int(best.length_BL.max())
+    found = best.tokens_BLT[..., :longest], best.length_BL, best.score_BL
+    if results is None:
+        found = found[0][:, 0], found[1][:, 0], found[2][:, 0]
+    return Translation(*found, encoded.state)
+
+
+class _KeptText:
+    """Texts of which keys and values are kept."""
+
+    def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
+        self.model, self.cache, self.token_B = model, model.begin(encoded), first_B
+
+    def after(self) -> State:
+        return ()
+
+    def read(self) -> Tensor:
+        logits_BKV = self.model.step(self.token_B.view(-1, self.cache.continuations), self.cache)
+        return _log_probabilities(logits_BKV.flatten(0, 1))
+
+    def append(self, token_B: Tensor) -> None:
+        self.token_B = token_B
+
+    def multiply(self, times: int) -> None:
+        self.cache.multiply(times)
+        self.token_B = self.token_B.repeat_interleave(times, 0)
+
+    def choose(self, rows_B: Tensor) -> None:
+        rows_BK = rows_B.view(-1, self.cache.continuations)
+        self.cache.choose(rows_BK[:, 0] // rows_BK.shape[1], rows_BK % rows_BK.shape[1])
+        self.token_B = self.token_B[rows_B]
+
+
+class _WholeText:
+    """Texts that are read from the beginning at every step."""
+
+    def __init__(self, model: EncoderDecoder, encoded: Encoded, first_B: Tensor) -> None:
+        self.model, self.encoded, self.tokens_BT = model, encoded, first_B[:, None]
+
+    def after(self) -> State:
+        return ()
+
+    def read(self) -> Tensor:
+        return _log_probabilities(self.model.decode(self.tokens_BT, self.encoded, last_only=True)[:, 0])
+
+    def append(self, token_B: Tensor) -> None:
+        self.tokens_BT = torch.cat([self.tokens_BT, token_B[:, None]], 1)
+
+    def multiply(self, times: int) -> None:
+        self.choose(torch.arange(len(self.tokens_BT), device=self.tokens_BT.device).repeat_interleave(times))
+
+    def choose(self, rows_B: Tensor) -> None:
+        hidden_BND, padding_BN = self.encoded.hidden_BND[rows_B], self.encoded.padding_BN
+        padding_BN = None if padding_BN is None else padding_BN[rows_B]
+        self.encoded = self.encoded._replace(hidden_BND=hidden_BND, padding_BN=padding_BN)
+        self.tokens_BT = self.tokens_BT[rows_B]
+
+
+def _log_probabilities(logits_BV: Tensor) -> Tensor:
+    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)).log_softmax(-1)
+
+
+def _limits(inputs_BN: Tensor, padding: Tensor | None, tokens: int | None, longest: int) -> Tensor:
+    """(B,): the most new tokens of each row."""
+    rows, n = inputs_BN.shape
+    if tokens is not None:
+        return torch.full((rows,), tokens, device=inputs_BN.device)
+    source_B = torch.full((rows,), n, device=inputs_BN.device) if padding is None else (~padding).sum(1)
+    return (2 * source_B + 10).clamp(max=longest)
+
+
+def _check(
+    model: EncoderDecoder,
+    begin: int,
+    end: int,
+    beams: int,
+    tokens: int | None,
+    length_penalty: float,
+    results: int | None,
+) -> None:
+    last = model.target_vocabulary - 1
+    for name, token in {"begin": begin, "end": end}.items():
+        if not 0 <= token <= last:
+            raise ValueError(f"{name}={token} is not in the target vocabulary of {last + 1} tokens, 0 to {last}")
+    if not 1 <= beams <= model.target_vocabulary:
+        raise ValueError(
+            f"beams={beams} must be at least 1, and at most the {last + 1} tokens of the target vocabulary"
+        )
+    if tokens is not None and not 1 <= tokens <= model.max_length:
+        raise ValueError(
+            f"tokens={tokens} must be at least 1, and at most max_length={model.max_length} of the model; None is "
+            "twice the source's length and 10 more"
+        )
+    comparing_lengths(length_penalty=length_penalty)
+    if results is not None and not 1 <= results <= beams:
+        raise ValueError(f"results={results} must be at least 1, and at most beams={beams}; or None for the best alone")

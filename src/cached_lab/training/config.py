@@ -1,0 +1,142 @@
+"""Configuration of a run: its sections, checks of their types that name value, rule and way out, and YAML of it.
+
+`RunConfig` has six sections. `training`, `optimizer`, `schedule` and `evaluation` are frozen dataclasses that live next
+to what they configure; `data` and `model` are `{name: ..., **options}`, which `tasks.recipes` checks against what is
+registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import yaml
+
+from cached_lab.yaml_tree import flatten
+from cached_transformers.annotations import check_type, shown
+from cached_transformers.registry import unknown_name
+
+from .optim import OptimizerConfig, ScheduleConfig
+from .settings import EvaluationConfig, TrainingConfig
+
+D = TypeVar("D")
+
+MAY_DIFFER = (
+    "name",
+    "description",
+    "training.steps",
+    "training.log_every",
+    "training.save",
+    "training.save_every",
+    "training.keep",
+    "training.tensorboard",
+    "training.workers",
+    "training.device",
+    "training.parallel",
+    "training.pipeline",
+    "training.micro_batches",
+    "training.wavefront",
+    "training.shares",
+)
+"""Keys that may change when a run is resumed: they alter how long, where and how loudly it runs."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines one run."""
+
+    data: dict[str, Any]
+    model: dict[str, Any]
+    name: str = "run"
+    description: str = ""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+=-]+", self.name):
+            raise ValueError(
+                f"name={shown(self.name)} becomes a folder: use letters, digits and the characters _ . + = -"
+            )
+
+
+def build_config(tree: Mapping[str, Any]) -> RunConfig:
+    """A `RunConfig` from nested mappings; whether the parts it names exist is for `tasks.recipes` to check.
+
+    Raises:
+        ValueError: unknown key, wrong type, missing section, or values that contradict one another.
+    """
+    for section in ("data", "model"):
+        if section not in tree:
+            raise ValueError(f"section {section!r} is missing; give it as {section}: {{name: ...}}")
+    return _build(RunConfig, tree, "")
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain dictionaries, ready for YAML or JSON."""
+    order = ("name", "description", "data", "model", "training", "optimizer", "schedule", "evaluation")
+    tree = json.loads(json.dumps(dataclasses.asdict(config)))  # tuples become lists, as they do in a file
+    return {key: tree[key] for key in order}
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """YAML text that `tasks.recipes.load_config` reads back to the same configuration."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of the configuration without the keys in `MAY_DIFFER`."""
+    kept = {k: v for k, v in flatten(config_to_dict(config)).items() if k not in MAY_DIFFER}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the options that it is older than, at their defaults; as it is when not readable."""
+    try:
+        return config_to_dict(build_config(tree))
+    except ValueError:
+        return tree
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` for every key that differs between two configurations and may not."""
+    left, right = flatten(old), flatten(new)
+    keys = [k for k in {**left, **right} if left.get(k) != right.get(k) and k not in MAY_DIFFER]
+    return [f"{k}: {left.get(k, '(absent)')!r} -> {right.get(k, '(absent)')!r}" for k in keys]
+
+
+def _build(cls: type[D], tree: Any, path: str) -> D:
+    """A dataclass from a mapping, with every key and type checked; `path` is the dotted prefix for messages."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{path.rstrip('.') or 'the configuration'}={shown(tree)} must be a mapping of options")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in hints:
+            raise ValueError(_unknown_key(f"{path}{key}", [f"{path}{name}" for name in hints]))
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(typing.cast(type, hints[key]), value, f"{path}{key}.")
+        else:
+            values[key] = check_type(f"{path}{key}", value, hints[key])
+    return cls(**values)
+
+
+def _unknown_key(path: str, known: list[str]) -> str:
+    leaf = path.rpartition(".")[2]
+    elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return f"unknown key {path!r}; did you mean {elsewhere[0]!r}? (known here: {', '.join(sorted(known))})"
+    return unknown_name("key", path, known)
+
+
+def _all_keys() -> list[str]:
+    sections: dict[str, Any] = {"training": TrainingConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
+    sections["evaluation"] = EvaluationConfig
+    return [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]

@@ -1,0 +1,156 @@
+"""YAML text to nested dictionaries, dotted overrides on them, and the same trees flattened to dotted keys.
+
+A recipe is read as what JSON knows: mappings, lists, text, numbers, true, false and null. What looks like a date is
+text, and other tags are refused, so that whatever was read can be written again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import yaml
+
+from cached_transformers.annotations import is_plain, shown
+
+LONGEST = 1_000_000
+"""Characters of a text; the largest recipes have 4,000."""
+MOST_VALUES = 100_000
+"""Values that a text may stand for when its aliases are written out."""
+DEEPEST = 50
+"""Keys of an override, one in another."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads `1e-3` as a number (YAML 1.1 does not) and refuses a key given twice."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag not in _TAGS:
+            raise _refused(f"a value of the kind {node.tag!r} has no place here; give text, a number or a list", node)
+        try:
+            value = super().construct_object(node, deep)
+        except (KeyError, ValueError, IndexError, OverflowError, TypeError):  # `!!bool x`, `!!int x`, 5,000 digits
+            raise _refused(f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}", node) from None
+        if isinstance(value, str) and not is_plain(value):
+            raise _refused(f"{shown(value)} has a null character or half a surrogate pair, which no text has", node)
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise _refused(f"{shown(node.value)} is no mapping", node)
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise _refused(f"{shown(key)} cannot be a key; give a name", key_node)
+            if key in seen:
+                raise _refused(f"key {shown(key)} is given twice", node)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value that a YAML text holds; `source` names it in error messages.
+
+    Raises:
+        ValueError: not YAML, with line and column; or more than a recipe can hold.
+    """
+    if len(text) > LONGEST:
+        raise ValueError(f"{source} has {len(text):,} characters, and {LONGEST:,} is the most; is it a recipe?")
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _values(node, {}, source)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{source} nests lists or mappings too deeply to be read; write it flatter") from None
+
+
+def read_yaml(path: Any) -> Any:
+    """The value that a YAML file holds.
+
+    Raises:
+        ValueError: as `parse_yaml`, or the file is no text in UTF-8.
+    """
+    size = path.stat().st_size
+    if size > 4 * LONGEST:  # bytes of a character at most
+        raise ValueError(f"{path} has {size:,} bytes, and {LONGEST:,} characters are the most; is it a recipe?")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at place {error.start}"
+        raise ValueError(f"{path} is no text in UTF-8: {where}; save it as UTF-8") from None
+    return parse_yaml(text, str(path))
+
+
+def _values(node: yaml.Node, known: dict[int, int], source: str) -> int:
+    """How many values a node stands for, its aliases written out (ValueError: too many, or it holds itself)."""
+    if id(node) not in known:
+        known[id(node)] = 0  # until it is counted: found in itself
+        inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        parts = [] if isinstance(node, yaml.ScalarNode) else inside
+        known[id(node)] = 1 + sum(_values(part, known, source) for part in parts)
+    count = known[id(node)]
+    if not count:
+        raise ValueError(f"{source} has an alias that stands for something around it; write the value out")
+    if count > MOST_VALUES:
+        raise ValueError(f"{source} stands for {count:,} values, and {MOST_VALUES:,} are the most; use fewer aliases")
+    return count
+
+
+def _refused(why: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `dotted.key=value` in nested mappings; the value is YAML (`3`, `1e-4`, `true`, `null`, `[1, 2]`).
+
+    A part given by its bare name opens up: `model.memory.ratio=1` turns `memory: grc` into `{name: grc, ratio: 1}`.
+
+    Raises:
+        ValueError: no `=`, an empty key, or a path that leads through a value that is not a section.
+    """
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or not is_plain(key):
+        raise ValueError(f"{shown(override)} is not of the form key=value, for example training.steps=100")
+    if len(parts) > DEEPEST:
+        raise ValueError(f"{shown(override)} has {len(parts)} keys, one in another; no option lies so deep")
+    node = tree
+    for depth, part in enumerate(parts[:-1], 1):
+        child = node.setdefault(part, {})
+        if isinstance(child, str):
+            child = node[part] = {"name": child}
+        if not isinstance(child, dict):
+            path = ".".join(parts[:depth])
+            raise ValueError(
+                f"{shown(override)}: {path} is {shown(child)}, which has no options; set {path} (or its name) first"
+            )
+        node = child
+    node[parts[-1]] = parse_yaml(text, f"the value of {shown(key.strip())[1:-1]}")
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one dictionary with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

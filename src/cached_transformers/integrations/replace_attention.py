@@ -1,0 +1,223 @@
+"""Another attention for models that others wrote: `replace_attention` and `restore_attention`.
+
+The host's forward runs as it is, so that whatever its version does (gates, norms of queries and keys, key reduction,
+dropout of the output) stays. While it runs, a `TorchFunctionMode` waits for its one call of
+`scaled_dot_product_attention` and hands the queries, keys and values to the core instead. Ways that were tried or
+weighed, and why this one:
+
+- A forward written out for each class would have to follow every release of every host, and is silently wrong where it
+  does not. Only `torch.nn.MultiheadAttention` has one (`torch_nn.py`): in evaluation it calls a fused kernel.
+- A patched `F.scaled_dot_product_attention` is there for all threads, and for the memory in the same layer.
+- A mode lives in one thread and one call. Dynamo traces it: torch.compile gives one graph without break, with values
+  and gradients equal to those of eager, torch.export works strict and not. Autocast, activation checkpointing of both
+  kinds, deepcopy, pickle and saved states work, too.
+
+What a layer does behind the mode's back is refused: a forward that calls no `scaled_dot_product_attention`, or two.
+What does not work: torch.jit; nn.DataParallel, whose copies would call the first device's layer (use DDP). Outside
+compiled graphs a mode costs some microseconds for every torch call in the layer's forward, 40 in all for a ViT's on a
+CPU.
+
+Legend: B rows, H heads, N queries, M keys, E key width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from cached_transformers.attentions import create_attention
+from cached_transformers.attentions.softmax import SoftmaxAttention
+from cached_transformers.interfaces.attention import Attention
+from cached_transformers.interfaces.capabilities import CORE_WORDS, refuse_misfit
+
+from .hosts import Host, Site, sites
+from .masks import padding_of
+from .through_core import CORES, through_core
+from .torch_nn import settle_nested_tensors
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Intercept(TorchFunctionMode):
+    """Answers `scaled_dot_product_attention` by a core, in the forward of one layer."""
+
+    def __init__(self, exchange: Exchange, x_BND: Tensor) -> None:
+        super().__init__()
+        self.exchange, self.x_BND, self.calls = exchange, x_BND, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and not self.exchange.aside:
+            self.calls += 1
+            return self.exchange.answer(self.x_BND, *args, **(kwargs or {}))
+        if func is Tensor.unflatten:  # a method in Python, whose `super()` Dynamo cannot trace from here
+            return torch.unflatten(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class Exchange:
+    """Stands in the place of one layer's forward.
+
+    Attributes:
+        aside: attention that is called now is not the layer's own.
+    """
+
+    def __init__(self, layer: nn.Module, host: Host, dropout_set: bool) -> None:
+        self.layer, self.padding, self.causal = layer, host.attention.padding, "causal" in host.attention.asks
+        self.dropout_set = dropout_set
+        self.first = next(iter(inspect.signature(layer.forward).parameters))
+        self.before = {name: getattr(layer, name) for name in host.attention.switches}
+        self.uninstall = host.attention.uninstall
+        self.aside = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the layer's class, with another attention in it.
+
+        Raises:
+            ValueError: it did not call `scaled_dot_product_attention` once, or what the core cannot do.
+        """
+        mode = Intercept(self, args[0] if args else kwargs[self.first])
+        with mode:  # "with ... as mode" would give Dynamo another object
+            out = type(self.layer).forward(self.layer, *args, **kwargs)
+        if mode.calls != 1:
+            raise ValueError(
+                f"{type(self.layer).__name__} called scaled_dot_product_attention {mode.calls} times instead of once, "
+                "so that its attention could not be replaced; let it use fused attention (transformers: "
+                "model.set_attn_implementation('sdpa')), or call restore_attention(model)"
+            )
+        return out
+
+    def answer(
+        self,
+        x_BND: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As `scaled_dot_product_attention`, for a layer whose input was `x_BND`."""
+        core: Any = self.layer.core
+        if dropout_p not in (0.0, core.dropout) and not self.dropout_set:
+            raise ValueError(_no_dropout(type(self.layer).__name__, dropout_p, core))
+        padding_BM = None
+        if self.padding and not isinstance(core, SoftmaxAttention):
+            padding_BM, attn_mask = padding_of(attn_mask, key.shape[-2], CORES), None
+            is_causal = self.causal  # transformers' flag is off for a single query, which sees the keys of a cache
+        return through_core(
+            core,
+            query,
+            key,
+            value,
+            padding_BM=padding_BM,
+            mask=attn_mask,
+            causal=is_causal,
+            scale=scale,
+            x_BND=x_BND,
+        )
+
+
+def replace_attention(model: Model, attention: str | Mapping[str, Any], **options: Any) -> Model:
+    """Exchange the softmax attention of every self-attention layer of `model`, in place; weights and host code stay.
+
+    Works with the models that `add_memory` knows, before or after it: the memory then stands beside the new attention.
+    Parameters of the attention live under `<attention layer>.core` in the state dict.
+
+    Args:
+        model: the host model.
+        attention: name of an attention, or {"name": ..., option: value}.
+        options: options of the attention, and `input_size`, the (height, width) of images, for hosts that do not know
+            it (PVTv2 made for other sizes than its default).
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a layer's class has no adapter; its attention was replaced already, or is none that can be; the
+            attention cannot do what the host asks for: a bias (Swin), fewer keys than queries (PVTv2), a causal form,
+            dropout on the weights; or its own constraints. A call refuses what is seen only there: masks, padding.
+    """
+    settings = {"name": attention} if isinstance(attention, str) else dict(attention)
+    input_size = options.pop("input_size", None)
+    settings |= options
+    facts = {name: value for name, value in settings.items() if name != "name"}
+    found = sites(model, facts | ({"input_size": input_size} if input_size is not None else {}), memory=False)
+    built: list[tuple[Site, Host, Attention]] = []
+    for index, (site, host) in enumerate(found):  # build all before touching the model: a refusal leaves it as it was
+        where = site.name or type(model).__name__
+        if "core" in site.layer._modules:
+            raise ValueError(f"the attention of {where} was replaced already; call restore_attention(model) first")
+        if host.attention.refusal is not None:
+            raise ValueError(f"{where}: {host.attention.refusal}")
+        if host.attention.install is None and "forward" in vars(site.layer):
+            raise ValueError(f"the forward of {where} was patched by somebody else; undo that first")
+        core = create_attention(settings, **_facts(host, index, len(found)))
+        needs = {word: where for word in CORE_WORDS if word in host.attention.asks}
+        refuse_misfit(needs, core.can, core.title, "`cached list attentions` shows which can")
+        dropout = host.attention.dropout
+        if dropout > 0 and core.dropout != dropout and "dropout" not in facts:
+            raise ValueError(_no_dropout(where, dropout, core))
+        reference = next(site.layer.parameters())
+        built.append((site, host, core.to(reference.device, reference.dtype).train(site.layer.training)))
+    for site, host, core in built:
+        _attach(site.layer, host, core, "dropout" in facts)
+    settle_nested_tensors(model)
+    return model
+
+
+def _facts(host: Host, index: int, depth: int) -> dict[str, Any]:
+    """What an attention may ask the host for."""
+    facts = {name: value for name, value in host.facts.items() if value and name != "reduction"}
+    facts.setdefault("prefix", 0)
+    layer = {"dropout": host.attention.dropout, "causal": "causal" in host.attention.asks}
+    return {**facts, **layer, "width": host.width, "heads": host.heads, "index": index, "depth": depth}
+
+
+def _no_dropout(where: str, dropout: float, core: Attention) -> str:
+    return (
+        f"{where} drops {dropout} of the attention weights, which attention {type(core).__name__} does not "
+        f"(dropout={core.dropout}); set the host's attention dropout to 0 (timm: attn_drop_rate, transformers: "
+        "attention_probs_dropout_prob, torch.nn: dropout), or give the attention a dropout of its own if it has one"
+    )
+
+
+def _attach(layer: nn.Module, host: Host, core: Attention, dropout_set: bool) -> None:
+    exchange = Exchange(layer, host, dropout_set)
+    layer.core = core
+    layer.exchange = exchange  # type: ignore[assignment]
+    if host.attention.install is not None:
+        host.attention.install(layer)
+        return
+    for name, value in host.attention.switches.items():
+        setattr(layer, name, value)
+    layer.forward = exchange.forward
+
+
+def restore_attention(model: Model) -> Model:
+    """Undo `replace_attention`, in place: the host computes exactly what it computed before. Returns the model.
+
+    Raises:
+        ValueError: no attention was replaced.
+    """
+    layers = [m for m in model.modules() if "exchange" in vars(m)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has the attention that it was made with; there is nothing to restore")
+    for layer in layers:
+        exchange: Exchange = vars(layer).pop("exchange")
+        del layer.core
+        if exchange.uninstall is not None:
+            exchange.uninstall(layer)
+            continue
+        del layer.forward
+        for name, value in exchange.before.items():
+            setattr(layer, name, value)
+    settle_nested_tensors(model)
+    return model

@@ -1,0 +1,1 @@
+"""Training and reading loops over the segments of a text."""

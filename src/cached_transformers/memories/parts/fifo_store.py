@@ -1,0 +1,179 @@
+"""A first-in first-out store of hidden states with their positions, or of their keys and values, for the memories that
+keep them.
+
+Legend: B rows, N tokens, M slots, L = M + N, D model width, W = 2 D, H heads, E head width, P position channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cached_transformers.interfaces.memory import ProjectKV
+from cached_transformers.state import State
+
+KEEP = ("hidden", "kv")
+"""What a state that was made in evaluation mode may hold; see `Pairs`."""
+
+
+def last_slots(count_B: Tensor, slots: int) -> Tensor:
+    """(B, M) bool, the last `count_B` of the slots of each row: those that hold something."""
+    return torch.arange(slots, device=count_B.device) >= slots - count_B[:, None]
+
+
+class Rows(NamedTuple):
+    """The last M hidden states of each row, newest last, their positions, and how many of them are real.
+
+    The layout is fixed: a row with fewer than M holds zeros in front. 4 M D + 8 M P + 8 bytes a row in float32.
+    """
+
+    hidden_BMD: Tensor
+    positions_BMP: Tensor
+    count_B: Tensor
+
+    @property
+    def valid_BM(self) -> Tensor:
+        """bool, the slots that hold something."""
+        return last_slots(self.count_B, self.hidden_BMD.shape[1])
+
+    @property
+    def clean_BMD(self) -> Tensor:
+        """The hidden states, with zeros in empty slots whatever stands there: a NaN would come back as a gradient."""
+        return torch.where(self.valid_BM[..., None], self.hidden_BMD, 0)
+
+
+class Pairs(NamedTuple):
+    """What `Rows` holds, with keys and values in the place of hidden states: unrotated, all keys of a slot and then all
+    its values. 8 M D + 8 M P + 8 bytes a row in float32.
+
+    They are projected once, when they are stored, so that nothing trains the projections: for evaluation.
+    """
+
+    pairs_BMW: Tensor
+    positions_BMP: Tensor
+    count_B: Tensor
+
+    @property
+    def valid_BM(self) -> Tensor:
+        """bool, the slots that hold something."""
+        return last_slots(self.count_B, self.pairs_BMW.shape[1])
+
+
+def empty_rows(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Rows:
+    """A store that holds nothing."""
+    positions_BMP = torch.zeros(batch_size, slots, channels, dtype=torch.long, device=like.device)
+    count_B = torch.zeros(batch_size, dtype=torch.long, device=like.device)
+    return Rows(like.new_zeros(batch_size, slots, width), positions_BMP, count_B)
+
+
+def empty_pairs(batch_size: int, slots: int, width: int, like: Tensor, channels: int = 1) -> Pairs:
+    """The same of keys and values."""
+    return Pairs(*empty_rows(batch_size, slots, 2 * width, like, channels))
+
+
+def push_pairs(
+    pairs: Pairs, k_BHNE: Tensor, v_BHNE: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
+) -> Pairs:
+    """Store keys and values, detached, behind those that are there; see `push`."""
+    return Pairs(*push(Rows(*pairs), side_by_side(k_BHNE, v_BHNE).detach(), positions_BNP, padding_BN))
+
+
+def side_by_side(*made_BHME: Tensor) -> Tensor:
+    """(B, M, W): the keys of all heads, then the values, and so on."""
+    return torch.cat([t.transpose(1, 2).flatten(2) for t in made_BHME], -1)
+
+
+def keys_values(pairs_BMW: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, H, M, E) again."""
+    k_BHME, v_BHME = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in pairs_BMW.chunk(2, -1))
+    return k_BHME, v_BHME
+
+
+def read_store(
+    state: Rows | Pairs, memory: nn.Module, heads: int, project_kv: ProjectKV
+) -> tuple[Tensor, Tensor, bool]:
+    """Keys and values (B, H, M, E) of what a store holds, and whether those of empty slots are finite, too."""
+    if not isinstance(state, Pairs):
+        return *project_kv(state.clean_BMD), True
+    refuse_training(memory.training, type(memory).__name__)
+    return *keys_values(state.pairs_BMW, heads), False
+
+
+def lined_up(older: Rows | Pairs, newer: Rows | Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """Contents, positions and validity of all slots of two stores, oldest first, with the empty ones in front."""
+    first, second = Rows(*older), Rows(*newer)
+    slots, gap_B1 = second.hidden_BMD.shape[1], second.hidden_BMD.shape[1] - second.count_B[:, None]
+    total = first.hidden_BMD.shape[1] + slots
+    place_M = torch.arange(total, device=second.count_B.device)
+    # Empty slots of the newer lie between the two; what is older moves up to close the gap.
+    index_BM = torch.where(place_M >= total - slots + gap_B1, place_M, place_M - gap_B1).clamp(min=0)[..., None]
+    hidden_BMD = torch.cat([first.clean_BMD, second.clean_BMD], 1)
+    positions_BMP = torch.cat([first.positions_BMP, second.positions_BMP], 1)
+    valid_BM = place_M >= total - (first.count_B + second.count_B)[:, None]
+    hidden_BMD = torch.where(valid_BM[..., None], hidden_BMD.gather(1, index_BM.expand_as(hidden_BMD)), 0)
+    return hidden_BMD, positions_BMP.gather(1, index_BM.expand_as(positions_BMP)), valid_BM
+
+
+def as_kept(state: State, layout: State, project_kv: ProjectKV) -> State:
+    """A layer's state with keys and values in the place of hidden states, wherever the layout has them."""
+    if isinstance(layout, Pairs) and isinstance(state, Rows):
+        return Pairs(side_by_side(*project_kv(state.clean_BMD)), state.positions_BMP, state.count_B)
+    if isinstance(state, Tensor | Pairs):
+        return state
+    parts = [as_kept(part, like, project_kv) for part, like in zip(state, layout, strict=True)]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def refuse_training(training: bool, memory: str) -> None:
+    """Refuse (ValueError) keys and values in training, where they would leave the projections untrained."""
+    if training:
+        raise ValueError(
+            f"the state of {memory} holds keys and values, as keep='kv' makes them in evaluation, from which its "
+            "projections learn nothing; begin with init_state in training mode, call eval(), or take keep='hidden'"
+        )
+
+
+def push(rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None) -> Rows:
+    """Store hidden states behind those that are there; the store keeps its size, and may be a view of what is given.
+
+    Padding is not stored, so what is stored stays dense.
+    """
+    if padding_BN is not None:
+        return push_out(rows, hidden_BND, positions_BNP, padding_BN)[0]
+    slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
+    stay, first = max(slots - n, 0), max(n - slots, 0)
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        new = new[:, first:].to(old.dtype).expand(old.shape[0], -1, -1)
+        return torch.cat([old[:, slots - stay :], new], 1) if stay else new
+
+    hidden_BMD, positions_BMP = joined(rows.hidden_BMD, hidden_BND), joined(rows.positions_BMP, positions_BNP)
+    return Rows(hidden_BMD, positions_BMP, (rows.count_B + n).clamp(max=slots))
+
+
+def push_out(
+    rows: Rows, hidden_BND: Tensor, positions_BNP: Tensor, padding_BN: Tensor | None = None
+) -> tuple[Rows, Rows]:
+    """What `push` gives, and what leaves for it.
+
+    Returns:
+        The store; and the N states that had to leave or never were (`count_B` says how many of them,
+        from the end, are real), oldest first.
+    """
+    slots, n = rows.hidden_BMD.shape[1], hidden_BND.shape[1]
+    hidden_BLD = torch.cat([rows.hidden_BMD, hidden_BND.to(rows.hidden_BMD.dtype)], 1)
+    positions_BLP = torch.cat([rows.positions_BMP, positions_BNP.expand(hidden_BND.shape[0], -1, -1)], 1)
+    if padding_BN is None:
+        total_B = rows.count_B + n
+    else:
+        valid_BL = torch.cat([rows.valid_BM, ~padding_BN], 1)
+        # What is real comes last, in its order; what is not is cleared.
+        order_BL1 = valid_BL.to(torch.uint8).argsort(dim=1, stable=True)[..., None]
+        real_BL1 = valid_BL[..., None].gather(1, order_BL1)
+        hidden_BLD = torch.where(real_BL1, hidden_BLD.gather(1, order_BL1.expand_as(hidden_BLD)), 0)
+        positions_BLP = torch.where(real_BL1, positions_BLP.gather(1, order_BL1.expand_as(positions_BLP)), 0)
+        total_B = valid_BL.sum(1)
+    left = Rows(hidden_BLD[:, :n], positions_BLP[:, :n], (total_B - slots).clamp(min=0))
+    return Rows(hidden_BLD[:, n:], positions_BLP[:, n:], total_B.clamp(max=slots)), left
