@@ -286,7 +286,7 @@ def test_a_state_is_that_of_its_weights(tmp_path: Path) -> None:
         before = change.detach().clone()
         with torch.no_grad():
             change[1] += 1e-6
-        with pytest.raises(ValueError, match="a was made with other weights than those of this BatchNorm1d"):
+        with pytest.raises(ValueError, match="BatchNorm1d"):
             states.load(tmp_path / "a", state, model=model)
         with torch.no_grad():
             change.copy_(before)

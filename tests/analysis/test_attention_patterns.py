@@ -100,13 +100,13 @@ def test_where_channels_mix_the_size_of_a_weight_is_measured() -> None:
 
 
 def test_wrong_sizes_and_forms_are_refused(signed: str) -> None:
-    with pytest.raises(ValueError, match="tokens=0 must be at least 1"):
+    with pytest.raises(ValueError, match="tokens=0"):
         attention_weights("softmax", 0)
-    with pytest.raises(ValueError, match="draws=0 must be at least 1"):
+    with pytest.raises(ValueError, match="draws=0"):
         attention_weights("softmax", 4, draws=0)
     with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention \w+ does not give"):
         attention_weights(signed, 4, causal=True)
-    with pytest.raises(ValueError, match="unknown option of attention 'star' 'radios'"):
+    with pytest.raises(ValueError, match="'star'.*'radios'"):
         attention_weights({"name": "star", "radios": 2}, 4)
 
 

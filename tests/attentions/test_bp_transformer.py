@@ -203,9 +203,9 @@ def test_bad_options() -> None:
         build = BPLayer if more else BPAttention
         with pytest.raises(ValueError, match="k=0 must be at least 1"):
             build(D, H, *more, k=0)
-        with pytest.raises(ValueError, match="clip=-1 must be at least 0"):
+        with pytest.raises(ValueError, match="clip=-1"):
             build(D, H, *more, clip=-1)
-        with pytest.raises(ValueError, match="width=10 must be a positive multiple of heads=3"):
+        with pytest.raises(ValueError, match="width=10.*heads=3"):
             build(10, 3, *more)
 
 

@@ -167,7 +167,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
+    with pytest.raises(ValueError, match="width=12.*heads=5"):
         create_attention("delta_net", width=12, heads=5)
 
 
@@ -176,9 +176,9 @@ def test_it_is_causal_alone_and_needs_the_input() -> None:
     q, k, v = (given[name] for name in "qkv")
     with pytest.raises(ValueError, match="this call needs bidirectional"):
         core(q, k, v, x_BND=given["x"])
-    with pytest.raises(ValueError, match="beta of delta_net is made of the layer's input; give it as x_BND"):
+    with pytest.raises(ValueError, match="delta_net.*x_BND"):
         core(q, k, v, causal=True)
-    with pytest.raises(ValueError, match="a layer with causal=False needs bidirectional"):
+    with pytest.raises(ValueError, match="causal=False"):
         SelfAttention(H * E, H, core=core)
     layer = SelfAttention(H * E, H, core=core, causal=True).double()
     assert layer(given["x"]).y_BND.isfinite().all() and "causal alone" in in_words(DeltaNet.can)

@@ -44,16 +44,14 @@ def test_auto_is_plain_without_a_gpu_and_what_is_asked_for_by_name_is_refused() 
     auto, plain = both(WINDOW, "auto", *given)
     assert torch.equal(auto.out_BHNV, plain.out_BHNV)
     flex = core(WINDOW, "flex")
-    with pytest.raises(
-        ValueError, match=r"kernel='flex' cannot take this call: .* runs on a GPU, not on cpu: .*; take"
-    ):
+    with pytest.raises(ValueError, match="kernel='flex'"):
         flex(*given)
     dropping = create_attention({**WINDOW, "kernel": "flex", "dropout": 0.5}).train()
     with pytest.raises(ValueError, match=r"has no dropout of the weights, here 0\.5"):
         dropping(*inputs(150))
-    with pytest.raises(ValueError, match="kernel='flash' must be one of plain, flex, auto"):
+    with pytest.raises(ValueError, match="kernel='flash'"):
         core(WINDOW, "flash")
-    with pytest.raises(ValueError, match="mode='sum' is of two softmaxes, of which kernel='flex' has one"):
+    with pytest.raises(ValueError, match="mode='sum'.*kernel='flex'"):
         core({"name": "axial", "mode": "sum", "columns": 4}, "flex")
     assert core({"name": "axial", "mode": "sum", "columns": 4}, "auto").kernel == "plain"
 
@@ -67,14 +65,14 @@ def test_what_stands_in_the_way_of_a_kernel_is_named(monkeypatch: pytest.MonkeyP
         kernels.takes_flex("flex", *given[0], 0.0)
     with pytest.raises(ValueError, match="heads of at least 16 channels, not 8"):
         kernels.takes_flex("flex", *given[1], 0.0)
-    with pytest.raises(ValueError, match=r"has no rule for torch\.vmap, under which schedule='diagonal'"):
+    with pytest.raises(ValueError, match=r"torch\.vmap.*schedule='diagonal'"):
         torch.vmap(lambda t: kernels.takes_flex("flex", t, t, t, 0.0))(fine)
     some: Any = (fine,) * 3
     assert kernels.takes_flex("auto", *some, 0.0) and not kernels.takes_flex("auto", *given[0], 0.0)
     assert not kernels.takes_flex("plain", *some, 0.0)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     linear = core({"name": "linear"}, "fla")
-    with pytest.raises(ValueError, match=r'not installed; .*pip install "cached-transformers\[kernels\]"; take'):
+    with pytest.raises(ValueError, match=r'"cached-transformers\[kernels\]"'):
         linear(*inputs(8), causal=True)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match="runs on GPUs, not on cpu"):

@@ -123,11 +123,11 @@ def test_layers_share_one_projection() -> None:
     torch.testing.assert_close(twin(tokens), shared(tokens))
     torch.testing.assert_close(alike(tokens), shared(tokens))
     twin.load_state_dict(shared.state_dict())
-    with pytest.raises(ValueError, match="layers need 'keys_values'"):
+    with pytest.raises(ValueError, match="'keys_values'"):
         share_layers(model("heads"))
     with pytest.raises(ValueError, match="no linformer layer"):
         share_layers(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"\(24, 5\) differs from \(24, 4\)"):
+    with pytest.raises(ValueError, match="24,.*24,"):
         options = {"sharing": "keys_values"}
         share_layers(torch.nn.ModuleList([make(**options), make(slots=5, **options)]))
 
@@ -156,7 +156,7 @@ def test_bad_options(options: dict[str, object], why: str) -> None:
 
 
 def test_inputs_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="a segment of 25 keys is longer than length=24"):
+    with pytest.raises(ValueError, match="25.*length=24"):
         make()(*inputs(25))
-    with pytest.raises(ValueError, match="3 heads came, but heads=2"):
+    with pytest.raises(ValueError, match="3.*heads=2"):
         make(sharing="none")(*inputs(4, heads=3))

@@ -209,7 +209,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match="width=12 must be a positive multiple of heads=5"):
+    with pytest.raises(ValueError, match="width=12.*heads=5"):
         create_attention("rfa", width=12, heads=5)
 
 
@@ -219,7 +219,7 @@ def test_calls_that_it_cannot_serve_are_refused() -> None:
     gated = core_of(gate=True)
     with pytest.raises(ValueError, match="this call needs bidirectional"):
         gated(q, k, v, x_BND=given["x"])
-    with pytest.raises(ValueError, match="the gate of rfa is made of the layer's input; give it as x_BND"):
+    with pytest.raises(ValueError, match="x_BND"):
         gated(q, k, v, causal=True)
     with pytest.raises(ValueError, match="2 heads of width 6: the random features are of 4 heads of width 3"):
         RandomFeatureAttention(12, 4)(q, k, v)

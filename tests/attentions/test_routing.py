@@ -265,7 +265,7 @@ def test_k_means_leaves_padding_out_and_needs_enough_vectors() -> None:
     cores[0].fit(q[:, :, :9], k[:, :, :9], generator=torch.Generator().manual_seed(0))
     cores[1].fit(q, k, padding, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(cores[0].centroids_HCE, cores[1].centroids_HCE, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="4 vectors cannot begin clusters=8"):
+    with pytest.raises(ValueError, match="4.*clusters=8"):
         routing(clusters=8).fit(q[:, :, :1], k[:, :, :1])
 
 
@@ -312,11 +312,11 @@ def test_sizes_come_from_the_length() -> None:
 def test_bad_options_are_told(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         routing(**options)
-    with pytest.raises(ValueError, match="width=13 must be a positive multiple of heads=2"):
+    with pytest.raises(ValueError, match="width=13.*heads=2"):
         RoutingAttention(13, 2, length=4)
 
 
 def test_a_mean_of_softmaxes_has_no_log_sum_exp() -> None:
     core, given = routing(combine="mean"), tokens_of(9)
-    with pytest.raises(ValueError, match=r"needs lse .* RoutingAttention \(its options take away context, lse\)"):
+    with pytest.raises(ValueError, match="RoutingAttention"):
         core(*given, want_lse=True)

@@ -153,9 +153,9 @@ def test_cost(options: dict[str, Any]) -> None:
 
 def test_bad_options() -> None:
     for build in (StarAttention, StarLayer):
-        with pytest.raises(ValueError, match="radius=-1 must be at least 0"):
+        with pytest.raises(ValueError, match="radius=-1"):
             build(D, H, radius=-1)
-        with pytest.raises(ValueError, match="width=10 must be a positive multiple of heads=3"):
+        with pytest.raises(ValueError, match="width=10.*heads=3"):
             build(10, 3)
 
 

@@ -54,7 +54,7 @@ def test_a_variant_is_a_name_and_options():
     assert parse_variant("plain") is None
     assert parse_variant("grc") == "grc"
     assert parse_variant("grc:ratio=0.25:variant=released") == {"name": "grc", "ratio": 0.25, "variant": "released"}
-    with pytest.raises(ValueError, match="'ratio' is not of the form key=value"):
+    with pytest.raises(ValueError, match="'ratio'.*key=value"):
         parse_variant("grc:ratio")
     with pytest.raises(ValueError, match="plain has no memory"):
         parse_variant("plain:ratio=1")
@@ -78,7 +78,7 @@ def test_controls_of_texts_have_as_many_parameters_or_longer_segments(tmp_path):
     lengths = longer.training.segment_length, longer.training.segments, longer.evaluation.segment_length
     assert lengths == (64, 1, 64)
     odd = load_config("demo_text", [f"data.path={path}", "training.segments=3"])
-    with pytest.raises(ValueError, match=r"training\.segments=3 must be even"):
+    with pytest.raises(ValueError, match=r"training\.segments=3"):
         prepare(odd, ["plain"], "longer")
 
 

@@ -216,9 +216,9 @@ def test_ratios_of_feed_forward_layers_are_widened(images: Path) -> None:
     assert widened(config, 1500).model["mlp_ratios"] == [6, 3, 6]
     vit = {"name": "timm", "architecture": "vit_tiny_patch16_224", "mlp_ratio": 4.0}
     assert widened(RunConfig(recipe.data, vit), 500).model["mlp_ratio"] == 2
-    with pytest.raises(ValueError, match=r"'timm' does not say by which option; set one of .*model\.mlp_ratio"):
+    with pytest.raises(ValueError, match=r"'timm'.*model\.mlp_ratio"):
         feed_forward_option(RunConfig(recipe.data, {"name": "timm", "architecture": "vit_tiny_patch16_224"}))
-    with pytest.raises(ValueError, match=r"model\.mlp_ratio of 'timm' .* set it to what the model has"):
+    with pytest.raises(ValueError, match=r"model\.mlp_ratio.*'timm'"):
         feed_forward_option(RunConfig(recipe.data, {**vit, "mlp_ratio": None}))
     train = build_dataset(recipe, "train")
     dear = RunConfig(recipe.data, {**model, "mlp_ratios": [5, 5, 5]}, training=recipe.training)
@@ -328,7 +328,7 @@ def test_written_ratios_of_feed_forward_layers_are_those_of_the_model(backbone: 
 
 def test_recipes_that_are_scored_differently_are_refused() -> None:
     rows = REPRODUCTIONS["table1"].rows("paper", "vit_small,pvt_tiny")
-    with pytest.raises(ValueError, match=r"scored by \('accuracy', 'last'\).*table1_small by \('accuracy', 'best'\)"):
+    with pytest.raises(ValueError, match="'accuracy'.*'last'.*table1_small.*'accuracy'.*'best'"):
         row_recipes(rows, load_config("table1_small"), [])
 
 

@@ -88,7 +88,7 @@ def test_limits_that_can_be_said_by_hand() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="17 processes cannot share 16 segments"):
+    with pytest.raises(ValueError, match="17.*16"):
         timing(WORK, PEAK, FAST, 17)
     with pytest.raises(ValueError, match="more than 8 rows"):
         timing(WORK, PEAK, FAST, 2, 4, 4)

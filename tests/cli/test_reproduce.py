@@ -121,7 +121,7 @@ def test_rows_are_set_as_the_table_says() -> None:
         rows["grc_stream"].config.model["positions"] == "relative" and "positions" not in rows["segatron"].config.model
     )
     recipe = load_config("table5_small")
-    with pytest.raises(ValueError, match=r"model\.memory=None must say how long memories are"):
+    with pytest.raises(ValueError, match=r"model\.memory=None"):
         TABLE5.rows("small", "rmt")[0].config(with_memory(recipe, None))
 
 

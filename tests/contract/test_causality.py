@@ -44,5 +44,5 @@ def test_no_gradient_flows_from_an_output_to_a_later_token(case: Case) -> None:
 
 @pytest.mark.parametrize("memory", ["grc", {"name": "grc", "variant": "released"}, "convolution"])
 def test_a_memory_that_shows_the_future_is_refused(memory: object) -> None:
-    with pytest.raises(ValueError, match=r"cannot serve a causal model; .*grc_stream"):
+    with pytest.raises(ValueError, match="grc_stream"):
         create_model("language_model", vocabulary=5, width=16, depth=1, heads=2, feed_forward=8, memory=memory)

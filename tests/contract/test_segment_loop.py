@@ -108,7 +108,7 @@ def test_resets_that_no_segment_begins_with_are_refused() -> None:
     inputs, targets = batch(PLAIN, 2 * SEGMENT)
     with pytest.raises(ValueError, match="resets at 3 segments of a batch of 12 tokens"):
         SegmentLoop(PLAIN.build(), SEGMENT)(inputs, targets, reset=torch.zeros(ROWS, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"passes=2 .* can have 1"):
+    with pytest.raises(ValueError, match="passes=2"):
         SegmentLoop(Counter(), SEGMENT, passes=2)(inputs, targets, reset=torch.zeros(ROWS, 2, dtype=torch.bool))
 
 

@@ -59,9 +59,9 @@ def test_json_labels(tmp_path):
     write_tar(tmp_path / "train-0.tar", examples(kind="json"))
     data = ImageShards("train", path=tmp_path, label="json:label", validation_fraction=0, test_fraction=0)
     assert data.labels.tolist() == LABELS
-    with pytest.raises(ValueError, match=r"no .cls members, only jpg, json; set data.label to cls, json:KEY or tar"):
+    with pytest.raises(ValueError, match="data.label"):
         ImageShards("train", path=tmp_path)
-    with pytest.raises(ValueError, match=r"000000.json must hold JSON with a whole number under 'klass', not b"):
+    with pytest.raises(ValueError, match="000000.*'klass'"):
         ImageShards("train", path=tmp_path, label="json:klass")
 
 
@@ -80,13 +80,13 @@ def test_a_tar_for_each_class(tmp_path):
 def test_patterns_and_mappings(folder):
     pattern = folder / "made-train-{000000..000001}.tar"
     assert [shard.name for shard in find_shards(pattern)] == ["made-train-000000.tar", "made-train-000001.tar"]
-    with pytest.raises(FileNotFoundError, match=r"1 of 3 shards do not exist: .*made-train-000002.tar"):
+    with pytest.raises(FileNotFoundError, match="1.*000002"):
         find_shards(folder / "made-train-{000000..000002}.tar")
     mapping = {"train": str(pattern), "test": str(folder / "made-validation-000000.tar")}
     assert {s: len(found) for s, found in shards_of_splits(mapping).items()} == {"train": 2, "validation": 0, "test": 1}
     held = ImageShards("validation", path=mapping, validation_fraction=0.25, image_size=8)
     assert np.bincount(held.labels).tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match="unknown split 'valid'"):
+    with pytest.raises(ValueError, match="'valid'"):
         shards_of_splits({"valid": str(pattern)})
 
 
@@ -96,7 +96,7 @@ class TestBadShards:
         del files["000001.cls"], files["000004.jpg"]
         write_tar(tmp_path / "train-0.tar", files)
         options = {"path": tmp_path, "validation_fraction": 0, "test_fraction": 0}
-        with pytest.raises(ValueError, match=r"2 examples are not whole: 000001 \(no label\), 000004 \(no image\)"):
+        with pytest.raises(ValueError, match="2.*000001.*000004"):
             ImageShards("train", **options)
         with (
             pytest.warns(RuntimeWarning, match=r"2 examples are not whole: .*; they are left out"),
@@ -106,13 +106,11 @@ class TestBadShards:
 
     def test_labels_that_are_none(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", {**examples(), "000003.cls": b"cat"})
-        with pytest.raises(ValueError, match=r"train-0.tar:000003.cls must hold a whole number, not b'cat'"):
+        with pytest.raises(ValueError, match="0.*000003.*'cat'"):
             ImageShards("train", path=tmp_path)
 
     def test_labels_out_of_range(self, folder):
-        with pytest.raises(
-            ValueError, match=r"000000.jpg: label 2 must lie in 0..1 \(4 such images\); set data.classes"
-        ):
+        with pytest.raises(ValueError, match="000000.*data.classes"):
             ImageShards("train", path=folder, classes=2)
 
     def test_classes_without_an_image(self, folder):
@@ -124,9 +122,7 @@ class TestBadShards:
     def test_an_image_that_cannot_be_decoded_is_named(self, folder):
         write_tar(folder / "made-train-000000.tar", {**examples(), "000002.jpg": b""})
         data = ImageShards("train", path=folder, image_size=8)
-        with pytest.raises(
-            BadFile, match=r"made-train-000000.tar:000002.jpg cannot be used as an image: the file is empty"
-        ):
+        with pytest.raises(BadFile, match="000000.*000002"):
             data[2]
 
     def test_no_shards(self, tmp_path):
@@ -138,14 +134,12 @@ class TestBadShards:
 
     def test_a_split_without_shards_or_share(self, tmp_path):
         write_tar(tmp_path / "train-0.tar", examples())
-        with pytest.raises(
-            ValueError, match=r"no shard for test, and no share of training; set data.test_fraction=0.1"
-        ):
+        with pytest.raises(ValueError, match="data.test_fraction=0.1"):
             ImageShards("test", path=tmp_path, validation_fraction=0.5)
         assert len(ImageShards("train", path=tmp_path, validation_fraction=0.5)) == 3
 
     def test_options(self, folder):
-        with pytest.raises(ValueError, match="label='class' must be cls, tar, or json:KEY"):
+        with pytest.raises(ValueError, match="label='class'"):
             ImageShards("train", path=folder, label="class")
-        with pytest.raises(ValueError, match=r"validation_fraction=0\.1: there are shards for validation"):
+        with pytest.raises(ValueError, match=r"validation_fraction=0\.1"):
             ImageShards("train", path=folder, validation_fraction=0.1)

@@ -83,11 +83,9 @@ class TestOptions:
             config_from_dict({"name": "x", "data": {"name": name, "path": "x", option: value}, "model": MODEL})
 
     def test_unknown_ones_are_refused_with_a_suggestion(self):
-        with pytest.raises(
-            ValueError, match=r"unknown option of dataset 'imagenet' 'crop_ration'; did you mean 'crop_ratio'"
-        ):
+        with pytest.raises(ValueError, match="'imagenet'.*'crop_ration'.*'crop_ratio'"):
             create_dataset("imagenet", "train", path="x", crop_ration=0.5)
-        with pytest.raises(ValueError, match="unknown option of dataset 'tiny_imagenet' 'mean'"):
+        with pytest.raises(ValueError, match="'tiny_imagenet'.*'mean'"):
             create_dataset("tiny_imagenet", "train", path="x", mean=[0.5])
 
 
@@ -231,7 +229,7 @@ class TestImageFolder:
         # Photographs normalised by ImageNet's statistics: near 0 and 1, and no two alike.
         assert abs(images.mean().item()) < 0.6 and 0.6 < images.std().item() < 1.5
         assert len({image.numpy().tobytes() for image in images}) == 33
-        with pytest.raises(FileNotFoundError, match="no folder for split 'test', only train, val"):
+        with pytest.raises(FileNotFoundError, match="'test'"):
             ImageFolder("test", path=tmp_path)
 
     def test_normalisation(self, flat):
@@ -322,7 +320,7 @@ class TestImageFolder:
     def test_two_folders_for_one_split(self, tmp_path):
         for split in ("train", "val", "valid"):
             paint(tmp_path / split / "a" / "0.png")
-        with pytest.raises(ValueError, match="several folders for split 'validation': val, valid"):
+        with pytest.raises(ValueError, match="'validation'"):
             ImageFolder("train", path=tmp_path)
 
     @pytest.mark.parametrize(

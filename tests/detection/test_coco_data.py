@@ -70,17 +70,17 @@ def test_annotations_beside_the_images_are_found(tmp_path):
 
 def test_what_is_not_there_is_said(tmp_path):
     root = folder(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no annotations for 'train2014': looked for annotations/instances"):
+    with pytest.raises(FileNotFoundError, match="'train2014'.*annotations/instances"):
         load(root, train="train2014")
-    with pytest.raises(FileNotFoundError, match=r"data\.test names no annotations; set it, .* or training\.test=none"):
+    with pytest.raises(FileNotFoundError, match=r"data\.test.*training\.test=none"):
         load(root, "test")
     with pytest.raises(FileNotFoundError, match="does not exist; expected a folder or zip archive"):
         load(tmp_path / "nowhere")
     shutil.rmtree(root / "train2017")
-    with pytest.raises(FileNotFoundError, match=r"none of the 6 images of 'train2017' \(such as 000\.png\)"):
+    with pytest.raises(FileNotFoundError, match="6.*'train2017'.*000"):
         load(root)
     (root / "annotations" / "instances_val2017.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"instances_val2017\.json is not JSON.*is it complete"):
+    with pytest.raises(ValueError, match=r"instances_val2017\.json"):
         load(root, "validation")
 
 
@@ -214,9 +214,9 @@ def test_some_images_alone(tmp_path):
     root = folder(tmp_path)
     assert load(root, image_ids=[104, 101]).image_ids == [101, 104]
     assert load(root, limit=2).image_ids == [100, 101]
-    with pytest.raises(ValueError, match=r"data\.image_ids: \[7\] are not among the 6 images"):
+    with pytest.raises(ValueError, match=r"data\.image_ids"):
         load(root, image_ids=[101, 7])
-    with pytest.raises(ValueError, match=r"data\.limit=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"data\.limit=0"):
         load(root, limit=0)
 
 
@@ -346,7 +346,7 @@ def test_missing_files_stop_or_are_left_out(tmp_path):
     root = folder(tmp_path)
     (root / "train2017" / "001.png").unlink()
     (root / "train2017" / "004.png").unlink()
-    with pytest.raises(ValueError, match=r"2 of 6 image files are missing: .*001\.png, .*004\.png; fetch them, or"):
+    with pytest.raises(ValueError, match="2.*001.*004"):
         load(root)
     with pytest.warns(UserWarning, match="2 of 6 image files are missing.*they are left out"):
         data = load(root, bad_files="skip")

@@ -184,7 +184,7 @@ def test_other_models_are_refused() -> None:
     config = config_from_dict(recipe("model.name=language_model", "model.memory=null"))
     train = build_dataset(config, "train")
     config = fill_from_data(config, train.describe())
-    with pytest.raises(ValueError, match="are documents with a label, for which model 'language_model' is none"):
+    with pytest.raises(ValueError, match="'language_model'"):
         make_task(config, build_model(config), train, train, CPU)
 
 
@@ -194,14 +194,14 @@ def test_settings_of_documents_are_refused_elsewhere(option: str) -> None:
     config = load_config("demo_digits", [f"training.{option}", *extra])
     train, validation = (build_dataset(config, split) for split in ("train", "validation"))
     config = fill_from_data(config, train.describe())
-    with pytest.raises(ValueError, match=r"is for documents with a label, not for data 'digits'; leave it out"):
+    with pytest.raises(ValueError, match="'digits'"):
         make_task(config, build_model(config), train, validation, CPU)
 
 
 def test_lengths_are_refused_for_other_data(tmp_path: Path) -> None:
     config = load_config("demo_digits")
     evaluation = Evaluation(tmp_path, config, "best", "test", ["carry"], segments=[1, 2])
-    with pytest.raises(ValueError, match="--segments 1,2 is for documents, not 'digits'"):
+    with pytest.raises(ValueError, match="1,2.*'digits'"):
         evaluation.score("cpu")
 
 

@@ -271,6 +271,6 @@ def test_a_training_layer_is_not_folded() -> None:
 )
 def test_gates_that_run_in_evaluation_are_not_folded(options: dict[str, Any]) -> None:
     layer = Layer(**options).eval()
-    with pytest.raises(ValueError, match="cannot be folded: attend='sample' runs the gates at each call"):
+    with pytest.raises(ValueError, match="attend='sample'"):
         fold(layer)
     assert use(layer, torch.randn(2, LENGTH, WIDTH))[1] == 1

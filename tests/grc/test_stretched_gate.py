@@ -102,14 +102,14 @@ def test_what_a_closed_gate_keeps_is_kept_to_the_last_bit(update_gate: str) -> N
 
 def test_an_unknown_gate_is_named() -> None:
     memory = {"name": "grc_stream", "update_gate": "hard"}
-    with pytest.raises(ValueError, match=r"'hard'.*stretched"):
+    with pytest.raises(ValueError, match="'hard'"):
         create_model("language_model", vocabulary=5, width=8, depth=1, heads=2, feed_forward=8, memory=memory)
 
 
 @pytest.mark.parametrize("update_bias", [-2.5, 2.4, float("nan")])
 def test_a_gate_that_begins_closed_everywhere_is_refused(update_bias: float) -> None:
     memory = {"name": "grc_stream", "update_gate": "stretched", "update_bias": update_bias}
-    with pytest.raises(ValueError, match=r"update_bias=.*between -2\.40 and 2\.40, e\.g\. -2"):
+    with pytest.raises(ValueError, match=r"update_bias.*-2\.40.*2\.40.*e\.g"):
         create_model("language_model", vocabulary=5, width=8, depth=1, heads=2, feed_forward=8, memory=memory)
 
 

@@ -118,7 +118,7 @@ def test_texts_are_those_of_generate_up_to_a_string(run: Path, host: Path) -> No
     expected = byte_tokenizer().decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
     [told] = theirs.generate_until(asked("generate_until", (CONTEXT, {"until": [], "max_gen_toks": 12})), True)
     assert told == expected
-    with pytest.raises(ValueError, match="generation option 'num_beams' is none of until"):
+    with pytest.raises(ValueError, match="'num_beams'"):
         lm.generate_until(asked("generate_until", (CONTEXT, {"num_beams": 3})), disable_tqdm=True)
 
 
@@ -209,5 +209,5 @@ def test_the_device_that_the_harness_says_for_nobody_is_there_or_another_is_take
 
 
 def test_a_batch_that_is_no_number_is_refused(run: Path) -> None:
-    with pytest.raises(ValueError, match="batch_size='auto' must be a whole number"):
+    with pytest.raises(ValueError, match="batch_size='auto'"):
         cached(run, batch_size="auto")

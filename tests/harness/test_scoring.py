@@ -121,7 +121,7 @@ def test_the_model_is_left_as_it_was_and_bad_input_is_refused() -> None:
     model = ours("rmt").train()
     list(log_probabilities(model, texts(), SEGMENT, 4))
     assert model.training
-    with pytest.raises(ValueError, match=r"first=0 of a text of 2 tokens"):
+    with pytest.raises(ValueError, match="first=0"):
         list(log_probabilities(model, [Scored([1, 2], 0)], SEGMENT, 4))
     with pytest.raises(ValueError, match="give segment_length"):
         list(log_probabilities(model, texts(), None, 4))

@@ -96,7 +96,7 @@ def test_a_decoder_that_attends_stored_states(name: str, memory: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
 def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
     family = NAMED[name]
-    with pytest.raises(ValueError, match=r"'rmt' needs bias .*mask of who sees whom"):
+    with pytest.raises(ValueError, match="'rmt'"):
         family.with_memory("rmt")
     checks.generates(family, checks.CAUSAL["rmt"])
     checks.checkpoints(family, checks.STREAMS["grc_stream"])
@@ -104,7 +104,7 @@ def test_alibi_takes_no_masks_but_tokens_in_order(name: str) -> None:
 
 def test_a_window_shorter_than_the_segment_is_not_lost_behind_a_mask() -> None:
     family = decoder("mistral", "Mistral", **GROUPED, sliding_window=4)
-    with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take segment_length=2 or less.*mask='causal'"):
+    with pytest.raises(ValueError, match="4.*segment_length=2.*mask='causal'"):
         family.with_memory({"name": "rmt", "length": 1})
     with pytest.raises(ValueError, match=r"sliding window of 4 tokens; take the memory's mask='causal'"):
         family.with_memory(checks.STREAMS["rmt"])
@@ -120,13 +120,13 @@ def test_a_layer_that_runs_again_outside_its_model_s_checkpoint_has_no_state() -
     kind = type(model.transformer.h[0])
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
     loss = model(words(), labels=words()).loss
-    with pytest.raises(ValueError, match=r"called without its state.*gradient_checkpointing_enable\(\)"):
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
         loss.backward()
 
 
 def test_experts_are_not_balanced_over_segments() -> None:
     model = NAMED["mixtral"].with_memory(checks.STREAMS["grc_stream"])
-    with pytest.raises(ValueError, match=r"output_router_logits=True.*leave it out"):
+    with pytest.raises(ValueError, match="output_router_logits=True"):
         model(words(), output_router_logits=True)
 
 
@@ -206,6 +206,6 @@ def test_every_class_that_an_adapter_names_is_there() -> None:
 
 def test_a_segment_ends_where_learned_positions_end() -> None:
     family = decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=8)
-    with pytest.raises(ValueError, match=r"segment_length=9 are 9 places, OPTForCausalLM has positions for 8"):
+    with pytest.raises(ValueError, match="segment_length=9.*ForCausalLM"):
         family.with_memory(checks.STREAMS["grc_stream"], segment_length=9)
     assert SEGMENT < 8

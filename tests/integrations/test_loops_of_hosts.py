@@ -95,7 +95,7 @@ def test_a_host_with_a_new_memory_or_none() -> None:
 @pytest.mark.parametrize("use", [lambda m: SegmentLoop(m, 5), lambda m: list(read_stream(m, [[1, 2]], 5)), None])
 def test_a_host_without_a_memory_is_refused_with_the_way_out(use: Any) -> None:
     use = use or (lambda m: generate(m, words(1, 3), tokens=2))
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is a model of transformers.*create_model\('transformers'"):
+    with pytest.raises(ValueError, match="HeadModel.*create_model.*'transformers'"):
         use(GPT2.build())
 
 
@@ -104,10 +104,10 @@ def test_what_is_no_decoder_with_a_head_is_refused() -> None:
     for model in (GPT2.build("GPT2Model"), BART.build(), BERT.build()):
         with pytest.raises(ValueError, match=rf"model={type(model).__name__} scores no next tokens"):
             create_model("transformers", model=model)
-    with pytest.raises(ValueError, match=r"model=Linear is no model of transformers"):
+    with pytest.raises(ValueError, match="model=Linear"):
         create_model("transformers", model=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"model=GPT2LMHeadModel has a config of its own; leave out n_embd"):
+    with pytest.raises(ValueError, match="model=GPT2LMHeadModel.*n_embd"):
         create_model("transformers", model=GPT2.build(), n_embd=4)
-    with pytest.raises(ValueError, match=r"has weights of its own; leave out pretrained='gpt2'"):
+    with pytest.raises(ValueError, match="pretrained='gpt2'"):
         create_model("transformers", model=GPT2.build(), pretrained="gpt2")
     assert transformers is not None

@@ -262,7 +262,7 @@ def test_a_folded_cache_is_none_of_an_adapter_s() -> None:
 @pytest.mark.parametrize("memory", ["grc_stream", "memorizing", "rmt"])
 def test_a_new_memory_that_would_stay_as_drawn_is_refused(host: Architecture, memory: str) -> None:
     model = adapted(stream(host, memory), QKV[host], save=False)
-    with pytest.raises(ValueError, match=r"parameters are frozen.*modules_to_save=\['memory'\].*load trained weights"):
+    with pytest.raises(ValueError, match=r"modules_to_save=\['memory'\]"):
         logits(model)
     with torch.no_grad():
         logits(model)  # nothing trains here
@@ -420,7 +420,7 @@ def test_a_refused_memory_leaves_a_model_with_adapters_as_it_was() -> None:
 
 def test_a_folder_with_an_adapter_is_no_model(tmp_path: Path) -> None:
     adapted(stream(GPT2, "rmt"), ["c_attn"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds an adapter of PEFT.*add_memory.*PeftModel.from_pretrained\(base, "):
+    with pytest.raises(ValueError, match="add_memory.*PeftModel.from_pretrained"):
         load_pretrained(str(tmp_path))
 
 
@@ -429,7 +429,7 @@ def test_a_folder_with_an_adapter_is_no_model(tmp_path: Path) -> None:
 
 def test_rows_with_adapters_of_their_own() -> None:
     model = adapted(stream(GPT2, "rmt"), QKV[GPT2] + OUT[GPT2])
-    with torch.no_grad(), pytest.raises(ValueError, match="adapter_names: the rows of one call share a memory"):
+    with torch.no_grad(), pytest.raises(ValueError, match="adapter_names"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
     model = stream(GPT2, "memorizing")
     model.load_state_dict(model.state_dict())

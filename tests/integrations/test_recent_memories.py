@@ -72,7 +72,7 @@ def test_a_decoder_trains_and_generates_with_it(case: str, tmp_path: Path) -> No
 
 
 def test_a_table_of_positions_is_no_place_for_what_titans_keys_are_made_of() -> None:
-    with pytest.raises(ValueError, match=r"memory 'titans' needs .*positions are a table .*rotary"):
+    with pytest.raises(ValueError, match="'titans'"):
         add_memory(GPT2.build(), CASES["titans/context"][1], segment_length=SEGMENT)
 
 

@@ -118,9 +118,7 @@ def test_a_causal_bert_needs_a_causal_core() -> None:
 def test_padding_needs_a_core_that_is_exact_over_it() -> None:
     model = replace_attention(BERT_SDPA.build(), "test_told")
     given = BERT_SDPA.given()
-    with pytest.raises(
-        ValueError, match=r"the padding of this call needs exact_padding \(.*\), which attention Told does"
-    ):
+    with pytest.raises(ValueError, match="exact_padding"):
         model(**given)
     model(input_ids=given["input_ids"])
     model(input_ids=given["input_ids"], attention_mask=torch.ones_like(given["attention_mask"]))
@@ -146,7 +144,7 @@ def test_masks_of_torch_nn() -> None:
     tempered = replace_attention(nn.MultiheadAttention(16, 2, batch_first=True), "test_tempered")
     with pytest.raises(ValueError, match=r"needs causal \(.*\), which attention Tempered does not give"):
         tempered(src, src, src, need_weights=False, attn_mask=causal, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal=True is a hint about attn_mask"):
+    with pytest.raises(ValueError, match="is_causal=True.*attn_mask"):
         tempered(src, src, src, need_weights=False, is_causal=True)
     with pytest.raises(ValueError, match="another attention serves self-attention"):
         tempered(src, src[:, :3], src[:, :3], need_weights=False)
@@ -158,7 +156,7 @@ def test_weights_are_softmax_s_alone() -> None:
     causal = nn.Transformer.generate_square_subsequent_mask(TOKENS)
     for mask in (None, causal, ~near(TOKENS)):
         torch.testing.assert_close(exact(x, x, x, attn_mask=mask), plain(x, x, x, attn_mask=mask), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="Window returns no weights; call with need_weights=False"):
+    with pytest.raises(ValueError, match="need_weights=False"):
         windowed(MHA)(x, x, x)
 
 
@@ -177,7 +175,7 @@ def test_a_layer_that_no_longer_calls_fused_attention_is_refused(case: str) -> N
     else:
         model, given = windowed(HF_VIT), HF_VIT.given()
         model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="called scaled_dot_product_attention 0 times instead of once"):
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
         model(**given)
 
 

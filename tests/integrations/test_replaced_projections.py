@@ -241,7 +241,7 @@ def test_a_layer_that_goes_past_its_projection_is_refused() -> None:
     layer.proj = other(nn.Linear(32, 32))
     hosts.VIT.run(model, given)
     layer.forward = lambda x, **_: F.linear(x, layer.proj.weight)
-    with pytest.raises(ValueError, match=r"a fused kernel, a patched forward\), or call remove_memory\(model\)"):
+    with pytest.raises(ValueError, match="remove_memory"):
         hosts.VIT.run(model, given)
 
 
@@ -249,7 +249,7 @@ def test_a_layer_that_goes_past_its_queries_is_refused() -> None:
     model = stream(LLAMA, "memorizing")
     for layer in decoder_layers(model):
         layer.forward = lambda hidden_states, o_proj=layer.o_proj, **_: (o_proj(hidden_states), None)
-    with pytest.raises(ValueError, match=r"no part in this forward: LlamaAttention.q_proj, a Linear, was not called"):
+    with pytest.raises(ValueError, match="LlamaAttention.q_proj"):
         logits(model)
 
 
@@ -258,7 +258,7 @@ def test_a_projection_behind_its_layer_is_watched_too() -> None:
     model, given = hosts.BERT_SDPA.with_memory(), hosts.BERT_SDPA.given()
     output = model.encoder.layer[0].attention.output
     output.forward = lambda hidden, x: output.LayerNorm(hidden + x)
-    with pytest.raises(ValueError, match=r"the memory of BertSelfAttention .*: BertAttention.output.dense, a Linear"):
+    with pytest.raises(ValueError, match="BertSelfAttention.*BertAttention.output.dense"):
         hosts.BERT_SDPA.run(model, given)
 
 

@@ -242,14 +242,12 @@ def test_adapters_train_what_reads_and_what_is_read_or_are_refused() -> None:
     ids = words(2, 3 * SEGMENT)
     with pytest.raises(ValueError, match=r"memory ARMT was just added, and its parameters are frozen"):
         lora(armt(LLAMA, wild=False), ["q_proj"])(ids)
-    with pytest.raises(
-        ValueError, match=r"of it slot_attentions\.0\.query\.lora_A.* not values\.0, whose matrix is zero"
-    ):
+    with pytest.raises(ValueError, match=r"slot_attentions\.0\.query\.lora_A.*values\.0"):
         lora(armt(LLAMA, wild=False), ["q_proj", "query"])(ids)
     alone = armt(LLAMA, wild=False).train()
     for name, parameter in alone.named_parameters():
         parameter.requires_grad_("memory.values" not in name)
-    with pytest.raises(ValueError, match=r"of it initial_MD is trained, but not values\.0"):
+    with pytest.raises(ValueError, match=r"initial_MD.*values\.0"):
         alone(ids)
     for model in (
         lora(armt(LLAMA, wild=False), ["q_proj"], modules_to_save=["memory"]),
@@ -360,7 +358,7 @@ def test_what_is_no_reader_in_front_is_refused(others: None) -> None:
         with pytest.raises(ValueError, match=rf"needs slots to be read in front of blocks, .*{why}"):
             add_memory(model, name, segment_length=SEGMENT)
         assert not any("memory_detach" in vars(module) for module in model.modules())
-    with pytest.raises(ValueError, match=r"Silent offers slots and does not say so; add 'slots_in_front' to its needs"):
+    with pytest.raises(ValueError, match="'slots_in_front'"):
         add_memory(LLAMA.build(), "silent", segment_length=SEGMENT)(words(2, 7))
-    with pytest.raises(ValueError, match=r"'memformer' needs slots .*memories that work here: .*'armt'"):
+    with pytest.raises(ValueError, match="'memformer'.*'armt'"):
         add_memory(LLAMA.build(), "memformer", segment_length=SEGMENT)

@@ -195,15 +195,13 @@ def test_caches_of_others_are_refused() -> None:
     with pytest.raises(ValueError, match=r"were not made by this model with its memory"):
         model(ids, past_key_values=plain(ids, use_cache=True).past_key_values)
     out = model(ids, use_cache=True)
-    with pytest.raises(ValueError, match=r"begun with another memory_state"):
+    with pytest.raises(ValueError, match="memory_state"):
         model(ids[:, :1], past_key_values=out.past_key_values, memory_state=out.memory_state)
-    with pytest.raises(ValueError, match=r"past_key_values hold 2 rows, the call 1"):
+    with pytest.raises(ValueError, match="past_key_values"):
         model(ids[:1, :1], past_key_values=out.past_key_values)
     with pytest.raises(ValueError, match=r"called without its state"):
         model.transformer.h[0].attn(torch.zeros(1, 3, 16))
-    with pytest.raises(
-        ValueError, match=r"'rmt' needs bias .*implementation='flex_attention' takes no masks; call .*'sdpa'"
-    ):
+    with pytest.raises(ValueError, match="'rmt'.*implementation='flex_attention'.*'sdpa'"):
         other = LLAMA.build()
         other.config._attn_implementation = "flex_attention"
         add_memory(other, "rmt")

@@ -257,9 +257,7 @@ def test_reentrant_checkpointing_is_refused(host: Architecture) -> None:
     model = stream(host, "grc_stream").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
-    with pytest.raises(
-        ValueError, match=r"reentrant activation checkpointing would cut the graph .*use_reentrant=False"
-    ):
+    with pytest.raises(ValueError, match="use_reentrant=False"):
         model(words(2, SEGMENT))
 
 

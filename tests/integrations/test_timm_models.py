@@ -230,7 +230,7 @@ def test_options_of_the_memory(timm: Any, host: str) -> None:
     assert all(m.mix == "outputs" and m.convolution is not None for m in memories(model))
     widths = [m.cache.width for m in memories(model)]
     assert widths == [m.branch.cache for m in memories(model)] and max(widths) == 32
-    with pytest.raises(ValueError, match="unknown option of memory 'grc' 'ration'; did you mean 'ratio'"):
+    with pytest.raises(ValueError, match="'grc'.*'ration'.*'ratio'"):
         build(timm, host, memory_options={"ration": 1.0})
 
 
@@ -333,7 +333,7 @@ def test_caches_of_another_image_size_are_interpolated_when_loaded(timm: Any, ho
 
 
 def test_without_weights_timm_says_so(timm: Any) -> None:
-    with pytest.raises(RuntimeError, match="No pretrained weights exist for pvt_tiny_grc"):
+    with pytest.raises(RuntimeError, match="pvt_tiny_grc"):
         build(timm, "pvt_tiny", pretrained=True)
 
 
@@ -397,5 +397,5 @@ def test_half_a_memory_is_no_plain_checkpoint(timm: Any) -> None:
     model = timm.create_model("vit_tiny_patch16_224_grc", **sizes)
     state = model.state_dict()
     del state["blocks.1.attn.memory.cache.cache_MC"]
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*blocks.1.attn.memory.cache.cache_MC"):
+    with pytest.raises(RuntimeError, match="blocks.1.attn.memory.cache.cache_MC"):
         model.load_state_dict(state)

@@ -238,7 +238,7 @@ def test_padding_does_not_move_the_clock() -> None:
 
 
 def test_a_stack_needs_a_layer() -> None:
-    with pytest.raises(ValueError, match="depth=0 must be at least 1 layer"):
+    with pytest.raises(ValueError, match="depth=0"):
         Stack(lambda _: make_block(), 0)
 
 
@@ -254,7 +254,7 @@ def test_a_model_memory_that_the_blocks_cannot_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="memory Spanning offers slots, which nothing would read"):
         Stack(lambda _: make_block(), 1, model_memory=Spanning())
     mixing = lambda _: Block(SelfAttention(D, H, core=Mixer()), FeedForward(D, D))  # noqa: E731
-    with pytest.raises(ValueError, match=r"memory OffersContext needs context .* which attention Mixer does not give"):
+    with pytest.raises(ValueError, match="OffersContext"):
         Stack(mixing, 1, model_memory=OffersContext())
 
 

@@ -419,11 +419,11 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 
 def test_trained_distances_say_what_they_cannot_do() -> None:
     model = language_model({"name": "ernie_doc", "length": 3, "longest": 4})
-    with pytest.raises(ValueError, match="a segment of 5 tokens, but distances are trained for longest=4"):
+    with pytest.raises(ValueError, match="5.*longest=4"):
         model(text(1, 5))
-    with pytest.raises(ValueError, match="slots=0 must be at least 1"):
+    with pytest.raises(ValueError, match="slots=0"):
         ErnieDocPositions(2, 4, 6, 0)
-    with pytest.raises(ValueError, match="tasks=2 needs positions of two channels"):
+    with pytest.raises(ValueError, match="tasks=2"):
         places = torch.zeros(1, 3, 1, dtype=torch.long)
         ErnieDocPositions(2, 4, 6, 3, tasks=2).bias(torch.zeros(1, 2, 3, 4), places, places)
 

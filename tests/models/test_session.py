@@ -103,7 +103,7 @@ def test_of_other_weights_or_segments_it_is_refused(tmp_path: Path) -> None:
         Session.load(model, tmp_path / "a", 7)
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-6
-    with pytest.raises(ValueError, match="made with other weights than those of this LanguageModel"):
+    with pytest.raises(ValueError, match="LanguageModel"):
         Session.load(model, tmp_path / "a", LENGTH)
 
 

@@ -174,5 +174,5 @@ def test_a_model_of_peft_is_read_with_its_adapters() -> None:
     expected = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(session.generate(tokens=6, temperature=0).tokens, expected[:, ids.shape[1] :])
     prompted = peft.get_peft_model(theirs(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="PeftModelForCausalLM puts a prompt in front of each text"):
+    with pytest.raises(ValueError, match="PeftModelForCausalLM"):
         Session(prompted)

@@ -74,7 +74,7 @@ def test_absent_module_names_the_extra() -> None:
 def test_broken_dependency_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_dependency.py").write_text("import something_it_lacks\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="No module named 'something_it_lacks'"):
+    with pytest.raises(ModuleNotFoundError, match="'something_it_lacks'"):
         require("broken_dependency", extra="vision")
 
 

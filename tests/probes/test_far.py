@@ -112,7 +112,7 @@ def test_the_gradient_crosses_what_the_course_says(tmp_path: Path) -> None:
     assert torch.equal(whole, weights(bptt=4, bptt_window="sliding"))
     sliding = weights(bptt=3, bptt_window="sliding")
     assert not torch.equal(blocks, whole) and not torch.equal(blocks, sliding) and not torch.equal(sliding, whole)
-    with pytest.raises(ValueError, match="memory read_twice is read in 2 passes, which have no sliding windows"):
+    with pytest.raises(ValueError, match="read_twice"):
         FarTrials(["rmt", "read_twice"], ["latch"], 2, 1, 4, tmp_path, course=Course(1, 2, bptt_window="sliding"))
     assert "bptt" not in Course().settings() and Course(bptt=2).settings()["bptt"] == 2  # older trainings are kept
 

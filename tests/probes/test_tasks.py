@@ -342,15 +342,15 @@ def test_facts_stand_in_order_before_the_question(library: dict[str, Path]) -> N
 
 
 def test_facts_need_their_files(library: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no file en/qa2_"):
+    with pytest.raises(FileNotFoundError, match="en/qa2_"):
         Facts(**library, story=2)
-    with pytest.raises(FileNotFoundError, match=r"no \.txt or \.txt\.xz file"):
+    with pytest.raises(FileNotFoundError, match=r"txt\.xz"):
         Facts(library["babi"], tmp_path)
-    with pytest.raises(ValueError, match="segment=4 must hold a sentence"):
+    with pytest.raises(ValueError, match="segment=4"):
         Facts(**library, segment=4)
-    with pytest.raises(ValueError, match=r"distance=500 must be at most .* raise the number of books"):
+    with pytest.raises(ValueError, match="distance=500"):
         draw(Facts(**library), 500, rows=1)
-    with pytest.raises(ValueError, match="split='exam' must be one of train, valid, test"):
+    with pytest.raises(ValueError, match="split='exam'"):
         Facts(**library, split="exam")
 
 

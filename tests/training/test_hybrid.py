@@ -42,9 +42,9 @@ def test_four_processes_learn_what_one_learns_and_go_on(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.shares=2 is of training\.parallel=fsdp, not of ddp"):
+    with pytest.raises(ValueError, match=r"training\.shares=2.*training\.parallel=fsdp"):
         TrainingConfig(shares=2)
-    with pytest.raises(ValueError, match=r"training\.shares=1 must be at least 2, or null"):
+    with pytest.raises(ValueError, match=r"training\.shares=1.*2,"):
         TrainingConfig(shares=1, parallel="fsdp")
-    with pytest.raises(ValueError, match=r"training\.shares=3 must divide the 4 processes"):
+    with pytest.raises(ValueError, match=r"training\.shares=3"):
         Shards(torch.nn.Linear(2, 2), World(torch.device("cpu"), 0, 4), shares=3)

@@ -210,7 +210,7 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
     other = torch.stack([rows_to_empty(dataclasses.replace(settings, seed=1), step) for step in range(1000)])
     assert (other != drawn.bool()).any(0).all()
     assert not rows_to_empty(dataclasses.replace(settings, reset_rows=0.0), 7).any()
-    with pytest.raises(ValueError, match=r"reset_rows=1\.0 with training\.segments=1 empties the memory before each"):
+    with pytest.raises(ValueError, match=r"reset_rows=1\.0.*training\.segments=1"):
         TrainingConfig(reset_rows=1.0)
     assert rows_to_empty(TrainingConfig(reset_rows=1.0, segments=2), 0).all()
 
@@ -218,7 +218,7 @@ def test_the_rows_to_empty_are_a_share_and_a_function_of_seed_and_step():
 def test_rows_of_images_have_no_memory_to_empty():
     config = load_config("demo_digits", ["training.reset_rows=0.1"])
     data = SimpleNamespace(task="classification", name="digits")
-    with pytest.raises(ValueError, match=r"training\.reset_rows=0\.1 empties .* streams of text, which data 'digits'"):
+    with pytest.raises(ValueError, match=r"training\.reset_rows=0\.1.*'digits'"):
         make_task(config, torch.nn.Identity(), data, data, CPU)
 
 

@@ -104,7 +104,7 @@ def test_memory_kept_emptied_and_exchanged(tmp_path, text):
                 torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[at + 1 : stop + 1]), reduction="sum")
             )
     assert reset == pytest.approx(total / (len(tokens) - 1), rel=1e-5)
-    with pytest.raises(ValueError, match=r"shuffle needs two rows or more; raise training\.evaluation_batch_size"):
+    with pytest.raises(ValueError, match=r"training\.evaluation_batch_size"):
         evaluation(trainer, memory="shuffle", evaluation_batch_size=1)
 
 
@@ -157,10 +157,10 @@ def test_several_passes_are_scored_as_they_are_trained(tmp_path, text, reset):
 )
 def test_a_pass_that_has_read_the_answers_is_refused(tmp_path, text, memory):
     options = [f"model.memory={json.dumps(memory)}", "training.segments=2"]
-    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens .* take training\.passes=1, or"):
+    with pytest.raises(ValueError, match=r"training\.passes=2.*training\.passes=1"):
         make(tmp_path / "run", text, *options, "training.passes=2")
     trainer = make(tmp_path / "run", text, *options)
-    with pytest.raises(ValueError, match=r"training\.passes=2: .* has read the tokens"):
+    with pytest.raises(ValueError, match=r"training\.passes=2"):
         evaluation(trainer, passes=2)
 
 

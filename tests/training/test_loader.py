@@ -46,9 +46,9 @@ def test_seeds_differ():
 
 
 def test_a_batch_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"batch_size=8 must be a multiple of 3 processes"):
+    with pytest.raises(ValueError, match="batch_size=8"):
         TrainingOrder(20, 8, 0, share=Share(processes=3))
-    with pytest.raises(ValueError, match=r"batch_size=8 exceeds the 7 training rows"):
+    with pytest.raises(ValueError, match="batch_size=8"):
         TrainingOrder(7, 8, 0)
 
 

@@ -87,7 +87,7 @@ def test_an_evaluation_leaves_trainers_state_alone(page: dict[str, Any]) -> None
 
 def test_what_would_take_the_memory_away_from_trainer_is_refused(page: dict[str, Any]) -> None:
     arguments = page["TrainingArguments"]("shuffled", report_to="none", per_device_train_batch_size=4)
-    with pytest.raises(ValueError, match="a stream needs train_sampling_strategy='sequential'"):
+    with pytest.raises(ValueError, match="train_sampling_strategy='sequential'"):
         page["StreamTrainer"](page["model"], arguments, train_dataset=page["rows"])
     trainer = page["stream_trainer"]("short", page["rows"])
     trainer.train()
@@ -151,7 +151,7 @@ def test_a_carried_state_is_what_it_was() -> None:
     assert not any(tensor.requires_grad for _, tensor in named_tensors(carried.state))
     other.load_state_dict(carried.state_dict())
     assert loop(tokens[:, :-1], tokens[:, 1:], other.state)[0] == loop(tokens[:, :-1], tokens[:, 1:], carried.state)[0]
-    with pytest.raises(ValueError, match="the checkpoint of CarriedState holds the state of another model"):
+    with pytest.raises(ValueError, match="CarriedState"):
         CarriedState(create_model("language_model", **SIZES, memory="infini")).load_state_dict(carried.state_dict())
-    with pytest.raises(ValueError, match="LanguageModel has no memory with a state"):
+    with pytest.raises(ValueError, match="LanguageModel"):
         CarriedState(create_model("language_model", **SIZES))

@@ -96,11 +96,11 @@ def test_what_does_not_go_with_packed_documents_is_refused(tmp_path, text):
     passes = ("model.memory={name: read_twice, scope: earlier}", "training.passes=2")
     with pytest.raises(ValueError, match=r"data\.reset=packed with training\.passes=2"):
         make(tmp_path / "run", text, *PACKED, *passes)
-    with pytest.raises(ValueError, match="must be 'never', 'document' or 'packed'"):
+    with pytest.raises(ValueError, match="'never'.*'document'.*'packed'"):
         make(tmp_path / "run", text, "data.reset=pack")
     trainer = make(tmp_path / "other", text, *PACKED)
     with (
-        pytest.raises(ValueError, match=r"data\.reset=packed: a cache over outputs"),
+        pytest.raises(ValueError, match=r"data\.reset=packed"),
         hidden_states(trainer.model, "last_hidden") as seen,
     ):
         next(read_split(trainer.model, trainer.task.validation, CPU, trainer.config, seen))

@@ -122,25 +122,25 @@ def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any]) ->
 
 
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"micro_batches=2 is of training\.pipeline, which is 1"):
+    with pytest.raises(ValueError, match=r"micro_batches=2.*training\.pipeline"):
         TrainingConfig(micro_batches=2)
-    with pytest.raises(ValueError, match=r"pipeline=3 processes have training\.segments=2 segments"):
+    with pytest.raises(ValueError, match=r"pipeline=3.*training\.segments=2"):
         TrainingConfig(pipeline=3, segments=2)
     text = write_text(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"pipeline=2 needs so many processes.*there is 1; start torchrun"):
+    with pytest.raises(ValueError, match="pipeline=2"):
         make(tmp_path, text, "training.pipeline=2")
 
 
 def test_a_pipeline_refuses_what_it_cannot_read() -> None:
     rmt = next(case for case in FEW if case.memory == "rmt/causal").build()
-    with pytest.raises(ValueError, match=r"schedule='wavefront'.*spans the layers.*schedule='segments'"):
+    with pytest.raises(ValueError, match="schedule='wavefront'.*schedule='segments'"):
         SegmentPipeline(rmt, 4, schedule="wavefront")
-    with pytest.raises(ValueError, match="unknown schedule 'diagonal'"):
+    with pytest.raises(ValueError, match="'diagonal'"):
         SegmentPipeline(rmt, 4, schedule="diagonal")
-    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+    with pytest.raises(ValueError, match="micro_batches=0"):
         SegmentPipeline(rmt, 4, micro_batches=0)
     tokens = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match="micro_batches=3 of 2 rows"):
+    with pytest.raises(ValueError, match="micro_batches=3"):
         SegmentPipeline(rmt, 4, micro_batches=3)(tokens, tokens)
     shared = create_model(
         "vision_transformer", image_size=8, patch_size=4, classes=2, width=8, depth=1, heads=2, memory="grc"

