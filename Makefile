@@ -54,11 +54,11 @@ test-gpu:  ## the tests of devices on a GPU, in float32 and bfloat16, with the P
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -q -m device --device $(DEVICE) \
 		$$(grep -rl --include='test_*.py' 'pytest.mark.device' tests)
 
-drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results.md
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results.md
+drills: $(VENV)/.installed-dev  ## kills, full disks, damaged files and fuzzed input, by the thousand; writes their table into docs/results/reliability.md
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills --table docs/results/reliability.md
 
 long-runs: $(VENV)/.installed-dev  ## an hour of training and 20 million streamed tokens: what the process holds at each tenth
-	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills.long_runs --table docs/results.md
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(BIN)/python -m drills.long_runs --table docs/results/reliability.md
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check

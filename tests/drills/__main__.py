@@ -1,4 +1,4 @@
-"""The command of the drills: try them, print a line for each, and leave the table of docs/results.md."""
+"""The command of the drills: try them, print a line for each, and leave the table of docs/results/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Long runs: an hour of training and twenty million streamed tokens, with what the process holds at each tenth.
 
-    make long-runs          writes the table of docs/results.md; Linux, which says in /proc what a process holds
+    make long-runs          writes the table of docs/results/reliability.md; Linux, which says in /proc what a process holds
 
 What must hold: resident memory, open files and threads are at the end what they are after the second tenth, by when
 everything has been used once.

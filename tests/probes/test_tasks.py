@@ -243,7 +243,7 @@ RECORDED = {
     "recall": (5204806, -48877584),
     "passkey": (23150570, -195897889),
 }
-"""Ids and targets of episodes, weighted by their places and summed, as they were when `docs/results.md` was written."""
+"""Ids and targets of episodes, weighted by their places and summed, as they were when `docs/results/remembers.md` was written."""
 
 
 def test_draws_are_those_of_the_recorded_results() -> None:
