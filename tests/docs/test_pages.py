@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ NOT_RUN = {
     ("docs/training-elsewhere.md", "import lightning"): "not among what tests install; run below where it is there",
 }
 """Blocks by page and by words that stand in them, and why they are not run with the others."""
-OURS = re.compile(r"^\s*(?:from|import) cached_transformers", re.MULTILINE)
+OURS = re.compile(r"^\s*(?:from|import) cached_(?:transformers|lab)", re.MULTILINE)
 OTHERS = re.compile(r"^\s*(?:from|import) (?:timm|torchvision|transformers|peft|accelerate|lightning)\b", re.MULTILINE)
 
 BLOCKS = list(blocks("python"))
@@ -91,10 +93,18 @@ PREPARED: dict[str, Callable[[], None]] = {
 """Pages that read files of the reader's, and what writes such files."""
 
 
+PRINTED = re.compile(r"# -> (.*)$", re.MULTILINE)
+"""Comment after a `print` with the line that it prints."""
+
+
 def run(block: Block, names: dict[str, Any]) -> None:
-    """Run a block; a traceback says page and line."""
+    """Run a block and compare printed lines with its comments; a traceback says page and line."""
     source = "\n" * (block.line - 1) + block.text
-    exec(compile(source, block.page, "exec"), names)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(source, block.page, "exec"), names)
+    if shown := PRINTED.findall(block.text):
+        assert output.getvalue().splitlines() == shown
 
 
 @pytest.mark.usefixtures("published")
@@ -158,10 +168,11 @@ def test_the_first_block_runs_in_a_fresh_interpreter(
 @pytest.mark.parametrize("page", TEXTS)
 def test_pages_name_files_and_modules_that_exist(page: str) -> None:
     """Files by their path in the repository or in the package; modules where an example imports from them."""
-    package = PROJECT / "src" / "cached_transformers"
+    packages = [PROJECT / "src" / "cached_transformers", PROJECT / "src" / "cached_lab"]
     files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", TEXTS[page])
-    assert [name for name in files if not (PROJECT / name).exists() and not (package / name).exists()] == []
-    modules = re.findall(r"^\s*(?:from|import) (cached_transformers[\w.]*)", TEXTS[page], re.MULTILINE)
+    roots = [PROJECT, *packages]
+    assert [name for name in files if not any((root / name).exists() for root in roots)] == []
+    modules = re.findall(r"^\s*(?:from|import) (cached_(?:transformers|lab)[\w.]*)", TEXTS[page], re.MULTILINE)
     places = {name: PROJECT / "src" / name.replace(".", "/") for name in modules}
     assert [name for name, at in places.items() if not at.is_dir() and not at.with_suffix(".py").is_file()] == []
 
