@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from cached_lab import resources
 from cached_lab.cli.main import main
 from cached_lab.experiments.facts import as_text
-from cached_transformers import resources
 from cached_transformers.registry import MEMORIES
 
 

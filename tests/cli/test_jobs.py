@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from drills.frame import forked
 
-from cached_lab.experiments import children
+from cached_lab.experiments import subprocesses as children
 from cached_lab.experiments.subprocesses import start_command, work_off
 from cached_lab.training.interruption import RunFailed, Stopped
 

@@ -18,7 +18,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("src", "benchmarks", "examples", "tools")
 
-FIRST_WORDS = frozenset("what which whether who whom whatever whoever where how as of".split())
+FIRST_WORDS = frozenset(["what", "which", "whether", "who", "whom", "whatever", "whoever", "where", "how", "as", "of"])
 """Words that begin no docstring summary."""
 
 CONSTRUCTIONS = {

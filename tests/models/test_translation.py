@@ -11,7 +11,7 @@ from models.test_encoder_decoder import KINDS, LENGTHS, PADDING, ROWS, W, build,
 from torch import Tensor
 
 from cached_lab.tasks.translation.translate import Translation, translate
-from cached_transformers.layers import kept_keys
+from cached_transformers.layers import kv_cache as kept_keys
 from cached_transformers.models.encoder_decoder import EncoderDecoder
 
 BEGIN, END = 0, 1

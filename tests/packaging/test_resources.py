@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cached_transformers import resources
+from cached_lab import resources
 
 
 def test_source_tree_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "src" / "cached_transformers"
+    package = tmp_path / "src" / "cached_lab"
     (package / "recipes").mkdir(parents=True)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "pyproject.toml").touch()
@@ -20,7 +20,7 @@ def test_source_tree_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_installed_package_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "lib" / "site-packages" / "cached_transformers"
+    package = tmp_path / "lib" / "site-packages" / "cached_lab"
     (package / "recipes").mkdir(parents=True)
     # A folder of the same name that belongs to something else.
     (tmp_path / "lib" / "recipes").mkdir()
