@@ -429,7 +429,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
     """
     task = PROBES.create("babilong", **library, facts=4, segment=segment)
     assert task.has(0) == (distance == 0)
-    assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"] * 9
+    assert [s.answer for s in task.library.stories] == ["bathroom", "hallway", "garden"] * 9
     assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
     inputs_BN, targets_BN = draw(task, distance, rows=100)
     assert (targets_BN[:, :-1] == IGNORED).all()
@@ -438,7 +438,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
         text = " ".join(task.words[i] for i in inputs)
         story = next(
             s
-            for s in task.source.library.stories
+            for s in task.library.stories
             if text.endswith(" ".join(s.question)) and all(" ".join(fact) in text for fact in s.sentences)
         )
         assert story.answer == task.words[answer]
