@@ -80,8 +80,7 @@ def _referred(text: str, module: str) -> Iterator[Any]:
         found = {
             f"{there.__module__}.{there.__qualname__}": there
             for key, m in list(sys.modules.items())
-            if _searched(key, module)
-            and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
+            if _searched(key, module) and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
         }
         if found:
             yield found[min(found, key=lambda path: (-_shared(path, module), path))]
