@@ -10,23 +10,23 @@ A family of tasks is a file; importing this package registers all of them.
 from __future__ import annotations
 
 from . import counting, needles, six_places
-from .babilong import Facts
+from .babilong import BabiFacts
 from .base import IGNORED, NOISE, Episode, ProbeTask, StreamedTask
 from .first_segment import Copy, Latch, Passkey, Reverse
 from .mqar import MQAR
-from .pairs import Recall, Remember, Rewrite
+from .pairs import AssociativeRecall, Remember, Rewrite
 
 __all__ = [
     "IGNORED",
     "MQAR",
     "NOISE",
+    "AssociativeRecall",
+    "BabiFacts",
     "Copy",
     "Episode",
-    "Facts",
     "Latch",
     "Passkey",
     "ProbeTask",
-    "Recall",
     "Remember",
     "Reverse",
     "Rewrite",

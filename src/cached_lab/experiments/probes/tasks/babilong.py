@@ -61,10 +61,10 @@ def babilong(
     Args:
         question: bAbI's task. qa1: a person's place. qa2: an object's place. qa3: its place before. qa4: the place
             north of another. qa5: giver, object or receiver of a gift.
-        babi, books: files as of `Facts`; None for told stories.
+        babi, books: files as of `BabiFacts`; None for told stories.
         segment: L. facts: longest story; None for 4, 6, 8, 2 and 6 sentences of qa1 to qa5 (bAbI has few so short ones
             of qa2, qa3 and qa5).
-        words: see `Facts`; of files only. split: stories at the beginning, see `Library.part`; of files only.
+        words: see `BabiFacts`; of files only. split: stories at the beginning, see `Library.part`; of files only.
         renamed: exchange persons, places and objects among themselves in each training episode, so that a few thousand
             stories cannot be memorised; of files only.
 
@@ -276,7 +276,7 @@ class BookStories(_LibraryTask):
     sizes="at most 2 facts, segments of 16 words",
     solved_by="carrying a place with its person; both facts of a story with an object",
 )
-class Facts(_LibraryTask):
+class BabiFacts(_LibraryTask):
     """The place of a person or object of a bAbI story, asked at the end of a text that is mostly a novel.
 
     Each sentence of a story is within one segment, the first one in the first segment; the distance counts from there.

@@ -33,7 +33,7 @@ ARMT: dict[str, Any] = {"paper": "arXiv:2407.04841", "title": "ARMT", "chance": 
     sizes="6 keys, 6 values; the paper: 4 pairs, 26 keys, 10 values",
     solved_by="binding a value to its key before or while it is carried",
 )
-class Recall(StreamedTask):
+class AssociativeRecall(StreamedTask):
     """Each segment before the last holds a key and its value; the last asks for the value of one of the keys.
 
     Values are independent of keys, so a key tells nothing. A memory that misses only the first segment still knows the

@@ -57,7 +57,7 @@ class Visit(NamedTuple):
 
 
 @dataclass
-class World:
+class StoryWorld:
     """Persons, their places, and the history of each object."""
 
     random: Random
@@ -119,22 +119,22 @@ class World:
             self.facts.append([person, "took", thing, END])
 
 
-def _played(random: Random, count: int, acts: list[Callable[[World], None]]) -> World:
+def _played(random: Random, count: int, acts: list[Callable[[StoryWorld], None]]) -> StoryWorld:
     """Return a world after `count` facts; an impossible act adds none."""
-    world = World(random)
+    world = StoryWorld(random)
     while len(world.facts) < count:
         random.choice(acts)(world)
     return world
 
 
 def _one_fact(random: Random, count: int) -> Story | None:
-    world = _played(random, count, [World.move])
+    world = _played(random, count, [StoryWorld.move])
     person = random.choice(sorted(world.at))
     return Story(world.facts, ["where", person], world.at[person].place, [world.at[person].fact])
 
 
 def _two_facts(random: Random, count: int) -> Story | None:
-    world = _played(random, count, [World.move, World.move, World.take, World.drop])
+    world = _played(random, count, [StoryWorld.move, StoryWorld.move, StoryWorld.take, StoryWorld.drop])
     if not world.visits:
         return None
     thing = random.choice(sorted(world.visits))
@@ -143,7 +143,7 @@ def _two_facts(random: Random, count: int) -> Story | None:
 
 
 def _three_facts(random: Random, count: int) -> Story | None:
-    world = _played(random, count, [World.move, World.move, World.take, World.drop])
+    world = _played(random, count, [StoryWorld.move, StoryWorld.move, StoryWorld.take, StoryWorld.drop])
     asked = []
     for thing, visits in sorted(world.visits.items()):
         last = {visit.place: index for index, visit in enumerate(visits)}  # the last visit of each place
@@ -176,7 +176,7 @@ def _two_arguments(random: Random, count: int) -> Story | None:
 
 
 def _three_arguments(random: Random, count: int) -> Story | None:
-    world = _played(random, count, [World.hand_out, World.give, World.give, World.move])
+    world = _played(random, count, [StoryWorld.hand_out, StoryWorld.give, StoryWorld.give, StoryWorld.move])
     if not world.gifts:
         return None
     _, gift = random.choice(world.gifts)
