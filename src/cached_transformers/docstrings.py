@@ -42,10 +42,15 @@ def _meaning(source: Any, name: str, depth: int = 4) -> str:
 
 
 def _sources(factory: Callable[..., Any]) -> Iterator[Any]:
-    """The factory, and of a class the classes of this package that it is made of."""
+    """Yield the factory and, for a class, its bases in this package or in the factory's."""
     yield factory
     if inspect.isclass(factory):
-        yield from (kind for kind in factory.__mro__[1:] if kind.__module__.partition(".")[0] == _PACKAGE)
+        yield from (kind for kind in factory.__mro__[1:] if _searched(kind.__module__, factory.__module__))
+
+
+def _searched(module: str, origin: str) -> bool:
+    """Return True for a module of this package, or of the package that `origin` is in."""
+    return module.partition(".")[0] in (_PACKAGE, origin.partition(".")[0])
 
 
 def _section(factory: Any) -> str:
@@ -75,8 +80,7 @@ def _referred(text: str, module: str) -> Iterator[Any]:
         found = {
             f"{there.__module__}.{there.__qualname__}": there
             for key, m in list(sys.modules.items())
-            if key.partition(".")[0] == _PACKAGE
-            and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
+            if _searched(key, module) and (inspect.isclass(there := vars(m).get(name)) or inspect.isfunction(there))
         }
         if found:
             yield found[min(found, key=lambda path: (-_shared(path, module), path))]

@@ -66,7 +66,7 @@ def test_losses_in_training_and_detections_in_evaluation(name):
         assert (boxes >= 0).all() and (boxes[:, ::2] <= width).all() and (boxes[:, 1::2] <= height).all()
         if model.masks:
             assert found["masks"].shape == (len(boxes), 1, height, width)
-    with pytest.raises(ValueError, match=r"in training needs targets; pass them, or call eval\(\)"):
+    with pytest.raises(ValueError, match="targets=None"):
         model.train()(images)
 
 
@@ -137,7 +137,7 @@ def test_padded_to_a_square_an_image_has_the_same_answers_in_every_batch():
     model.detector.transform.size_divisible = 32  # without: the second image is padded by the first
     with pytest.raises(AssertionError):
         torch.testing.assert_close(model(images)[1]["boxes"], model(images[1:])[0]["boxes"], atol=1e-3, rtol=1e-3)
-    with pytest.raises(ValueError, match="32,.*100.*128"):
+    with pytest.raises(ValueError, match=r"max_size=100 .* 32; take 128"):
         small("retinanet", pad_to_square=True, max_size=100)
 
 
@@ -310,11 +310,11 @@ def test_recomputed_activations_give_the_same_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backbone": "pvt_v3"}, r"timm knows no model 'pvt_v3' for model\.backbone"),
+        ({"backbone": "pvt_v3"}, r"model\.backbone='pvt_v3'"),
         ({"backbone": "vit_tiny_patch16_224"}, r"maps at strides 16, 16.*needs one at each of \[8, 16, 32\]"),
         ({"min_size": 200}, r"min_size=200 must lie in 1\.\.max_size=96"),
-        ({"anchor_sizes": [32]}, r"anchor_sizes=\[32\] needs one positive size for each of 5"),
-        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\] is of a memory, and memory is null"),
+        ({"anchor_sizes": [32]}, r"anchor_sizes=\[32\].* 5 pyramid levels"),
+        ({"cache_image_size": [64, 64]}, r"cache_image_size=\[64, 64\] needs a memory, and memory is null"),
         ({"cache_image_size": [64], "memory": GRC}, r"cache_image_size=\[64\] must be \(height, width\)"),
         ({"detector_options": {"score_tresh": 0.1}}, r"unknown option in model\.detector_options 'score_tresh'; did"),
         ({"classes": 0}, "classes=0 must be at least 1"),

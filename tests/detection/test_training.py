@@ -177,9 +177,9 @@ def test_two_processes_follow_the_curve_of_one(data, tmp_path):
         ("retinanet", {"metric": "mask_ap"}, {}, r"training\.metric='mask_ap' does not suit model 'retinanet'; take b"),
         ("mask_rcnn", {"metric": "accuracy"}, {}, r"training\.metric='accuracy' .* take box_ap or mask_ap"),
         ("mask_rcnn", {"compile": True}, {}, r"training\.compile=True are not for detectors"),
-        ("mask_rcnn", {}, {"masks": False}, r"model 'mask_rcnn' learns masks, which the data have not \(data\.masks"),
+        ("mask_rcnn", {}, {"masks": False}, r"model\.name='mask_rcnn' needs masks .* data\.masks=true"),
         ("mask_rcnn", {"batch_size": 8}, {}, r"training\.batch_size=8 exceeds the 6 training rows"),
-        ("mask_rcnn", {}, {"validation": "other"}, r"lacks \['red'\] and has \['crimson'\] beside"),
+        ("mask_rcnn", {}, {"validation": "other"}, r"lacks \['red'\] and adds \['crimson'\]"),
     ],
 )
 def test_settings_that_do_not_suit(data, tmp_path, name, training, change, message):

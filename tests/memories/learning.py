@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cached_lab.experiments.probes import ProbeTask
-from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, train
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, train
 from cached_lab.experiments.probes.tasks import Latch
 
 LATCH = Latch()
@@ -22,7 +22,7 @@ ROWS = 1000
 
 
 def untrained(task: ProbeTask, memory: Any, **sizes: Any) -> nn.Module:
-    """The model before its training; `sizes` are those of `experiments.probes.protocol.Sizes`."""
+    """The model before its training; `sizes` are those of `experiments.probes.protocol.ProbeSizes`."""
     torch.manual_seed(0)
     return build_model(task, memory, _sizes(**sizes))
 
@@ -79,5 +79,5 @@ def reach(task: ProbeTask, memory: Any, distance: int = DISTANCE, **sizes: Any) 
     return (answers[0] - answers[1]).abs().max().item()
 
 
-def _sizes(**sizes: Any) -> Sizes:
-    return Sizes(**{"depth": 1, "check_every": 50, **sizes})
+def _sizes(**sizes: Any) -> ProbeSizes:
+    return ProbeSizes(**{"depth": 1, "check_every": 50, **sizes})

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cached_lab.experiments.probes.tasks import worlds
+from cached_lab.experiments.probes.tasks import stories as worlds
 
 Tokens = Sequence[int | None]
 Solver = Callable[[Any, Tokens, int, list[int]], set[int]]

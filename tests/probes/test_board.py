@@ -15,7 +15,7 @@ from cached_lab.experiments.leaderboard.boards import BOARDS
 from cached_lab.experiments.leaderboard.costs import measure_costs
 from cached_lab.experiments.leaderboard.standings import groups, standings
 from cached_lab.experiments.probes.far_trials import FarTrials
-from cached_lab.experiments.probes.protocol import Sizes
+from cached_lab.experiments.probes.protocol import ProbeSizes
 from cached_lab.experiments.probes.settings import setting, stream_memories
 from cached_lab.experiments.probes.trials import stored_settings
 from cached_lab.experiments.reports.board_page import MARKS, board_markdown, board_tables, write_board_page
@@ -142,7 +142,7 @@ def test_a_long_segment_makes_the_texts_longer(tmp_path: Path) -> None:
 def test_costs_are_counted_of_the_task_and_compared_with_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cached_lab.experiments.probes.far_trials.Sizes", functools.partial(Sizes, batch_size=4))
+    monkeypatch.setattr("cached_lab.experiments.probes.trials.ProbeSizes", functools.partial(ProbeSizes, batch_size=4))
     trials = BOARDS["quick"].trials(["read_twice"], ["latch"], tmp_path, {})
     costs = measure_costs(trials, "latch", rounds=1)
     assert costs["no memory"]["reading"]["median"] == 1.0 == costs["no memory"]["training"]["median"]
@@ -215,7 +215,7 @@ def test_more_rows_ask_again_and_train_nothing(tmp_path: Path) -> None:
     [
         ("--page old.md", "old.md has no part between '<!-- leaderboard"),
         ("--page .", "--page . is a folder"),
-        ("--memories grc", "memory 'grc' keeps nothing for each row"),
+        ("--memories grc", "memory 'grc' has no state per row"),
         ("--tasks lach", "did you mean 'latch'?"),
         ("--steps 0", "--steps 0 must be at least 1"),
         ("rmt.lenght=3 --memories rmt", "did you mean 'length'?"),

@@ -15,12 +15,12 @@ from torch import Tensor
 from cached_lab.cli.main import main
 from cached_lab.experiments.probes.distances import Course, _rate, holds, ladder, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
-from cached_lab.experiments.probes.protocol import Forgetful, Sizes, build_model, measure
+from cached_lab.experiments.probes.protocol import Forgetful, ProbeSizes, build_model, measure
 from cached_lab.experiments.reports.far_page import held_tokens
 from cached_lab.registries import PROBES
 from cached_transformers.models import LanguageModel
 
-QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
+QUICK = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
 RMT = {"name": "rmt", "length": 2}
 
 
@@ -61,7 +61,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
 
 
 def test_training_goes_on_as_distances_are_solved_and_then_lets_the_rate_fall() -> None:
-    task, sizes = PROBES.create("latch"), Sizes(steps=400, check_every=20, rows=128)
+    task, sizes = PROBES.create("latch"), ProbeSizes(steps=400, check_every=20, rows=128)
     torch.manual_seed(0)
     model = build_model(task, RMT, sizes)
     trained = train_by_distance(model, task, Course(1, 3, solved=0.9), sizes)
@@ -90,8 +90,8 @@ def test_a_stream_is_answered_as_an_episode_is(name: str) -> None:
 
 def test_the_control_knows_nothing_of_earlier_segments_whatever_a_model_carries() -> None:
     task = PROBES.create("latch")
-    control = build_model(task, None, Sizes(short_convolution=3))
-    assert isinstance(control, Forgetful) and isinstance(build_model(task, None, Sizes()), LanguageModel)
+    control = build_model(task, None, ProbeSizes(short_convolution=3))
+    assert isinstance(control, Forgetful) and isinstance(build_model(task, None, ProbeSizes()), LanguageModel)
     first, second = (torch.randint(0, task.vocabulary, (2, task.segment)) for _ in range(2))
     carried = control.model(second, control.model(first).state).outputs
     assert not torch.allclose(carried, control.model(second).outputs)
@@ -104,8 +104,8 @@ def test_the_gradient_crosses_what_the_course_says(tmp_path: Path) -> None:
 
     def weights(**options: Any) -> Tensor:
         torch.manual_seed(0)
-        model = build_model(task, "rmt", Sizes(width=8))
-        train_by_distance(model, task, Course(3, 3, **options), Sizes(steps=2, batch_size=4, rows=4))
+        model = build_model(task, "rmt", ProbeSizes(width=8))
+        train_by_distance(model, task, Course(3, 3, **options), ProbeSizes(steps=2, batch_size=4, rows=4))
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     whole, blocks = weights(), weights(bptt=3)

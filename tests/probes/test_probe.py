@@ -11,7 +11,7 @@ import torch
 
 from cached_lab.cli.main import main
 from cached_lab.experiments.probes.choice import chosen_tasks
-from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, probe, score
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, probe, score
 from cached_lab.experiments.probes.settings import setting, stream_memories
 from cached_lab.experiments.probes.trials import Trials
 from cached_lab.registries import PROBES
@@ -21,14 +21,14 @@ from cached_transformers.memories import TransformerXL
 from cached_transformers.registry import MEMORIES
 
 PROBED = {entry.name: setting(entry.name) for entry in MEMORIES if entry.probe is not None}
-QUICK = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)
+QUICK = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=120, check_every=40, batch_size=32)
 
 
 def test_a_memory_within_reach_solves_what_one_out_of_reach_and_none_do_not() -> None:
     task = PROBES.create("latch")
     chosen = setting("transformer_xl")
     assert chosen.beyond is not None
-    sizes = Sizes(steps=300)
+    sizes = ProbeSizes(steps=300)
     near = probe(
         task,
         {"name": "transformer_xl", **chosen.within(task.segment, 3, sizes.depth)},
@@ -45,7 +45,7 @@ def test_a_memory_within_reach_solves_what_one_out_of_reach_and_none_do_not() ->
 
 def test_the_bound_of_the_theory_is_the_bound_of_the_gradient() -> None:
     """With the options out of reach no output of the last segment depends on the first one."""
-    task, sizes = PROBES.create("copy"), Sizes()
+    task, sizes = PROBES.create("copy"), ProbeSizes()
     inputs = task.draw(2, 3, torch.Generator().manual_seed(0)).inputs_BN
     for name, chosen in PROBED.items():
         if chosen.beyond is None:
@@ -87,7 +87,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_memory_of_a_stream_says_how_it_is_probed_with_options_that_it_takes() -> None:
-    task, sizes = PROBES.create("latch"), Sizes()
+    task, sizes = PROBES.create("latch"), ProbeSizes()
     assert set(PROBED) == {
         name for name in stream_memories() if MEMORIES.entry(name).factory.__module__.startswith("cached_transformers.")
     }
@@ -147,7 +147,7 @@ def test_a_memory_from_outside_the_package_is_probed_as_it_says(folder: Path, mo
     assert main(["probe", "of_a_user", "--tasks", "latch", "--distance", "3", "--steps", "1"]) == 0
     stored = json.loads((folder / "latch/of_a_user/within_reach_0.json").read_text())
     assert stored["memory"] == {"name": "of_a_user", "length": 9}
-    assert set(asked) == {(PROBES.create("latch").segment, 3, Sizes().depth)}
+    assert set(asked) == {(PROBES.create("latch").segment, 3, ProbeSizes().depth)}
     assert not (folder / "latch/of_a_user/out_of_reach_0.json").exists()
 
 
@@ -175,7 +175,7 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
     ("words", "message"),
     [
         (["probe", "rmmt"], "unknown memory 'rmmt'"),
-        (["probe", "grc"], "memory 'grc' keeps nothing for each row of a stream"),
+        (["probe", "grc"], "memory 'grc' has no state per row"),
         (["probe", "all", "--tasks", "lach"], "unknown probe task 'lach'; did you mean 'latch'?"),
         (["probe", "all", "--tasks", "facts"], "give --babi ARCHIVE_OR_FOLDER and --books FOLDER"),
         (["probe", "all", "--tasks", "latch", "latch.clases=3"], "did you mean 'classes'?"),
@@ -191,7 +191,7 @@ def test_files_go_to_the_tasks_that_read_them() -> None:
         ),
         (
             ["probe", "all", "--tasks", "recall", "--train-distance", "1..7"],
-            "at most 6 segments for Recall; raise keys",
+            "at most 6 segments for AssociativeRecall; raise keys",
         ),
         (["probe", "all", "--distance", "0"], "--distance 0 must be at least 1"),
         (["probe", "transformer_xl", "--tasks", "latch", "--distance", "2", "--steps", "1"], "take at least 3"),

@@ -11,16 +11,16 @@ import torch
 from rich.console import Console
 
 from cached_lab.cli.main import main
-from cached_lab.experiments.probes.callbacks import Answer, Check, News
+from cached_lab.experiments.probes.callbacks import Check, DistanceAnswer, News
 from cached_lab.experiments.probes.distances import Course, train_by_distance
 from cached_lab.experiments.probes.far_trials import FarTrials
-from cached_lab.experiments.probes.protocol import Sizes, build_model, measure, probe
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, measure, probe
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.experiments.reports.probe_progress import ProbeProgress
 from cached_lab.registries import PROBES
 
 RMT = {"name": "rmt", "length": 2}
-SIZES = Sizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
+SIZES = ProbeSizes(width=16, depth=1, heads=2, feed_forward=16, steps=60, check_every=20, batch_size=16, rows=128)
 TRIAL = Trial("latch", "rmt", "far", 0)
 
 
@@ -56,7 +56,7 @@ def shown(terminal: bool) -> str:
     with ProbeProgress(console) as progress:
         for step in range(1, 101):
             progress.hear(TRIAL, check(step, 1 + step // 50, solved=step in (13, 50)))
-        progress.hear(TRIAL, Answer(10_000, 1.0))
+        progress.hear(TRIAL, DistanceAnswer(10_000, 1.0))
         if progress._bar is not None:
             assert [task.completed for task in progress._bar.tasks] == [100]
         progress.finished(TRIAL, {"accuracy": 0.5, "steps": 100, "seconds": 3.0})

@@ -13,8 +13,8 @@ import torch
 from probes.solvers import SOLVERS
 
 from cached_lab.experiments.probes.distances import Course, holds, train_by_distance
-from cached_lab.experiments.probes.protocol import Sizes, build_model, probe
-from cached_lab.experiments.probes.tasks import IGNORED, Episode, Facts, ProbeTask, base, mqar
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model, probe
+from cached_lab.experiments.probes.tasks import IGNORED, BabiFacts, Episode, ProbeTask, base, mqar
 from cached_lab.experiments.probes.tasks.base import distinct
 from cached_lab.experiments.probes.tasks.mqar import power_law_slots
 from cached_lab.experiments.probes.trials import asked_of
@@ -295,7 +295,7 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any],
     ("name", "distance", "message"),
     [
         ("copy", 0, "distance=0 must be at least 1"),
-        ("recall", 7, "distance=7 must be at most 6 segments for Recall; raise keys"),
+        ("recall", 7, "distance=7 must be at most 6 segments for AssociativeRecall; raise keys"),
         ("remember", 17, "distance=17 must be at most 16 segments for Remember; raise key_size"),
         ("frequent_words", 2, "distance=2 must be at least 3 segments for FrequentWords"),
         ("babilong", 0, "distance=0 must be at least 1"),
@@ -326,7 +326,7 @@ def library(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_facts_stand_in_order_before_the_question(library: dict[str, Path]) -> None:
-    task = Facts(**library)
+    task = BabiFacts(**library)
     assert {story.answer for story in task.library.stories} == {"bathroom", "garden"}, "longer stories are left out"
     inputs_BN, targets_BN = draw(task, 4, rows=50)
     assert (targets_BN[:, :-1] == IGNORED).all()
@@ -343,15 +343,15 @@ def test_facts_stand_in_order_before_the_question(library: dict[str, Path]) -> N
 
 def test_facts_need_their_files(library: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="en/qa2_"):
-        Facts(**library, story=2)
+        BabiFacts(**library, story=2)
     with pytest.raises(FileNotFoundError, match=r"txt\.xz"):
-        Facts(library["babi"], tmp_path)
+        BabiFacts(library["babi"], tmp_path)
     with pytest.raises(ValueError, match="segment=4"):
-        Facts(**library, segment=4)
+        BabiFacts(**library, segment=4)
     with pytest.raises(ValueError, match="distance=500"):
-        draw(Facts(**library), 500, rows=1)
+        draw(BabiFacts(**library), 500, rows=1)
     with pytest.raises(ValueError, match="split='exam'"):
-        Facts(**library, split="exam")
+        BabiFacts(**library, split="exam")
 
 
 @pytest.mark.parametrize("name", ["facts", "babilong"])
@@ -371,7 +371,7 @@ def test_a_training_is_asked_of_stories_that_it_did_not_draw(name: str, library:
 
     asked = list[tuple[str, int]]()
     task.part = lambda split: asked.append((split, 0)) or type(task).part(task, split)
-    sizes = Sizes(width=8, depth=1, heads=1, feed_forward=8, batch_size=2, steps=2, check_every=1, rows=2)
+    sizes = ProbeSizes(width=8, depth=1, heads=1, feed_forward=8, batch_size=2, steps=2, check_every=1, rows=2)
     model = build_model(task, None, sizes)
     train_by_distance(model, task, Course(2, 2), sizes)
     assert {split for split, _ in asked} == {"valid"}
@@ -406,15 +406,15 @@ def test_the_ten_thousand_questions_are_taken_where_they_are_there(library: dict
     more.mkdir()
     for file in (library["babi"] / "en").iterdir():
         (more / file.name).write_text(file.read_text() * 2)
-    assert len(Facts(**library).library.stories) == 36
+    assert len(BabiFacts(**library).library.stories) == 36
     archive = library["books"].parent / "babi.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(library["babi"], "babi")
-    assert len(Facts(archive, library["books"]).library.stories) == 36
+    assert len(BabiFacts(archive, library["books"]).library.stories) == 36
 
 
 def test_facts_of_the_real_files(shared: Path) -> None:
-    task = Facts(shared / "data/babi/babi-en-and-en-10k.tar.xz", shared / "data/books", split="test")
+    task = BabiFacts(shared / "data/babi/babi-en-and-en-10k.tar.xz", shared / "data/books", split="test")
     assert len(task.library.answers) == 6 and len(task.library.stories) > 100
     assert draw(task, 7, rows=4).inputs_BN.shape == (4, 8 * task.segment)
 
@@ -429,7 +429,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
     """
     task = PROBES.create("babilong", **library, facts=4, segment=segment)
     assert task.has(0) == (distance == 0)
-    assert [s.answer for s in task.source.library.stories] == ["bathroom", "hallway", "garden"] * 9
+    assert [s.answer for s in task.library.stories] == ["bathroom", "hallway", "garden"] * 9
     assert task.chance == pytest.approx((1 + 1 / 2 + 1 / 2) / 3), "where Mary is has one answer, where John is two"
     inputs_BN, targets_BN = draw(task, distance, rows=100)
     assert (targets_BN[:, :-1] == IGNORED).all()
@@ -438,7 +438,7 @@ def test_babilong_puts_a_story_into_the_sentences_of_a_book(
         text = " ".join(task.words[i] for i in inputs)
         story = next(
             s
-            for s in task.source.library.stories
+            for s in task.library.stories
             if text.endswith(" ".join(s.question)) and all(" ".join(fact) in text for fact in s.sentences)
         )
         assert story.answer == task.words[answer]

@@ -31,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cached_lab.data.image_files import BadFile
     from cached_lab.experiments.load import load_run, read_categories
     from cached_lab.tasks.detection.coco_files import decode_rgb
-    from cached_lab.tasks.detection.detect import as_record, detect
-    from cached_lab.tasks.detection.drawing import draw_detections
+    from cached_lab.tasks.detection.detect import as_record, detect, draw_detections
     from cached_lab.training.distributed import pick_device
 
     if not 0 <= arguments.threshold <= 1:

@@ -17,7 +17,7 @@ from cached_lab.experiments.benchmarks.interleaved import Ratio, compare, traini
 from cached_lab.experiments.costs.flops import flops_of
 from cached_lab.experiments.probes.distances import loop_of
 from cached_lab.experiments.probes.far_trials import NONE, WHOLE, FarTrials
-from cached_lab.experiments.probes.protocol import Sizes, build_model
+from cached_lab.experiments.probes.protocol import ProbeSizes, build_model
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.registries import PROBES
 
@@ -61,7 +61,7 @@ def _cases(
     trial: Trial, settings: dict[str, Any], trials: FarTrials
 ) -> tuple[Callable[[], object], Callable[[], object], int]:
     """Functions that read an episode and make a training step of it, and its tokens."""
-    task, sizes = PROBES.create(trial.task, **settings["task"]), Sizes(**settings["sizes"])
+    task, sizes = PROBES.create(trial.task, **settings["task"]), ProbeSizes(**settings["sizes"])
     torch.manual_seed(0)
     model = build_model(task, settings["memory"], sizes)
     loop = loop_of(model, task, trials.course, settings["passes"], trial.arm == WHOLE)

@@ -1,4 +1,4 @@
-"""Probes: what a memory can hold, shown on tasks that nothing but a memory can solve."""
+"""Probes: the capacity of a memory, measured on tasks that only a memory can solve."""
 
 from __future__ import annotations
 

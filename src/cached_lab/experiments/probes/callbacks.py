@@ -1,8 +1,4 @@
-"""What a probe says while it works: how a training goes, and each answer as it is counted.
-
-Trainings and questions are told where they happen, to a function that is handed down; who shows them, and whether they
-crossed the border of a process on their way, nothing here knows.
-"""
+"""Progress messages of a probe: checks during a training, and each answer as it is counted."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ class Check(NamedTuple):
     """A training at one of its steps.
 
     Attributes:
-        step, steps: done, and of the whole training, which may still become fewer.
+        step, steps: done, and of the whole training, which may still shrink.
         loss: of this step's batch, in nats per asked token.
-        distance, farthest: segments from cue to question: the most that are trained now, and in the end.
-        accuracy: share of right answers at `distance`, on episodes that are not trained on.
-        solved: whether `distance` is solved now, and was not before.
+        distance, farthest: segments from cue to question: the most at this step, and at the end.
+        accuracy: at `distance`, on episodes that are not trained on.
+        solved: True if `distance` is solved for the first time.
     """
 
     step: int
@@ -30,16 +26,16 @@ class Check(NamedTuple):
     solved: bool
 
 
-class Answer(NamedTuple):
-    """Share of right answers of a trained model, `tokens` after the cue, in texts that are read as streams."""
+class DistanceAnswer(NamedTuple):
+    """Accuracy of a trained model `tokens` after the cue, in texts read as streams."""
 
     tokens: int
     accuracy: float
 
 
-News = Check | Answer
+News = Check | DistanceAnswer
 Tell = Callable[[News], object]
 
 
 def unheard(news: News) -> None:
-    """Nobody listens."""
+    """Ignore a message."""

@@ -1,8 +1,8 @@
-"""What is probed, from the words of a command: memories, tasks, and options of them and of the probed model."""
+"""Choose memories, tasks and their options from the arguments of a command."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cached_lab.registries import PROBES
@@ -13,88 +13,74 @@ from .settings import stream_memories
 from .trials import MODEL
 
 FILES = ("babi", "books")
-"""Options of tasks that read files: bAbI's, and books."""
+"""Options of tasks that read bAbI's files and books."""
 SIZES = ("width", "depth", "heads", "feed_forward", "batch_size", "learning_rate", "check_every", "rows")
-"""Those of `Sizes` that may be set."""
+"""Fields of `ProbeSizes` that users set."""
 
 
 def chosen_memories(text: str) -> list[str]:
-    """Memories from names with commas between them, or "all"."""
+    """Return memories from comma-separated names, or "all"."""
     able = stream_memories()
     names = able if text == "all" else text.split(",")
     for name in names:
         MEMORIES.entry(name)
         if name not in able:
-            raise ValueError(
-                f"memory {name!r} keeps nothing for each row of a stream, so there is nothing to probe; "
-                f"take one of {', '.join(able)}"
-            )
+            raise ValueError(f"memory {name!r} has no state per row to probe; take one of {', '.join(able)}")
     return names
 
 
 def chosen_tasks(text: str, files: Mapping[str, str], overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Tasks from names with commas between them, or "all", and the options of each.
+    """Return tasks from comma-separated names, or "all", with their options.
 
     Args:
-        files: "babi" and "books", for the tasks that have such options; "all" are those that need no more.
+        files: "babi" and "books", for the tasks with these options; "all" leaves out tasks that lack files.
         overrides: options as `task.option=value`.
 
     Raises:
-        ValueError: an unknown task or option, a value of another type, an option of a task that is not among them, or
-            a task without its files.
+        ValueError: an unknown task or option, a value of another type, an option of a task that is not chosen, or a
+            task without its files.
     """
     missing = {
         entry.name: {key for key in FILES if (o := entry.options.get(key)) is not None and o.default is o.empty}
         for entry in PROBES
     }
-    names = PROBES.names() if text == "all" else text.split(",")
-    if text == "all":
-        names = [name for name in names if missing[name] <= set(files)]
-    tasks = {name: {key: files[key] for key in FILES if key in files and key in _options(name)} for name in names}
+    names = [name for name in PROBES.names() if missing[name] <= set(files)] if text == "all" else text.split(",")
+    tasks: dict[str, dict[str, Any]] = {
+        name: {key: path for key, path in files.items() if key in PROBES.entry(name).options} for name in names
+    }
     for override in overrides:
-        task = override.partition("=")[0].partition(".")[0]
-        if task not in tasks:
+        if (task := override.partition("=")[0].partition(".")[0]) not in tasks:
             raise ValueError(
                 f"{override!r} sets an option of {task!r}, which is neither among the memories nor among the tasks "
                 f"{', '.join(tasks)}; write NAME.option=value, and give a task with --tasks"
             )
-        apply_override(tasks, override)
-    for name, options in tasks.items():
-        if not isinstance(options, dict):
-            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
+    for name, options in _overridden(tasks, overrides).items():
         PROBES.check(name, options, name)
         if not missing[name] <= set(options):
             raise ValueError(f"the task {name!r} reads files: give --babi ARCHIVE_OR_FOLDER and --books FOLDER")
     return tasks
 
 
-def options_of_memories(memories: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The options of memories that are set by `memory.option=value`.
+def options_of_memories(memories: Iterable[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of memories set by `memory.option=value`.
 
     Raises:
         ValueError: an unknown option or preset, or a value of another type.
     """
-    found: dict[str, Any] = {name: {} for name in memories}
-    for override in overrides:
-        apply_override(found, override)
+    found = _overridden({name: {} for name in memories}, overrides)
     for name, options in found.items():
-        if not isinstance(options, dict):
-            raise ValueError(f"{name}={options!r} sets no option; write {name}.option=value")
         found[name] = MEMORIES.with_preset(name, options)
         MEMORIES.check(name, found[name], name)
     return {name: options for name, options in found.items() if options}
 
 
 def options_of_models(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Sizes of the models that are set by `model.option=value`.
+    """Return the sizes of the models set by `model.option=value`.
 
     Raises:
-        ValueError: an unknown size, or one that is not a number above 0.
+        ValueError: an unknown size, or a value that is no number above 0.
     """
-    found: dict[str, Any] = {MODEL: {}}
-    for override in overrides:
-        apply_override(found, override)
-    sizes = found[MODEL] if isinstance(found[MODEL], dict) else {MODEL: found[MODEL]}
+    sizes = _overridden({MODEL: {}}, overrides)[MODEL]
     for name, value in sizes.items():
         if name not in SIZES:
             raise ValueError(unknown_name("size of the probed model", name, list(SIZES)))
@@ -104,7 +90,11 @@ def options_of_models(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {MODEL: sizes} if sizes else {}
 
 
-def _options(task: str) -> Mapping[str, Any]:
-    if task not in PROBES:
-        raise ValueError(unknown_name("probe task", task, PROBES.names()))
-    return PROBES.entry(task).options
+def _overridden(options: dict[str, dict[str, Any]], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Set options by `name.option=value`, in place."""
+    for override in overrides:
+        apply_override(options, override)
+    for name, chosen in options.items():
+        if not isinstance(chosen, dict):
+            raise ValueError(f"{name}={chosen!r} sets no option; write {name}.option=value")
+    return options

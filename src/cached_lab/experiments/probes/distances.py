@@ -1,11 +1,11 @@
-"""Distance as the axis: training at many distances, and how far the trained memory then holds.
+"""Train a memory at many distances, and measure how far the trained memory holds.
 
-A memory that was trained at one distance has learned that distance. So cue and question stand at random distances, from
-the nearest to one that grows as it is solved (the curricula of RMT at a million tokens, arXiv:2304.11062, and ARMT,
-arXiv:2407.04841). Then episodes of any length are read as a stream, segment by segment, in constant memory.
+A memory trained at one distance learns that distance. So cue and question are at random distances, from the nearest to
+one that grows as it is solved (the curricula of RMT at a million tokens, arXiv:2304.11062, and ARMT, arXiv:2407.04841).
+Then episodes of any length are read as a stream, segment by segment, in constant memory.
 
-The rate is constant until the farthest distance is solved, or the steps are nearly over, and then falls to 0 along a
-cosine: a state that is to survive a million updates wants exact weights more than it wants many steps.
+The learning rate is constant until the farthest distance is solved, or the steps are nearly over, and then falls to 0
+along a cosine: surviving a million updates needs exact weights more than many steps.
 
 Legend: B rows, N tokens of a segment.
 """
@@ -31,11 +31,11 @@ from cached_transformers.registry import unknown_name
 from cached_transformers.state import State
 
 from .callbacks import Check, Tell, unheard
-from .protocol import Sizes, measure
+from .protocol import ProbeSizes, measure, training_step
 from .tasks import IGNORED, Episode, ProbeTask
 
 REPLAYED = 64
-"""Segments of an episode from which on activations are computed again in backward."""
+"""Segments of an episode from which on backward recomputes activations."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Course:
     """The distances of a training.
 
     Attributes:
-        nearest, farthest: segments between cue and question; each step draws one of them. At distance 0, which some
-            tasks have, both stand in one segment: attention learns to answer there, before the memory has to.
-        curriculum: begin at the nearest, and go on to half as far again whenever the farthest so far is solved.
-        through: the largest distance of each stage in the place of that, from the nearest to the farthest.
-        solved: accuracy there that is enough to go on.
-        settle: share of the steps that the rate takes to fall.
+        nearest, farthest: segments between cue and question; each step samples one of them. At distance 0, which some
+            tasks have, both share a segment: attention learns to answer there, before the memory has to.
+        curriculum: start with the nearest only, and go half as far again whenever the farthest so far is solved.
+        through: the largest distance of each stage instead, from the nearest to the farthest.
+        solved: accuracy that advances the curriculum.
+        settle: share of the steps in which the learning rate falls.
         bptt: segments that a gradient crosses; None for whole episodes.
         bptt_window: "blocks" or "sliding", see `SegmentLoop`.
-        recall: weight of saying each segment again from the memory (`Recall`); 0 for none.
+        recall: weight of reconstructing each segment from the memory (`Recall`); 0 for none.
     """
 
     nearest: int = 1
@@ -65,19 +65,18 @@ class Course:
     through: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "through", tuple(self.through))  # a list, where it was read from a file
+        object.__setattr__(self, "through", tuple(self.through))  # a list, if read from a file
+        ends, through = (self.nearest, self.farthest), self.through
+        listed = ",".join(map(str, through))
         if not 0 <= self.nearest <= self.farthest or not self.farthest:
             raise ValueError(
                 f"distances {self.nearest}..{self.farthest} of a training must be NEAREST..FARTHEST, the farthest at "
                 "least 1 segment"
             )
-        if self.through and not self.curriculum:
-            raise ValueError(
-                f"distances {self._listed} are stages of a curriculum; take A..B for a training without one"
-            )
-        ends = (self.nearest, self.farthest)
-        if self.through and (sorted({*self.through}) != [*self.through] or (self.through[0], self.through[-1]) != ends):
-            raise ValueError(f"distances {self._listed} of a training must rise from {ends[0]} to {ends[1]}")
+        if through and not self.curriculum:
+            raise ValueError(f"distances {listed} are stages of a curriculum; take A..B for a training without one")
+        if through and (sorted({*through}) != [*through] or (through[0], through[-1]) != ends):
+            raise ValueError(f"distances {listed} of a training must rise from {ends[0]} to {ends[1]}")
         if not 0 < self.solved <= 1:
             raise ValueError(f"solved={self.solved} is a share of right answers, above 0 and at most 1; e.g. 0.95")
         if self.bptt_window not in WINDOWS:
@@ -86,14 +85,10 @@ class Course:
             raise ValueError(f"recall={self.recall} must not be negative; 0 leaves it out")
 
     def settings(self) -> dict[str, Any]:
-        """What is kept beside a training; without the options that older ones do not have, where they are defaults."""
+        """Return the settings stored with a training, without later options at their defaults."""
         later: dict[str, Any] = {"bptt": None, "bptt_window": "blocks", "recall": 0.0, "through": []}
         stated = asdict(self) | {"through": [*self.through]}
         return {name: value for name, value in stated.items() if name not in later or value != later[name]}
-
-    @property
-    def _listed(self) -> str:
-        return ",".join(map(str, self.through))
 
     @property
     def stages(self) -> list[int]:
@@ -110,8 +105,8 @@ class Course:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training by distance ended: the farthest distance that was solved (0 for none), accuracy at that of the
-    last stage, and the step at which each stage was solved."""
+    """Result of a training: the farthest solved distance (0 for none), the accuracy at the distance of the last stage,
+    and the step at which each stage was solved."""
 
     solved: int
     accuracy: float
@@ -123,23 +118,23 @@ def train_by_distance(
     model: nn.Module,
     task: ProbeTask,
     course: Course,
-    sizes: Sizes,
+    sizes: ProbeSizes,
     *,
     seed: int = 0,
     passes: int = 1,
     whole: bool = False,
     tell: Tell = unheard,
 ) -> Trained:
-    """Train a model on a task at random distances. The gradient crosses whole episodes, or what the course says.
+    """Train a model on a task at random distances.
 
     Args:
         sizes: `steps` are the most; `enough` is not used. seed: of the episodes.
-        passes: readings of each episode. whole: episodes are read as one segment each.
-        tell: is told of the training whenever its accuracy is measured.
+        passes: readings of each episode. whole: read each episode as one segment.
+        tell: receives a `Check` whenever the accuracy is measured.
     """
     loop = loop_of(model, task, course, passes, whole)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     stages, stage, solved_at = course.stages, 0, {}
     settling = max(1, int(sizes.steps * course.settle))
     falls_from, accuracy, step = sizes.steps - settling, 0.0, 0
@@ -148,12 +143,7 @@ def train_by_distance(
         for group in optimizer.param_groups:
             group["lr"] = sizes.learning_rate * rate
         distance = int(torch.randint(course.nearest, stages[stage] + 1, (), generator=generator))
-        episode = task.draw(sizes.batch_size, distance, generator)
-        optimizer.zero_grad()
-        loss = loop(*episode)[0]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = training_step(loop, optimizer, task.draw(sizes.batch_size, distance, generator))
         step += 1
         if step % sizes.check_every and step != falls_from + settling:
             continue
@@ -171,7 +161,7 @@ def train_by_distance(
 
 
 def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, whole: bool = False) -> SegmentLoop:
-    """What reads the episodes of a training; arguments as of `train_by_distance`."""
+    """Return the loop that reads the episodes of a training; arguments as of `train_by_distance`."""
     pieces = 1 if whole else course.farthest + 1
     length = (course.farthest + 1) * task.segment // pieces
     bptt, kind = course.bptt or pieces, SegmentLoop if pieces < REPLAYED else ReplayLoop
@@ -180,16 +170,16 @@ def loop_of(model: nn.Module, task: ProbeTask, course: Course, passes: int = 1, 
 
 
 def _rate(step: int, falls_from: int, settling: int, warm: int) -> float:
-    """Share of the learning rate: rising, constant, and falling along a cosine."""
+    """Return the share of the learning rate: rising, constant, and falling along a cosine."""
     if step < falls_from:
         return min(1.0, (step + 1) / warm)
     return 0.5 * (1 + math.cos(math.pi * (step - falls_from) / settling))
 
 
 def ladder(segment: int, tokens: int) -> list[int]:
-    """Distances 1, 2, 5, 10, 20, ..., 1,000, 10,000, ... in segments, up to so many tokens, which are the last.
+    """Return distances 1, 2, 5, 10, 20, ..., 1,000, 10,000, ... in segments, up to `tokens`.
 
-    Behind 1,000 there are powers of ten alone: a text is read for each, and those between would double the work.
+    Above 1,000 only powers of ten follow: each distance reads a text, and those between would double the work.
     """
     most = max(1, tokens // segment)
     steps = (factor * 10**power for power in itertools.count() for factor in ((1, 2, 5) if power < 3 else (1,)))
@@ -208,12 +198,12 @@ def holds(
     alone: bool = False,
     seed: int = 10**6,
 ) -> tuple[float, float]:
-    """Share of right answers, and of rows in which all are right, on episodes that are read as streams.
+    """Return the shares of right answers, and of rows with all answers right, on episodes read as streams.
 
-    Only one segment and one state are in memory at a time; of several passes, all segments.
+    Only one segment and one state are in memory at a time; with several passes, all segments.
 
     Args: as of `train_by_distance`.
-        alone: the model reads every segment as if it were the first; those in which nothing is asked are then left out.
+        alone: the model reads every segment as the first; segments without a question are then left out.
     """
     training, task = model.training, task.part("test")
     model.eval()
@@ -227,13 +217,13 @@ def holds(
 
     def read(piece: Episode, state: State | None, reset_B: Tensor | None) -> ModelOutput:
         asked.append(piece.targets_BN)
-        out: ModelOutput = model(piece.inputs_BN.contiguous(), state)  # one shape in memory: compiled once
+        out: ModelOutput = model(piece.inputs_BN.contiguous(), state)  # one memory layout: compiled once
         return out
 
     state = None
     if passes > 1:
-        all_of_it = (torch.cat(parts, 1) for parts in zip(*episode(), strict=True))
-        state = SegmentLoop(model, task.segment, distance + 1, passes).earlier_passes(*all_of_it)
+        whole_episode = (torch.cat(parts, 1) for parts in zip(*episode(), strict=True))
+        state = SegmentLoop(model, task.segment, distance + 1, passes).earlier_passes(*whole_episode)
     asked: list[Tensor] = []
     right_B = asked_B = torch.zeros(rows, dtype=torch.long)
     for out in read_segments(read, episode(), state, in_place=True):

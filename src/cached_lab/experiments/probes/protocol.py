@@ -1,7 +1,7 @@
-"""How a memory is probed: a small language model is trained on one task, and its answers are counted at every distance.
+"""Probe a memory: train a small language model on one task, and count its right answers at every distance.
 
-Each memory is tried three times with the same sizes, seeds and steps: with options that put the cue within its reach,
-with options that put it beyond, where its theory knows such a bound, and without the memory, which must stay at chance.
+Each memory is tried three times with the same sizes, seeds and steps: with options that reach the cue, with options
+that do not, if its theory knows such a bound, and without the memory, which must stay at chance.
 
 Legend: B rows, N tokens of an episode.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from cached_transformers.integrations.models import create_model
 from cached_transformers.layers.stack import ModelOutput
@@ -28,12 +28,12 @@ from .tasks import IGNORED, Episode, ProbeTask
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The model that is trained, and for how long. Training ends early when `enough` is reached.
+class ProbeSizes:
+    """Size of the model and length of its training, which ends early when the accuracy reaches `enough`.
 
     Attributes:
-        steps: the most. check_every: steps between two looks at the accuracy on `rows` new episodes, behind each of
-            which a curriculum may go on: rare looks leave most of the steps to distances that are long solved.
+        steps: the most. check_every: steps between two checks on `rows` new episodes, each of which may advance a
+            curriculum: rare checks spend most of the steps on solved distances.
     """
 
     width: int = 32
@@ -50,18 +50,18 @@ class Sizes:
     model: dict[str, Any] = field(default_factory=dict)
 
 
-class Score(NamedTuple):
-    """Share of the asked tokens that are right, and of the episodes of which all are (exact match)."""
+class ProbeScore(NamedTuple):
+    """Share of right answers, and share of episodes with all answers right (exact match)."""
 
     accuracy: float
     exact: float
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Accuracy at the trained distance, on new episodes, and at others; steps until it was enough, or all.
+class ProbeOutcome:
+    """Accuracy on new episodes at the trained distance and at others, and the steps of the training.
 
-    `exact` counts, at the trained distance, the episodes of which every answer is right.
+    `exact` is the share of episodes at the trained distance with all answers right.
     """
 
     accuracy: float
@@ -78,23 +78,22 @@ def probe(
     distance: int,
     *,
     seed: int = 0,
-    sizes: Sizes | None = None,
+    sizes: ProbeSizes | None = None,
     passes: int = 1,
     distances: Sequence[int] = (),
     tell: Tell = unheard,
-) -> Outcome:
+) -> ProbeOutcome:
     """Train a model with a memory on a task, and count its right answers.
 
-    The gradient crosses the whole episode; a memory that cuts it itself has to do without. Every episode begins with
-    a fresh state.
+    The gradient crosses the whole episode, unless the memory detaches its state. Every episode begins with a new state.
 
     Args:
         distance: segments between cue and question in training.
-        passes: readings of each episode (memories that read twice).
-        distances: where the trained model is tried too.
-        tell: is told of the training whenever its accuracy is measured.
+        passes: readings of each episode (for memories that read twice).
+        distances: further distances to measure.
+        tell: receives a `Check` whenever the accuracy is measured.
     """
-    sizes = sizes or Sizes()
+    sizes = sizes or ProbeSizes()
     started = time.perf_counter()
     torch.manual_seed(seed)
     model = build_model(task, memory, sizes)
@@ -103,41 +102,36 @@ def probe(
     by_distance = {d: measure(model, asked, d, sizes.rows, passes) for d in distances}
     exact = score(model, asked, distance, sizes.rows, passes).exact
     parameters = sum(p.numel() for p in model.parameters())
-    return Outcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
+    return ProbeOutcome(accuracy, steps, time.perf_counter() - started, parameters, by_distance, exact)
 
 
 def train(
     model: nn.Module,
     task: ProbeTask,
     distance: int,
-    sizes: Sizes,
+    sizes: ProbeSizes,
     *,
     seed: int = 0,
     passes: int = 1,
     bptt: int | None = None,
     tell: Tell = unheard,
 ) -> tuple[float, int]:
-    """Train a model on a task, until its accuracy is enough or the steps are over.
+    """Train a model at one distance, until its accuracy is enough or the steps are over.
 
     Args:
         seed: of the episodes.
         bptt: segments that a gradient may cross; None for all.
-        tell: as of `probe`.
+        passes, tell: as of `probe`.
 
     Returns:
         The accuracy at the trained distance, and the steps done.
     """
     loop = SegmentLoop(model, task.segment, distance + 1 if bptt is None else bptt, passes)
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, weight_decay=0.01)
-    generator = torch.Generator().manual_seed(seed)
+    generator = Generator().manual_seed(seed)
     accuracy, step = 0.0, 0
     for step in range(1, sizes.steps + 1):
-        episode = task.draw(sizes.batch_size, distance, generator)
-        optimizer.zero_grad()
-        loss = loop(*episode)[0]
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = training_step(loop, optimizer, task.draw(sizes.batch_size, distance, generator))
         if step % sizes.check_every == 0 or step == sizes.steps:
             accuracy = measure(model, task.part("valid"), distance, sizes.rows, passes)
             solved = accuracy >= sizes.enough
@@ -147,8 +141,18 @@ def train(
     return accuracy, step
 
 
+def training_step(loop: SegmentLoop, optimizer: torch.optim.Optimizer, episode: Episode) -> Tensor:
+    """Take one optimizer step on a batch, and return its loss."""
+    optimizer.zero_grad()
+    loss = loop(*episode)[0]
+    loss.backward()
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    return loss
+
+
 class Forgetful(nn.Module):
-    """A model that begins every segment as if it were the first: the control, where a model carries more than a memory.
+    """Control without a state: reads every segment as the first, for models that carry more than a memory.
 
     Args:
         model: called as `model(inputs, state)`.
@@ -166,8 +170,8 @@ class Forgetful(nn.Module):
         return out
 
 
-def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
-    """The language model that is probed; one without a memory knows nothing of earlier segments."""
+def build_model(task: ProbeTask, memory: MemorySpec, sizes: ProbeSizes) -> nn.Module:
+    """Return the probed language model; without a memory it knows nothing of earlier segments."""
     model = create_model(
         "language_model",
         vocabulary=task.vocabulary,
@@ -183,7 +187,7 @@ def build_model(task: ProbeTask, memory: MemorySpec, sizes: Sizes) -> nn.Module:
 
 
 def measure(model: nn.Module, task: ProbeTask, distance: int, rows: int, *more: Any, **how: Any) -> float:
-    """The accuracy of `score`, with the same arguments."""
+    """Return the accuracy of `score`, with the same arguments."""
     return score(model, task, distance, rows, *more, **how).accuracy
 
 
@@ -199,17 +203,17 @@ def score(
     forget: bool = False,
     shuffle: bool = False,
     whole: bool = False,
-) -> Score:
-    """Shares of right answers on `rows` episodes that no training draws.
+) -> ProbeScore:
+    """Count right answers on `rows` episodes that no training uses.
 
     Args:
-        forget, shuffle: two ways to ask whether it is the state that answers; where it is, either leaves a guess. The
-            last segment begins with no state, or with that of the row before it.
-        whole: the episode is read as one segment: what attention alone can do.
+        forget, shuffle: read the last segment with no state, or with the state of the row before it. Either reduces the
+            answers to guesses if they depend on the state.
+        whole: read the episode as one segment, with attention only.
     """
     training = model.training
     model.eval()
-    episode = task.draw(rows, distance, torch.Generator().manual_seed(seed + distance))
+    episode = task.draw(rows, distance, Generator().manual_seed(seed + distance))
 
     def before_last(state: State) -> State | None:
         if forget:
@@ -221,13 +225,13 @@ def score(
     model.train(training)
     asked_BN = episode.targets_BN != IGNORED
     right_BN = (guesses_BN == episode.targets_BN).double()
-    return Score(right_BN[asked_BN].mean().item(), right_BN.masked_fill(~asked_BN, 1).prod(1).mean().item())
+    return ProbeScore(right_BN[asked_BN].mean().item(), right_BN.masked_fill(~asked_BN, 1).prod(1).mean().item())
 
 
 def _guesses(
     model: nn.Module, segment: int, episode: Episode, passes: int, before_last: Callable[[State], State | None]
 ) -> Tensor:
-    """The best guess at every place, (B, N); `before_last` gives the state of the last segment."""
+    """Return the likeliest token at every place, (B, N); `before_last` changes the state before the last segment."""
     segments = episode.inputs_BN.split(segment, 1)
     last = len(segments) - 1
 

@@ -1,4 +1,4 @@
-"""Which memories can be probed, and with what: their own files say it at the registration (`seam.probing.Probing`)."""
+"""Memories that can be probed, with the settings from their registration (`interfaces.probing.Probing`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cached_transformers.registry import MEMORIES
 
 
 def setting(memory: str) -> Probing:
-    """The setting of a registered memory, a user's as well as ours; its defaults where it says nothing."""
+    """Return the setting of a registered memory, or the defaults if it has none."""
     return MEMORIES.entry(memory).probe or Probing()
 
 
 def stream_memories() -> list[str]:
-    """Registered memories that a causal language model may have, but for those whose one state serves all rows."""
+    """Return registered memories for causal language models, without those that share one state among all rows."""
     found = []
     for entry in MEMORIES:
         kind: Any = entry.factory

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import TaskID
 
-from cached_lab.experiments.probes.callbacks import Answer, Check, News
+from cached_lab.experiments.probes.callbacks import Check, DistanceAnswer, News
 from cached_lab.experiments.probes.trials import Trial
 from cached_lab.training.progress import training_bar
 
@@ -41,7 +41,7 @@ class ProbeProgress:
 
     def hear(self, trial: Trial, news: News) -> None:
         """Show what a trial says."""
-        if isinstance(news, Answer):
+        if isinstance(news, DistanceAnswer):
             self._line(f"{trial.name}: {_share(news.accuracy)} right, {news.tokens:,} tokens after the cue")
             return
         if self._bar is not None:

@@ -1,7 +1,7 @@
 """Detection and instance segmentation on data in COCO's format ("coco"): any categories, any number of images.
 
 Paper: Lin et al., "Microsoft COCO: Common Objects in Context" (arXiv:1405.0312). Annotations are read and masks decoded
-by pycocotools, the format's own library. torchvision's CocoDetection reads folders alone, and checks no annotation.
+by pycocotools, the format's own library. torchvision's CocoDetection reads only folders and checks no annotation.
 
 Shape legend: N objects, C channels, H height, W width.
 """
@@ -40,29 +40,30 @@ class DetectionBatch(NamedTuple):
 
 @DATASETS.register("coco", paper="arXiv:1405.0312")
 class CocoDetection:
-    """Detect objects in images with COCO-format annotations: folders or zip archives, any categories.
+    """Objects in images with COCO-format annotations: folders or zip archives, any categories.
 
     A split is a name, as in COCO: of annotations/instances_NAME.json and of the images NAME/*.jpg, in `path` or in zip
-    archives there. In training crowds are left out, boxes are clipped to their image, objects without area are dropped
-    and named, and half of the images are mirrored. Evaluation keeps every image, and ground truth as it is.
+    archives there. Training leaves crowds out, clips boxes to their image, drops and names objects without area, and
+    mirrors half of the images. Evaluation keeps every image and the ground truth unchanged.
 
     Args:
         split: "train", "validation" or "test".
         path: folder, or one zip archive.
         train, validation, test: names of the splits; two may be the same.
-        masks: whether items have masks, without which an object is dropped; null: where any object of the file has one.
+        masks: true for items with masks, and without objects that lack one; null: if any object of the file has one.
         empty: training images without objects: "drop" or "keep" them.
-        bad_files: images that are missing or cannot be decoded: "stop" at the first, or "skip" them with a warning.
+        bad_files: missing or undecodable images: "stop" at the first, or "skip" them with a warning.
         augment: mirror training images at random.
-        image_ids: take these images alone. limit: take so many from the front of the file.
+        image_ids: take only these images. limit: take only the first images of the file.
 
     Raises:
-        FileNotFoundError: no annotations or no images where they are looked for.
+        FileNotFoundError: no annotations or no images.
         ValueError: contradictory annotations (named), no image left, missing files with bad_files="stop"; on access
             `BadFile`, a file that cannot be decoded (named).
         ImportError: pycocotools or Pillow is not installed.
     """
 
+    name = "coco"
     task = "detection"
 
     def __init__(
@@ -85,10 +86,9 @@ class CocoDetection:
         name = {"train": train, "validation": validation, "test": test}[check_split(split)]
         if name is None:
             raise FileNotFoundError(
-                f"data.{split} names no annotations; set it, e.g. data.{split}={validation}, or training.test=none"
+                f"data.{split}=null: name its annotations, e.g. data.{split}={validation}, or set training.test=none"
             )
-        self.name, self.split, self.bad_files = "coco", split, bad_files
-        self.augment = augment and split == "train"
+        self.split, self.bad_files, self.augment = split, bad_files, augment and split == "train"
         root = Path(path).expanduser()
         self.annotations = Annotations(*read_annotations(root, name))
         self.class_names, self.category_ids = self.annotations.class_names, self.annotations.category_ids
@@ -104,12 +104,11 @@ class CocoDetection:
         self._reported: set[int] = set()
 
     def _with_masks(self, wanted: bool | None) -> bool:
-        total = sum(map(len, self.annotations.objects.values()))
-        there = len(self.annotations.unmasked) < total
+        there = len(self.annotations.unmasked) < sum(map(len, self.annotations.objects.values()))
         if wanted and not there:
             raise ValueError(
-                f"data.masks=true, but no object of {self.annotations.source} has a usable segmentation; train a "
-                "detector of boxes (retinanet, faster_rcnn) with data.masks=false"
+                f"data.masks=true: no object of {self.annotations.source} has a usable segmentation; train a detector "
+                "of boxes (retinanet, faster_rcnn) with data.masks=false"
             )
         if there and wanted is not False:
             self.annotations.drop_unmasked()
@@ -120,7 +119,7 @@ class CocoDetection:
         images, source = self.annotations.images, self.annotations.source
         unknown = [number for number in image_ids or () if number not in images]
         if unknown:
-            raise ValueError(f"data.image_ids: {unknown[:5]} are not among the {len(images)} images of {source}")
+            raise ValueError(f"data.image_ids={unknown[:5]}: not among the {len(images)} images of {source}")
         if limit is not None and limit < 1:
             raise ValueError(f"data.limit={limit} must be at least 1, or null")
         wanted = images if image_ids is None else set(image_ids)
@@ -135,21 +134,18 @@ class CocoDetection:
             return
         listed = ", ".join(str(self._files.root / names[number]) for number in missing[:5])
         text = f"{len(missing)} of {len(names)} image files are missing: {listed}"
-        if self.bad_files == "stop":
-            raise ValueError(f"{text}; fetch them, or go on without them by data.bad_files=skip")
+        self.image_ids = [number for number in self.image_ids if number not in set(missing)]
+        if self.bad_files == "stop" or not self.image_ids:
+            raise ValueError(f"{text}; fetch them, or continue without them by data.bad_files=skip")
         warnings.warn(f"{text}; they are left out", stacklevel=3)
-        gone = set(missing)
-        self.image_ids = [number for number in self.image_ids if number not in gone]
-        if not self.image_ids:
-            raise ValueError(f"{text}: no image is left")
 
     def __len__(self) -> int:
         return len(self.image_ids)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        """Image float (3, H, W) in 0..1, and its target.
+        """Return an image, float (3, H, W) in 0..1, and its target.
 
-        With bad_files="skip" a training image that cannot be read is replaced by the next one that can.
+        With bad_files="skip" an unreadable training image is replaced by the next readable one.
 
         Raises:
             BadFile: the file cannot be read.
@@ -168,9 +164,7 @@ class CocoDetection:
                 raise
             return self[(index + 1) % len(self)]
         target = self.target(number)
-        if self.augment and torch.rand(()) < 0.5:
-            return mirrored(image_CHW, target)
-        return image_CHW, target
+        return mirrored(image_CHW, target) if self.augment and torch.rand(()) < 0.5 else (image_CHW, target)
 
     def report(self, number: int, text: str) -> None:
         """Warn of an unreadable image, once."""
@@ -179,18 +173,18 @@ class CocoDetection:
             warnings.warn(text, stacklevel=3)
 
     def pixels(self, number: int) -> Tensor:
-        """The image with this id, float (3, H, W) in 0..1."""
+        """Return the image with this id, float (3, H, W) in 0..1."""
         record = self.annotations.images[number]
         label = str(self._files.root / record["file_name"])
         try:
             content = self._files.read(record["file_name"])
-        except Exception as error:  # a damaged archive raises what it likes
+        except Exception as error:  # a damaged archive raises errors of any type
             raise BadFile(label, f"it cannot be read: {error}") from error
         pixels_HWC = decode_rgb(content, label, (record["height"], record["width"]))
         return torch.from_numpy(pixels_HWC).permute(2, 0, 1).float() / 255
 
     def target(self, number: int) -> Target:
-        """Objects of the image with this id, crowds left out."""
+        """Return the objects of the image with this id, without crowds."""
         record, objects = self.annotations.images[number], self.annotations.objects.get(number, [])
         height, width = record["height"], record["width"]
         target = {
@@ -204,22 +198,22 @@ class CocoDetection:
         return target
 
     def collate(self, items: Sequence[tuple[Tensor, Target]]) -> DetectionBatch:
-        """A batch of images of their own sizes; the model resizes and pads them."""
+        """Return a batch of images of their own sizes; the model resizes and pads them."""
         images, targets = zip(*items, strict=True)
         return DetectionBatch(list(images), list(targets))
 
     @property
     def groups(self) -> np.ndarray:
-        """By image 1 where it is at least as wide as high, else 0: batches of one kind need less padding."""
+        """(size,): 1 for images at least as wide as high, else 0; batches of one group need less padding."""
         records = [self.annotations.images[number] for number in self.image_ids]
         return np.array([int(record["width"] >= record["height"]) for record in records], dtype=np.int64)
 
     def truth(self, image_ids: Sequence[int]) -> Any:
-        """Ground truth of some images as a `pycocotools.coco.COCO`, crowds and all."""
+        """Return the ground truth of some images as a `pycocotools.coco.COCO`, with crowds."""
         return self.annotations.truth(image_ids)
 
     def samples(self) -> Iterator[Sample]:
-        """What tells these data from others (`data/samples.py`): classes, boxes, and some of the images and masks."""
+        """Yield classes, boxes, and some images and masks, for the fingerprint of the data (`data/samples.py`)."""
         yield json.dumps([self.class_names, self.image_ids]).encode()
         objects = [found for number in self.image_ids for found in self.annotations.objects.get(number, [])]
         yield np.array([found["box"] for found in objects], dtype=np.float64)
@@ -229,7 +223,7 @@ class CocoDetection:
         yield from read_samples(len(names), lambda place: self._files.read(names[place]))
 
     def describe(self) -> dict[str, object]:
-        """Facts for reports and for building a model."""
+        """Return facts for reports and for building a model."""
         return {
             "name": self.name,
             "split": self.split,
@@ -244,7 +238,7 @@ class CocoDetection:
 
 
 def mirrored(image_CHW: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """Image and target, left and right exchanged."""
+    """Exchange left and right of an image and its target."""
     width = image_CHW.shape[-1]
     x1, y1, x2, y2 = target["boxes"].unbind(1)
     flipped = {**target, "boxes": torch.stack([width - x2, y1, width - x1, y2], 1)}

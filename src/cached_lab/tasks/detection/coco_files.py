@@ -1,4 +1,4 @@
-"""Where annotations and images of a COCO-format data set lie: folders or archives, and pixels from their bytes."""
+"""Files of a COCO-format data set, in folders or archives, and pixels from their bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cached_lab.data.image_files import BadFile, open_picture
 
 
 def read_annotations(root: Path, name: str) -> tuple[dict[str, Any], str]:
-    """The annotations called `name` ("train2017"), and where they were found.
+    """Return the annotations called `name` ("train2017") and their path.
 
-    Looked for below `root`: annotations/instances_NAME.json, instances_NAME.json, annotations/NAME.json, NAME.json and
-    NAME/_annotations.coco.json; then members of these names in the zip archives there (or in `root` itself, when that
-    is one).
+    Candidates below `root`: annotations/instances_NAME.json, instances_NAME.json, annotations/NAME.json, NAME.json and
+    NAME/_annotations.coco.json; then members of these names in the zip archives there (or in `root` itself, if it is
+    one).
 
     Raises:
         FileNotFoundError: there is none.
@@ -29,24 +29,34 @@ def read_annotations(root: Path, name: str) -> tuple[dict[str, Any], str]:
         raise FileNotFoundError(f"{root} does not exist; expected a folder or zip archive with COCO annotations")
     wanted = [f"annotations/instances_{name}.json", f"instances_{name}.json", f"annotations/{name}.json"]
     wanted += [f"{name}.json", f"{name}/_annotations.coco.json"]
-    for relative in wanted:
-        if (root / relative).is_file():
-            return _parsed((root / relative).read_bytes(), str(root / relative)), str(root / relative)
-    for archive in _archives(root):
-        for relative in wanted:
-            if relative in archive:
-                label = str(archive.root / relative)
-                return _parsed(archive.read(relative), label), label
-    raise FileNotFoundError(
-        f"{root} holds no annotations for {name!r}: looked for {', '.join(wanted)}, also in its zip archives; "
-        "set data.train, data.validation and data.test to the names that the files have"
+    in_folder = ((root / path, (root / path).read_bytes) for path in wanted if (root / path).is_file())
+    in_archives = (
+        (archive.root / path, lambda archive=archive, path=path: archive.read(path))
+        for archive in _archives(root)
+        for path in wanted
+        if path in archive
     )
+    label, read = next(itertools.chain(in_folder, in_archives), (None, None))
+    if label is None or read is None:
+        raise FileNotFoundError(
+            f"{root} holds no annotations for {name!r}: looked for {', '.join(wanted)}, also in its zip archives; "
+            "set data.train, data.validation and data.test to the names that the files have"
+        )
+    try:
+        tree = json.loads(read())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{label} is not JSON: {error}; is it complete?") from error
+    found = tree if isinstance(tree, dict) else {}
+    missing = [key for key in ("images", "annotations", "categories") if not isinstance(found.get(key), list)]
+    if missing:
+        raise ValueError(f"{label} has no list {', '.join(missing)}: it is not the annotations of a detection data set")
+    return found, str(label)
 
 
 def find_images(root: Path, name: str, examples: Iterable[str]) -> Listing:
-    """The files of the images called `name`: the first folder or archive that holds at least one of `examples`.
+    """Return the files of the images called `name`: the first folder or archive with at least one of `examples`.
 
-    Looked for: the folders NAME, images/NAME, images and `root` itself, then the same places in zip archives.
+    Candidates: the folders NAME, images/NAME, images and `root` itself, then the same places in zip archives.
 
     Raises:
         FileNotFoundError: there is none.
@@ -65,10 +75,9 @@ def find_images(root: Path, name: str, examples: Iterable[str]) -> Listing:
 
 
 def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) -> np.ndarray:
-    """Pixels uint8 (height, width, 3) of an image file of any kind that `open_picture` takes.
+    """Decode an image file of any kind that `open_picture` takes to pixels uint8 (height, width, 3).
 
-    With `size` (height, width) the image is taken as stored, or upright by its EXIF entry if only then it has that
-    size; without, upright.
+    The image is turned upright by its EXIF entry, unless it already has the given `size` (height, width) as stored.
 
     Raises:
         BadFile: it cannot be decoded, or has another size.
@@ -82,16 +91,3 @@ def decode_rgb(content: bytes, label: str, size: tuple[int, int] | None = None) 
 
 def _archives(root: Path) -> Iterator[Listing]:
     return map(Listing, [root] if root.is_file() else sorted(root.glob("*.zip")))
-
-
-def _parsed(content: bytes, label: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{label} is not JSON: {error}; is it complete?") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"{label} must hold a JSON object, not {type(tree).__name__}")
-    missing = [key for key in ("images", "annotations", "categories") if not isinstance(tree.get(key), list)]
-    if missing:
-        raise ValueError(f"{label} has no list {', '.join(missing)}: it is not the annotations of a detection data set")
-    return tree

@@ -1,4 +1,4 @@
-"""Weights of a trained classifier for a backbone: read, matched name by name, and refused by name where they differ."""
+"""Weights of a trained classifier for a backbone, matched name by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _SHOWN = 6
 
 
 def read_weights(source: Path) -> dict[str, Tensor]:
-    """State dict of a run folder (its best checkpoint), or of a .safetensors or PyTorch file.
+    """Return the state dict of a run folder (its best checkpoint), or of a .safetensors or PyTorch file.
+
+    The prefixes `model.` (of this library) and `module.` (of DDP) are removed if all names have them.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -28,70 +30,59 @@ def read_weights(source: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{source} does not exist; give a run folder, or a .safetensors or PyTorch file")
     if source.is_dir():
         folder = Checkpoints(source / "checkpoints").named("best") if (source / "checkpoints").is_dir() else source
-        return _without_prefix(read_checkpoint(folder).weights)
-    stored = file_weights(source, str(source), _NESTED)
-    if not isinstance(stored, dict) or not stored or not all(isinstance(t, Tensor) for t in stored.values()):
-        raise ValueError(
-            f"{source} holds no state dict: a mapping of names to tensors, also below {', '.join(_NESTED)}"
-        )
-    return _without_prefix(stored)
+        weights = read_checkpoint(folder).weights
+    else:
+        weights = file_weights(source, str(source), _NESTED)
+        if not isinstance(weights, dict) or not weights or not all(isinstance(t, Tensor) for t in weights.values()):
+            raise ValueError(
+                f"{source} holds no state dict: a mapping of names to tensors, also below {', '.join(_NESTED)}"
+            )
+    for prefix in ("module.", "model."):
+        if all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
 
 
 def load_backbone(body: Any, source: Path, caches: bool) -> None:
     """Load the weights of a classifier into a timm model without head, in place.
 
     Args:
-        body: the model, with its memory. caches: whether to load caches, too; else those of the checkpoint are ignored,
-            whatever their size, and those of the model stay as they are.
+        body: the model, with its memory. caches: load caches, too; otherwise the model keeps its own.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: names or shapes differ, apart from the classifier's head; the message gives them.
+        ValueError: names or shapes differ, apart from the classifier's head; the message lists them.
     """
     heads = classifier_names(body)
     stored = {k: v for k, v in read_weights(source).items() if k.split(".")[0] not in heads}
-    if isinstance(body, PyramidVisionTransformer):  # without class token, whose position goes, too
+    if isinstance(body, PyramidVisionTransformer):  # without class token, whose position is dropped, too
         stored = published_weights(stored, body)
     ours = body.state_dict()
     if not caches:
-        stored = {k: v for k, v in stored.items() if k.rpartition(".")[2] != CACHE}
-        ours = {k: v for k, v in ours.items() if k.rpartition(".")[2] != CACHE}
-    problems = [
-        _listed("missing from it", [k for k in ours if k not in stored]),
-        _listed("not in the model", [k for k in stored if k not in ours]),
-        _listed("of another shape", _misshapen(stored, ours)),
+        stored, ours = ({k: v for k, v in t.items() if k.rpartition(".")[2] != CACHE} for t in (stored, ours))
+    misshapen = [
+        f"{key} {tuple(stored[key].shape)}, here {tuple(ours[key].shape)}"
+        for key in ours
+        if key in stored and stored[key].shape != ours[key].shape
     ]
-    if any(problems):
-        listed = "\n  ".join(filter(None, problems))
+    problems = {"missing from it": [k for k in ours if k not in stored]}
+    problems |= {"not in the model": [k for k in stored if k not in ours], "of another shape": misshapen}
+    if any(problems.values()):
+        listed = "".join(f"\n  {_listed(problem, names)}" for problem, names in problems.items() if names)
         advice = ""
         if any(".memory." in key for key in set(stored) ^ set(ours)):
             advice = "; the two differ in their memory: give both the same model.memory (null for none)"
-        raise ValueError(f"{source} does not fit backbone {type(body).__name__}{advice}\n  {listed}")
+        raise ValueError(f"{source} does not fit backbone {type(body).__name__}{advice}{listed}")
     body.load_state_dict(stored, strict=caches)
 
 
 def classifier_names(model: nn.Module) -> set[str]:
-    """Names of the modules that make up the classifier of a timm model."""
+    """Return names of the modules of a timm model's classifier."""
     told = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     names = told.get("classifier") or "head"
     return {name.split(".")[0] for name in ([names] if isinstance(names, str) else names)}
 
 
-def _misshapen(stored: dict[str, Tensor], ours: dict[str, Tensor]) -> list[str]:
-    both = [key for key in ours if key in stored and stored[key].shape != ours[key].shape]
-    return [f"{key} {tuple(stored[key].shape)}, here {tuple(ours[key].shape)}" for key in both]
-
-
-def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
+def _listed(problem: str, names: list[str]) -> str:
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
-
-
-def _without_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as in the timm model: `model.` (of our models) and `module.` (of DDP) in front of all are taken away."""
-    for prefix in ("module.", "model."):
-        if weights and all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights
+    return f"{len(names)} {problem}: {', '.join(names[:_SHOWN])}{more}"

@@ -1,9 +1,8 @@
-"""Average precision by pycocotools, and the way from a detector's answers to its format of results.
+"""Average precision by pycocotools, and its format of results.
 
-Paper: Lin et al., "Microsoft COCO" (arXiv:1405.0312); AP is the mean over IoU thresholds .50, .55, ..., .95 of the mean
-over classes of the area under the precision-recall curve, with 100 detections an image at most. Crowd regions are
-ignored: what overlaps them counts neither for nor against. Small, medium and large are areas below 32^2, up to 96^2,
-and above, in pixels of the original image.
+Paper: Lin et al., "Microsoft COCO" (arXiv:1405.0312); AP is the mean over IoU thresholds .50, .55, ..., .95 and over
+classes of the area under the precision-recall curve, with at most 100 detections per image. Detections that overlap
+crowd regions are ignored. Small, medium and large areas are below 32^2, up to 96^2, and above, in original pixels.
 
 Legend: N detections of one image, H height, W width.
 """
@@ -24,7 +23,7 @@ from cached_transformers.extras import require
 from .coco_annotations import as_coco
 
 KINDS = {"box": "bbox", "mask": "segm"}
-"""What is scored, by the names of pycocotools."""
+"""Scored kinds, with the names of pycocotools."""
 PARTS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 """The first six of COCOeval's statistics."""
 MASK_THRESHOLD = 0.5
@@ -34,11 +33,11 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> Results:
-    """COCO results of one image from a detector's answer.
+    """Return COCO results of one image.
 
     Args:
         found: boxes (N, 4) as corners in pixels, scores (N,), labels (N,) as class indices, and masks (N, 1, H, W) as
-            probabilities where there are any.
+            probabilities, if there are any.
         category_ids: category of each class.
     """
     boxes_N4 = found["boxes"].detach().float().cpu().double()
@@ -56,20 +55,20 @@ def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequenc
 
 
 def encode_masks(masks_N1HW: Tensor) -> list[dict[str, Any]]:
-    """Compressed run-length codes (size, counts as text) of masks of probabilities above 0.5."""
+    """Return compressed run-length codes (size, counts as text) of probabilities above 0.5."""
     masks_NHW = (masks_N1HW[:, 0] > MASK_THRESHOLD).cpu().numpy().astype(np.uint8)
     codes = require("pycocotools.mask", extra="detection").encode(np.asfortranarray(masks_NHW.transpose(1, 2, 0)))
     return [{"size": list(code["size"]), "counts": code["counts"].decode()} for code in codes]
 
 
 def score(truth: Any, results: Results, image_ids: Sequence[int]) -> dict[str, float]:
-    """Average precisions in 0..1, for each kind in `results`: box_ap, box_ap50, ..., mask_ap_large.
+    """Return average precisions in 0..1, for each kind in `results`: box_ap, box_ap50, ..., mask_ap_large.
 
     Args:
-        truth: a `pycocotools.coco.COCO`. image_ids: the images that count.
+        truth: a `pycocotools.coco.COCO`. image_ids: the scored images.
 
     Returns:
-        Not a number for a range of areas that the ground truth has no object in.
+        Values are NaN for ranges of areas without an object in the ground truth.
     """
     evaluation = require("pycocotools.cocoeval", extra="detection")
     values: dict[str, float] = {}
@@ -77,7 +76,7 @@ def score(truth: Any, results: Results, image_ids: Sequence[int]) -> dict[str, f
         with redirect_stdout(StringIO()):
             if entries:
                 found = truth.loadRes([dict(entry) for entry in entries])
-            else:  # loadRes looks at the first entry
+            else:  # loadRes needs a first entry
                 found = as_coco({**truth.dataset, "annotations": []})
             judge = evaluation.COCOeval(truth, found, KINDS[kind])
             judge.params.imgIds = sorted(image_ids)

@@ -1,7 +1,4 @@
-"""Detection: images with boxes (and masks), the losses of a detector, and its average precision.
-
-Legend: N objects of an image.
-"""
+"""Training and evaluation of detectors: images with boxes (and masks), losses, and average precision."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from .scores import Results, score, to_results
 
 
 class Detection(Task):
-    """Object detection and instance segmentation; nothing is carried from step to step.
+    """Object detection and instance segmentation, without a state between steps.
 
-    The losses are means over a piece of a batch, as torchvision makes them, and pieces and processes weigh alike.
+    The losses are torchvision's means over a piece of a batch; pieces and processes have equal weights.
 
     Raises:
-        ValueError: settings, or a model, that do not suit detection.
+        ValueError: settings or a model unfit for detection.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Detection(Task):
         return sums_of(total, *parts, total.new_tensor(count))
 
     def averages(self, total: Tensor) -> dict[str, float]:
-        """The loss and its parts, averaged over images."""
+        """Return the loss and its parts, averaged over images."""
         *sums, images = total.tolist()
         return {name: value / images for name, value in zip(("loss", *self.losses), sums, strict=True)}
 
@@ -76,34 +73,34 @@ class Detection(Task):
 
 
 def check(config: RunConfig, model: nn.Module, data: CocoDetection) -> None:
-    """Refuse settings and models that do not suit detection (ValueError)."""
+    """Raise ValueError for settings and models unfit for detection."""
     settings, name = config.training, config.model["name"]
     if not hasattr(model, "losses"):
         raise ValueError(
-            f"data {data.name!r} has boxes, for which model {name!r} is none; take mask_rcnn, faster_rcnn or retinanet"
+            f"model.name={name!r} learns no boxes of data {data.name!r}; take mask_rcnn, faster_rcnn or retinanet"
         )
     known = ("box_ap", "mask_ap") if model.masks else ("box_ap",)
     if settings.metric not in known:
         raise ValueError(f"training.metric={settings.metric!r} does not suit model {name!r}; take {' or '.join(known)}")
     if model.masks and not data.masks:
         raise ValueError(
-            f"model {name!r} learns masks, which the data have not (data.masks, or no segmentation in "
-            f"{data.annotations.source}); take faster_rcnn or retinanet"
+            f"model.name={name!r} needs masks and {data.annotations.source} gives none: set data.masks=true, or take "
+            "faster_rcnn or retinanet"
         )
     if settings.label_smoothing or settings.compile:
         raise ValueError(
             f"training.label_smoothing={settings.label_smoothing} and training.compile={settings.compile} are not for "
-            "detectors, whose losses are torchvision's and whose images vary in size; leave them at 0 and false"
+            "detectors, with torchvision's losses and images of many sizes; leave them at 0 and false"
         )
 
 
 def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
-    """Refuse data with other categories than those that the model was trained on (ValueError)."""
+    """Raise ValueError for data with other categories than the training data."""
     if list(known) == dataset.class_names:
         return
     missing = [name for name in known if name not in dataset.class_names]
     strange = [name for name in dataset.class_names if name not in known]
-    told = f"lacks {missing[:5]} and has {strange[:5]} beside" if missing or strange else "has them in another order"
+    told = f"lacks {missing[:5]} and adds {strange[:5]}" if missing or strange else "has them in another order"
     raise ValueError(
         f"{dataset.annotations.source} has other categories than the training data: it {told}; give both files "
         "the same list of categories"
@@ -111,10 +108,10 @@ def check_categories(known: Sequence[str], dataset: CocoDetection) -> None:
 
 
 def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, batch_size: int) -> dict[str, float]:
-    """Average precisions over the whole data set, in evaluation mode and float32, boxes and masks as there are.
+    """Return average precisions over the whole data set, of boxes and, if both sides have them, masks.
 
-    Processes share the images. The model and the random states are left as they were. With bad_files="skip" images
-    that cannot be read do not count; `unreadable_images` says how many.
+    Evaluation mode and float32; processes share the images, and the model and random states are restored. With
+    bad_files="skip" unreadable images do not count; `unreadable_images` is their number.
 
     Raises:
         BadFile: an image cannot be read, with bad_files="stop".
@@ -145,7 +142,7 @@ def evaluate_detector(model: nn.Module, dataset: CocoDetection, world: World, ba
 
 
 def _readable(dataset: CocoDetection, numbers: Sequence[int], unreadable: list[int]) -> tuple[list[int], list[Tensor]]:
-    """Those of the images that can be read, with their pixels; others are added to `unreadable`."""
+    """Return the readable images with their pixels, and add the rest to `unreadable`."""
     found: list[int] = []
     images: list[Tensor] = []
     for number in numbers:

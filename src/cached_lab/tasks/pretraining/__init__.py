@@ -1,1 +1,1 @@
-"""Raw text as pairs of a damaged text and what is to be restored."""
+"""Raw text as pairs of a damaged text and its original."""

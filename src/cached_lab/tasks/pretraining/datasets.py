@@ -1,4 +1,4 @@
-"""Raw text for encoder-decoders: blocks of a corpus, each with noise in front of the encoder, to be restored.
+"""Raw text for encoder-decoders: blocks of a corpus, each with noise for the encoder, to be restored.
 
 Legend: N tokens of a block.
 """
@@ -30,25 +30,25 @@ _COUNTED = 2000  # pairs of the training split that the unigram baseline counts
 
 @DATASETS.register("denoising", paper="arXiv:1910.13461")
 class Denoising:
-    """Blocks of raw text, damaged by an objective of BART or T5; items are pairs of a damaged and the wanted text.
+    """Blocks of raw text under an objective of BART or T5; items are pairs of a damaged text and its target.
 
-    In training each row gets other noise in each epoch; in validation and test the noise of a row is always the same.
-    Rows whose text is longer than a block go on in the next; a rest of a single token is left out.
+    Training changes the noise of a row in each epoch; in validation and test it is fixed. A text longer than a block
+    continues in the next; a remainder of a single token is left out.
 
     Args:
         split: "train", "validation" or "test".
-        path: file, folder or archive of text, or a mapping from split to one of these; None for a corpus without.
-        corpus: how to read it: the name of a text data set ("text", "wikitext2", "books", ...), or {"name": ...,
+        path: file, folder or archive of text, or a mapping from split to one of these; None if the corpus needs none.
+        corpus: its reader: the name of a text data set ("text", "wikitext2", "books", ...), or {"name": ...,
             option: value}.
         objective: a name (`OBJECTIVES`), or {"name": ..., option: value}.
         max_length: longest source or target, with begin and end; blocks are as long as that allows.
-        sentinels: how many ids there are for them; None: T5's 100 for an objective that needs some, else 0. A model for
-            one objective can go on with another if both have as many.
+        sentinels: number of their ids; None: T5's 100 for an objective that needs some, else 0. A model can change its
+            objective if both have equal numbers.
         tokenizer: "word", "byte" or "bpe". vocabulary_size: largest number of ids, special ones not counted.
-        reset: "never" lets blocks run on over the ends of documents; "document" begins one with each.
+        reset: "never" lets blocks cross the ends of documents; "document" begins a block with each.
 
     Attributes:
-        task: what the trainer makes of it. augment: whether noise is drawn from the global generator.
+        task: of the trainer. augment: True if noise comes from the global generator.
         tokenizer: with the ids of mask, sentinels, padding, begin and end.
 
     Raises:
@@ -76,8 +76,7 @@ class Denoising:
         self.objective, self.max_length = create_objective(objective), max_length
         length = self.objective.text_length(max_length)
         needed = self.objective.sentinels(length)
-        if sentinels is None:
-            sentinels = _SENTINELS if needed else 0
+        sentinels = (_SENTINELS if needed else 0) if sentinels is None else sentinels
         if needed > sentinels:
             raise ValueError(
                 f"data.sentinels={sentinels} do not suffice for the {needed} spans of {length} tokens (data.objective="
@@ -95,8 +94,7 @@ class Denoising:
         DATASETS.check(name, options, "data.corpus")
         text = DATASETS.create(name, split=split, **options)
         if not isinstance(text, TextDataset) or is_stream(text):
-            kind = "no text" if not isinstance(text, TextDataset) else "a stream, and pairs are made of a text at hand"
-            raise ValueError(f"data.corpus={corpus!r} is {kind}; take text, wikitext2, books, ...")
+            raise ValueError(f"data.corpus={corpus!r} must be a text in memory; take text, wikitext2, books, ...")
         self.text, self.split, self.augment = text, split, split == "train"
         self.tokenizer = SpecialTokens(text.tokenizer, sentinels)
         self.tokenizer.sentence_ends = text.describe()["sentence_ends"]  # type: ignore[assignment]
@@ -114,12 +112,12 @@ class Denoising:
             raise IndexError(f"index {index} is out of range for {len(self)} items of {self.name!r}")
         index %= len(self)
         seed = [SPLITS.index(self.split), index]
-        if self.augment:  # what the loader seeded for this row and epoch
+        if self.augment:  # the loader seeds it for this row and epoch
             seed = np.random.randint(0, 2**32, size=4, dtype=np.uint64).tolist()
         return self.pair(index, np.random.default_rng(seed))
 
     def pair(self, index: int, generator: np.random.Generator) -> Pair:
-        """Row `index` with noise of a generator."""
+        """Return row `index` with noise of a generator."""
         start, end = self._bounds[index]
         tokens_N = self.text.tokens[start:end].astype(np.int64)
         source, target = self.objective(tokens_N, self.tokenizer, generator)
@@ -127,15 +125,15 @@ class Denoising:
         return Pair(*(torch.from_numpy(ids) for ids in (source, decoder_inputs, target)))
 
     def collate(self, items: Sequence[Pair]) -> PairBatch:
-        """Padded pairs; lengths are multiples of 8 where `max_length` is one."""
+        """Return padded pairs; lengths are multiples of 8 if `max_length` is one."""
         return pad_pairs(items, self.tokenizer.pad, self._multiple)
 
     def samples(self) -> Iterator[Sample]:
-        """What tells this text from others (`data/samples.py`)."""
+        """Return samples for the fingerprint of the data (`data/samples.py`)."""
         return self.text.samples()
 
     def describe(self) -> dict[str, object]:
-        """Facts for reports and for building a model; pad, begin and end are ids."""
+        """Return facts for reports and for building a model; pad, begin and end are ids."""
         special = self.tokenizer
         return {
             "name": self.name,
@@ -153,7 +151,7 @@ class Denoising:
         }
 
     def baselines(self, train: Denoising) -> dict[str, dict[str, float]]:
-        """Loss and perplexity per target token of the unigram model, with add-one smoothing, of training targets."""
+        """Return loss and perplexity per target token of a unigram model of training targets (add-one smoothing)."""
         counts = np.ones(self.tokenizer.vocabulary)
         for index in range(min(len(train), _COUNTED)):
             counts += train.target_counts(index)
@@ -162,13 +160,13 @@ class Denoising:
         return {"unigram": {"loss": loss, "perplexity": math.exp(loss)}}
 
     def target_counts(self, index: int) -> np.ndarray:
-        """How often each id stands in the target of a row, with the noise that evaluation has."""
+        """Count each id in the target of a row, with the noise of evaluation."""
         generator = np.random.default_rng([SPLITS.index(self.split), index])
         return np.bincount(self.pair(index, generator).targets.numpy(), minlength=self.tokenizer.vocabulary)
 
 
 def blocks(begins: np.ndarray, size: int, length: int) -> np.ndarray:
-    """(blocks, 2): from and to of blocks of `length` tokens, which begin anew with each document."""
+    """(blocks, 2): bounds of blocks of `length` tokens; each document begins a block."""
     ends = [*begins[1:].tolist(), size]
     found = [
         (start, min(start + length, end))

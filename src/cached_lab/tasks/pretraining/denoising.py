@@ -1,12 +1,11 @@
-"""Noise on token ids, from which a model is to restore the text: the five transformations of BART, T5's span corruption
-and prefix language modelling. Pure functions of an array and a numpy Generator; every rate is met exactly.
+"""Noise on token ids: BART's five transformations, T5's span corruption and prefix language modelling.
 
-BART: Lewis et al. 2020 (arXiv:1910.13461, section 2.2; code in fairseq, fairseq/data/denoising_dataset.py). T5: Raffel
-et al. 2020 (arXiv:1910.10683, section 3.1.4; code in google-research/text-to-text-transfer-transformer,
-t5/data/preprocessors.py).
+Pure functions of an array and a numpy Generator; every rate is met exactly. BART: Lewis et al. 2020 (arXiv:1910.13461,
+section 2.2; fairseq/data/denoising_dataset.py). T5: Raffel et al. 2020 (arXiv:1910.10683, section 3.1.4; t5/data/
+preprocessors.py of google-research/text-to-text-transfer-transformer).
 
-Text infilling covers exactly ceil(rate * words) words by spans that do not overlap. fairseq draws the starts of its
-spans apart from their lengths, so that spans overlap, and fewer words are covered than the rate says.
+Text infilling covers exactly ceil(rate * words) words by disjoint spans. In fairseq the starts of spans are independent
+of their lengths, so spans overlap and cover fewer words.
 
 Legend: N tokens, W words, S spans.
 """
@@ -28,7 +27,7 @@ Replacement = Literal["span", "token", "nothing"]
 
 
 def part_of(rate: float, size: int) -> int:
-    """ceil(rate * size) for the rate as it is written: 0.1 of 30 are 3, though 0.1 * 30 > 3 in binary.
+    """Return ceil(rate * size) for the decimal rate: 0.1 of 30 is 3, though 0.1 * 30 > 3 in binary.
 
     Raises:
         ValueError: a rate outside of [0, 1].
@@ -41,10 +40,10 @@ def part_of(rate: float, size: int) -> int:
 def mask_tokens(
     tokens_N: Any, rate: float, mask: int, generator: Generator, *, random_rate: float = 0.0, vocabulary: int = 0
 ) -> Ids:
-    """Token masking: ceil(rate * N) tokens, drawn without replacement, become `mask`.
+    """Token masking: replace ceil(rate * N) tokens, sampled without replacement, by `mask`.
 
     Args:
-        random_rate: chance of each of them to become a random id below `vocabulary` instead.
+        random_rate: probability of a random id below `vocabulary` instead of each mask.
     """
     tokens_N = _ids(tokens_N)
     chosen = generator.choice(len(tokens_N), part_of(rate, len(tokens_N)), replace=False)
@@ -54,15 +53,15 @@ def mask_tokens(
 
 
 def delete_tokens(tokens_N: Any, rate: float, generator: Generator) -> Ids:
-    """Token deletion: ceil(rate * N) tokens, drawn without replacement, go; nothing shows where they stood."""
+    """Token deletion: remove ceil(rate * N) tokens, sampled without replacement, without a trace."""
     tokens_N = _ids(tokens_N)
     return np.delete(tokens_N, generator.choice(len(tokens_N), part_of(rate, len(tokens_N)), replace=False))
 
 
 def span_lengths(budget: int, mean: float, generator: Generator) -> Ids:
-    """Lengths l_1, l_2, .. ~ Poisson(mean) until their sum reaches the budget, the last one cut down to meet it.
+    """Sample lengths l_1, l_2, .. ~ Poisson(mean) until their sum reaches the budget; the last one is shortened to it.
 
-    Lengths of 0 are among them: spans that cover nothing.
+    Lengths may be 0: spans that cover nothing.
 
     Raises:
         ValueError: a mean below a thousandth of a token, or above a million tokens.
@@ -90,31 +89,28 @@ def infill_text(
     starts_N: NDArray[np.bool_] | None = None,
     longest: int | None = None,
 ) -> Ids:
-    """Text infilling: spans of words, with lengths from Poisson(mean), each become one mask.
+    """Text infilling: replace spans of words, with lengths from Poisson(mean), by one mask each.
 
-    The lengths add up to ceil(rate * W) words; see `span_lengths`. Spans, insertions and the words that stay are then
-    put in a uniformly random order in which the words keep their own, so that spans never overlap. A span of length 0
-    inserts a mask between two words.
+    The lengths sum to ceil(rate * W) words; see `span_lengths`. Spans, insertions and the remaining words are put in a
+    uniformly random order that keeps the order of words, so spans never overlap. A span of length 0 inserts a mask.
 
     Args:
-        replace: what comes for a span: one mask ("span"), a mask for each token ("token"), or "nothing".
-        random_rate: chance of each mask to be a random id below `vocabulary` instead.
-        starts_N: where words begin; every token is a word when None. Tokens before the first start belong to no word
-            and stay.
-        longest: tokens of the result; insertions with which it would be longer are left out. None for no limit.
+        replace: replacement of a span: one mask ("span"), a mask per token ("token"), or "nothing".
+        random_rate: probability of a random id below `vocabulary` instead of each mask.
+        starts_N: word starts; None if every token is a word. Tokens before the first start belong to no word and stay.
+        longest: tokens of the result, enforced by leaving out insertions; None for no limit.
 
     Raises:
         ValueError: a rate or mean out of range, or an unknown replacement.
     """
-    if replace not in ("span", "token", "nothing"):
-        raise ValueError(f"replace={replace!r} must be 'span', 'token' or 'nothing'")
+    check_replacement(replace)
     tokens_N = _ids(tokens_N)
     begins = np.arange(len(tokens_N)) if starts_N is None else np.flatnonzero(starts_N)
     bounds = np.append(begins, len(tokens_N))
     words = len(begins)
     lengths_S = generator.permutation(span_lengths(part_of(rate, words), mean, generator))
     stays = words - int(lengths_S.sum())
-    # Each place of the new order holds a span or, where it holds none, the next word that stays.
+    # Each place of the new order holds a span, or else the next word that stays.
     places_S = np.sort(generator.choice(stays + len(lengths_S), len(lengths_S), replace=False))
     gaps_S = np.diff(places_S - np.arange(len(lengths_S)), prepend=0)  # words between a span and the one before
     parts: list[Ids] = [tokens_N[: bounds[0]]]
@@ -138,8 +134,14 @@ def infill_text(
     return np.concatenate(parts)
 
 
+def check_replacement(replace: str) -> None:
+    """Raise ValueError for an unknown replacement of spans."""
+    if replace not in ("span", "token", "nothing"):
+        raise ValueError(f"replace={replace!r} must be 'span', 'token' or 'nothing'")
+
+
 def sentence_bounds(tokens_N: Any, ends: Collection[int]) -> list[tuple[int, int]]:
-    """(start, end) of each sentence: up to and with a run of end tokens ("...", "?!"); the rest is one, too."""
+    """Return (start, end) of each sentence, up to and with a run of end tokens ("...", "?!"), and of the rest."""
     tokens_N = _ids(tokens_N)
     stops_N = np.isin(tokens_N, np.fromiter(ends, dtype=np.int64))
     last_N = stops_N & ~np.append(stops_N[1:], False)
@@ -150,7 +152,7 @@ def sentence_bounds(tokens_N: Any, ends: Collection[int]) -> list[tuple[int, int
 
 
 def permute_sentences(tokens_N: Any, ends: Collection[int], generator: Generator, *, rate: float = 1.0) -> Ids:
-    """Sentence permutation: ceil(rate * sentences) of them change places with each other, in uniformly random order."""
+    """Sentence permutation: put ceil(rate * sentences) of them into a uniformly random order among their places."""
     tokens_N = _ids(tokens_N)
     bounds = sentence_bounds(tokens_N, ends)
     order = np.arange(len(bounds))
@@ -160,7 +162,7 @@ def permute_sentences(tokens_N: Any, ends: Collection[int], generator: Generator
 
 
 def rotate_document(tokens_N: Any, generator: Generator, *, rate: float = 1.0) -> Ids:
-    """Document rotation: with chance `rate` the text begins at a uniformly random token, and its beginning follows."""
+    """Document rotation: with probability `rate`, start at a uniformly random token and append the beginning."""
     part_of(rate, 1)
     tokens_N = _ids(tokens_N)
     if not len(tokens_N) or generator.random() >= rate:
@@ -169,9 +171,9 @@ def rotate_document(tokens_N: Any, generator: Generator, *, rate: float = 1.0) -
 
 
 def noise_counts(length: int, rate: float, mean: float) -> tuple[int, int]:
-    """Noise tokens, round(rate * length), and spans, round(noise / mean), of a text of so many tokens.
+    """Return round(rate * length) noise tokens and round(noise / mean) spans of a text.
 
-    Both are at least 1, and some token is left over for each span to follow.
+    Both are at least 1, and at least one other token precedes each span.
 
     Raises:
         ValueError: a text of less than two tokens, a rate outside of (0, 1), or a mean below 1.
@@ -187,7 +189,7 @@ def noise_counts(length: int, rate: float, mean: float) -> tuple[int, int]:
 
 
 def corrupted_lengths(length: int, rate: float, mean: float) -> tuple[int, int]:
-    """Tokens of the inputs and of the targets, ends included, that a text of so many tokens becomes.
+    """Return tokens of the inputs and of the targets of a text, ends included.
 
     inputs = length - noise + spans + 1,    targets = noise + spans + 1
     """
@@ -196,7 +198,7 @@ def corrupted_lengths(length: int, rate: float, mean: float) -> tuple[int, int]:
 
 
 def raw_length(inputs: int, rate: float = 0.15, mean: float = 3.0) -> int:
-    """The longest text whose corrupted inputs are no longer than `inputs`: 568 for 512 (T5's section 3.1.4).
+    """Return the greatest length of a text with at most `inputs` corrupted inputs: 568 for 512 (T5's section 3.1.4).
 
     Raises:
         ValueError: inputs too short to hold a token, a sentinel and the end.
@@ -210,7 +212,7 @@ def raw_length(inputs: int, rate: float = 0.15, mean: float = 3.0) -> int:
 
 
 def partition(size: int, parts: int, generator: Generator) -> Ids:
-    """Lengths (parts,) of at least 1 that add up to `size`, uniformly drawn from all such."""
+    """Sample lengths (parts,) of at least 1 with sum `size`, uniformly."""
     cuts = np.sort(generator.choice(size - 1, parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [size]]))
 
@@ -218,10 +220,10 @@ def partition(size: int, parts: int, generator: Generator) -> Ids:
 def corrupt_spans(
     tokens_N: Any, sentinels: Sequence[int], end: int, generator: Generator, *, rate: float = 0.15, mean: float = 3.0
 ) -> tuple[Ids, Ids]:
-    """T5's span corruption: (inputs, targets), both with `end` behind them.
+    """T5's span corruption: return (inputs, targets), each followed by `end`.
 
-    Noise and the tokens that stay are each cut into S parts at random, which take turns, those that stay first. Span
-    number i is replaced by sentinel i in the inputs, and follows it in the targets:
+    Noise and remaining tokens are each divided into S parts at random, which alternate, remaining tokens first.
+    Sentinel i replaces span i in the inputs, and precedes it in the targets:
 
         text     A a B b        inputs  A <0> B <1> end        targets  <0> a <1> b end
 
@@ -246,9 +248,9 @@ def corrupt_spans(
 
 
 def restore_spans(inputs: Any, targets: Any, sentinels: Sequence[int], end: int) -> Ids:
-    """The text of which `corrupt_spans` made inputs and targets; a model's answer may take the place of the targets.
+    """Invert `corrupt_spans`; a model's answer may replace the targets.
 
-    A sentinel of the inputs that the targets lack stands for nothing; what follows `end` does not count.
+    A sentinel of the inputs that the targets lack becomes nothing; tokens after `end` do not count.
     """
     known = set(sentinels)
     spans: dict[int, list[int]] = {}
@@ -263,7 +265,7 @@ def restore_spans(inputs: Any, targets: Any, sentinels: Sequence[int], end: int)
 
 
 def split_prefix(tokens_N: Any, generator: Generator) -> tuple[Ids, Ids]:
-    """Prefix language modelling: what stands before and behind a uniformly random place, neither of them empty.
+    """Prefix language modelling: split at a uniformly random place into two non-empty parts.
 
     Raises:
         ValueError: a text of less than two tokens.
@@ -283,17 +285,17 @@ def _ids(tokens: Any) -> Ids:
 
 
 def _until(tokens: Any, end: int) -> list[int]:
-    """The tokens before the first `end`."""
+    """Return the tokens before the first `end`."""
     listed: list[int] = _ids(tokens).tolist()
     return listed[: listed.index(end)] if end in listed else listed
 
 
 def _fillers(count: int, mask: int, random_rate: float, vocabulary: int, generator: Generator) -> Ids:
-    """So many masks, of which each may be a random id instead."""
+    """Return masks, each replaced by a random id with probability `random_rate`."""
     filled = np.full(count, mask, dtype=np.int64)
     if not random_rate:
         return filled
     part_of(random_rate, 1)
     if vocabulary < 1:
-        raise ValueError(f"random_rate={random_rate} needs the vocabulary that random ids are drawn from")
+        raise ValueError(f"random_rate={random_rate} needs the vocabulary of random ids")
     return np.where(generator.random(count) < random_rate, generator.integers(vocabulary, size=count), filled)

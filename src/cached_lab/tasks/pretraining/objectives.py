@@ -1,13 +1,13 @@
-"""Objectives by name: which noise a text gets, and what a model is to say of it.
+"""Objectives by name: source and target of a text.
 
     name                    source                                  target
     bart                    begin, noise of several kinds, end      the text, end
-    text_infilling, token_masking, token_deletion, sentence_permutation, document_rotation: one kind alone
+    text_infilling, token_masking, token_deletion, sentence_permutation, document_rotation: one kind only
     span_corruption         text with sentinels, end                sentinels, each with its span, end
     prefix_lm               the beginning of the text, end          the rest, end
 
-The decoder reads `begin` and then its target, one place later. The published models differ in names alone: T5 begins
-with its padding, BART with its end, and then has its decoder say the begin token, which always comes first.
+The decoder reads `begin` and then its target, one place later. The published models differ only in names: T5 begins
+with its padding token; BART begins with its end token, and its decoder then predicts the begin token.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ ObjectiveSpec = str | Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """Makes source and target of a text."""
+    """Maker of a source and a target from a text."""
 
     def text_length(self, max_length: int) -> int:
-        """Tokens of a text of which neither source nor target is longer than `max_length`."""
+        """Return the greatest length of a text whose source and target have at most `max_length` tokens."""
         ...
 
     def sentinels(self, length: int) -> int:
-        """Sentinels that a text of so many tokens needs."""
+        """Return the number of sentinels for a text of this length."""
         ...
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
-        """Source and target, the latter with its end, of a text of two tokens or more."""
+        """Return source and target, the latter with its end, of a text of at least two tokens."""
         ...
 
 
 def create_objective(spec: ObjectiveSpec) -> Objective:
-    """The objective of a name, or of a mapping with a name and options.
+    """Return the objective of a name, or of a mapping with a name and options.
 
     Raises:
         ValueError: unknown names or options, or values out of range.
@@ -66,15 +66,15 @@ def create_objective(spec: ObjectiveSpec) -> Objective:
 class Bart:
     """BART's noise: by default 30 % of the text infilled, and all sentences permuted, as BART was trained.
 
-    The kinds act in this order: permutation, deletion, masking, infilling, rotation.
+    Order of the kinds: permutation, deletion, masking, infilling, rotation.
 
     Args:
-        infilling: share of tokens (or words) under masks for spans. mean: of the spans' lengths (Poisson).
-        replace: what comes for a span: one mask ("span"), one for each token ("token"), or "nothing".
-        random_rate: share of the masks that are random tokens instead; 0.1 is in use with fairseq.
+        infilling: share of tokens (or words) in masked spans. mean: of the spans' lengths (Poisson).
+        replace: replacement of a span: one mask ("span"), one per token ("token"), or "nothing".
+        random_rate: share of the masks replaced by random tokens; 0.1 is in use with fairseq.
         whole_words: spans begin and end with words, for byte pairs and bytes.
-        masking: share of tokens under masks. deletion: share that goes.
-        permutation: share of the sentences that change places. rotation: chance that the text begins elsewhere.
+        masking: share of masked tokens. deletion: share of removed tokens.
+        permutation: share of the sentences that change places. rotation: probability of another first token.
 
     Raises:
         ValueError: a share outside of [0, 1], a mean outside of 0.001 .. a million, an unknown replacement.
@@ -92,13 +92,10 @@ class Bart:
 
     def __post_init__(self) -> None:
         for name in ("infilling", "random_rate", "masking", "deletion", "permutation", "rotation"):
-            try:
-                denoising.part_of(getattr(self, name), 1)
-            except ValueError:
-                raise ValueError(f"objective {name}={getattr(self, name)} must lie in [0, 1]: it is a rate") from None
+            if not 0 <= (rate := getattr(self, name)) <= 1:
+                raise ValueError(f"objective {name}={rate} must lie in [0, 1]: it is a rate")
         denoising.span_lengths(1, self.mean, np.random.default_rng(0))
-        if self.replace not in ("span", "token", "nothing"):
-            raise ValueError(f"objective replace={self.replace!r} must be 'span', 'token' or 'nothing'")
+        denoising.check_replacement(self.replace)
 
     def text_length(self, max_length: int) -> int:
         return max_length - 2
@@ -107,8 +104,8 @@ class Bart:
         return 0
 
     def __call__(self, tokens_N: Ids, special: SpecialTokens, generator: Generator) -> tuple[Ids, Ids]:
-        text_N, size = tokens_N, special.text.vocabulary
-        random: dict[str, Any] = {"random_rate": self.random_rate, "vocabulary": size}
+        text_N = tokens_N
+        random: dict[str, Any] = {"random_rate": self.random_rate, "vocabulary": special.text.vocabulary}
         if self.permutation:
             text_N = denoising.permute_sentences(text_N, special.sentence_ends, generator, rate=self.permutation)
         if self.deletion:
@@ -116,20 +113,11 @@ class Bart:
         if self.masking:
             text_N = denoising.mask_tokens(text_N, self.masking, special.mask, generator, **random)
         if self.infilling:
-            text_N = denoising.infill_text(
-                text_N,
-                self.infilling,
-                special.mask,
-                generator,
-                mean=self.mean,
-                replace=self.replace,
-                starts_N=_starts(special)[text_N] if self.whole_words else None,
-                longest=len(tokens_N),
-                **random,
-            )
+            starts_N = _starts(special)[text_N] if self.whole_words else None
+            spans = {"mean": self.mean, "replace": self.replace, "starts_N": starts_N, "longest": len(tokens_N)}
+            text_N = denoising.infill_text(text_N, self.infilling, special.mask, generator, **spans, **random)
         text_N = denoising.rotate_document(text_N, generator, rate=self.rotation)
-        source = np.concatenate([[special.begin], text_N, [special.end]])
-        return source, np.append(tokens_N, special.end)
+        return np.concatenate([[special.begin], text_N, [special.end]]), np.append(tokens_N, special.end)
 
 
 @OBJECTIVES.register("text_infilling", paper="arXiv:1910.13461")
@@ -143,7 +131,7 @@ def text_infilling(
     """Spans of text under one mask each; see `infill_text`.
 
     Args:
-        rate: share of tokens (or words) under masks. mean, replace, random_rate, whole_words: see `Bart`.
+        rate: share of tokens (or words) in masked spans. mean, replace, random_rate, whole_words: see `Bart`.
     """
     return Bart(rate, mean, replace, random_rate, whole_words, permutation=0.0)
 
@@ -153,7 +141,7 @@ def token_masking(rate: float = 0.15, random_rate: float = 0.0) -> Bart:
     """Single tokens under masks; see `mask_tokens`.
 
     Args:
-        rate: share of tokens under masks. random_rate: see `Bart`.
+        rate: share of masked tokens. random_rate: see `Bart`.
     """
     return Bart(masking=rate, random_rate=random_rate, infilling=0.0, permutation=0.0)
 
@@ -163,7 +151,7 @@ def token_deletion(rate: float = 0.15) -> Bart:
     """Single tokens deleted; see `delete_tokens`.
 
     Args:
-        rate: share of tokens that goes.
+        rate: share of removed tokens.
     """
     return Bart(deletion=rate, infilling=0.0, permutation=0.0)
 
@@ -180,10 +168,10 @@ def sentence_permutation(rate: float = 1.0) -> Bart:
 
 @OBJECTIVES.register("document_rotation", paper="arXiv:1910.13461")
 def document_rotation(rate: float = 1.0) -> Bart:
-    """The text from another token on; see `rotate_document`.
+    """The text rotated to another first token; see `rotate_document`.
 
     Args:
-        rate: chance that a text begins elsewhere.
+        rate: probability of a rotation.
     """
     return Bart(rotation=rate, infilling=0.0, permutation=0.0)
 
@@ -191,7 +179,7 @@ def document_rotation(rate: float = 1.0) -> Bart:
 @OBJECTIVES.register("span_corruption", paper="arXiv:1910.10683")
 @dataclass(frozen=True)
 class SpanCorruption:
-    """T5's noise: spans of the text are replaced by sentinels, behind which the target names them; see `corrupt_spans`.
+    """T5's noise: sentinels replace spans of the text, and precede them in the target; see `corrupt_spans`.
 
     Args:
         rate: share of tokens in spans. mean: their mean length.
@@ -221,7 +209,6 @@ class SpanCorruption:
 
 
 @OBJECTIVES.register("prefix_lm", paper="arXiv:1910.10683")
-@dataclass(frozen=True)
 class PrefixLanguageModelling:
     """The rest of a text after a beginning of random length; see `split_prefix`."""
 
@@ -238,7 +225,7 @@ class PrefixLanguageModelling:
 
 @lru_cache(maxsize=4)
 def _starts(special: SpecialTokens) -> np.ndarray:
-    """Which ids begin a word; a mask, which stands for words, does."""
+    """Mark the ids that begin a word; a mask, which replaces words, does."""
     starts = np.ones(special.vocabulary, dtype=bool)
     starts[: special.text.vocabulary] = special.word_starts()
     return starts

@@ -1,34 +1,32 @@
-"""Tasks that only a memory can solve: what is asked stands in an earlier segment than the question.
+"""Tasks that only a memory can solve: the answer is in an earlier segment than the question.
 
-A task draws episodes of any number of segments. The first segments, or any but the last, hold the cue, the last one the
-question, noise lies between; `distance` counts the segments from the first to the last. Segments are so short that
-attention inside one never sees both. The answer is the target at a few places, -100 stands everywhere else.
+A task makes episodes of any number of segments: the cue in the first or in any but the last, noise between, and the
+question in the last; `distance` counts the segments from the first to the last. Attention within one segment never sees
+both. The target is the answer at a few places and -100 elsewhere.
 
 A family of tasks is a file; importing this package registers all of them.
 """
 
 from __future__ import annotations
 
-from . import counting, needles, six_places, tracking
-from .babilong import Babilong
+from . import counting, needles, six_places
+from .babilong import BabiFacts
 from .base import IGNORED, NOISE, Episode, ProbeTask, StreamedTask
-from .facts import Facts
 from .first_segment import Copy, Latch, Passkey, Reverse
 from .mqar import MQAR
-from .pairs import Recall, Remember, Rewrite
+from .pairs import AssociativeRecall, Remember, Rewrite
 
 __all__ = [
     "IGNORED",
     "MQAR",
     "NOISE",
-    "Babilong",
+    "AssociativeRecall",
+    "BabiFacts",
     "Copy",
     "Episode",
-    "Facts",
     "Latch",
     "Passkey",
     "ProbeTask",
-    "Recall",
     "Remember",
     "Reverse",
     "Rewrite",
@@ -36,5 +34,4 @@ __all__ = [
     "counting",
     "needles",
     "six_places",
-    "tracking",
 ]

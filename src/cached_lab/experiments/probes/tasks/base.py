@@ -1,6 +1,6 @@
-"""What all probe tasks share: episodes, the streams that they are drawn as, noise, and places drawn at random.
+"""Episodes of probe tasks, their streams, noise, and random places.
 
-Legend: B rows, N tokens of an episode, L tokens of a segment, K things that are drawn.
+Legend: B rows, N tokens of an episode, L tokens of a segment, K chosen items.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ IGNORED = -100
 NOISE = 4
 """Number of noise tokens."""
 AT_ONCE, PIECE = 2**20, 2**14
-"""Noise tokens that are drawn in one go, of all rows together; and of a row where there are more."""
+"""Noise tokens sampled in one call: for all rows together, and for one row of a longer text."""
 
 
 class Episode(NamedTuple):
-    """Token ids and targets, (B, N) or of one segment (B, L); -100 where nothing is asked."""
+    """Token ids and targets, (B, N) or of one segment (B, L); the target is -100 where nothing is asked."""
 
     inputs_BN: Tensor
     targets_BN: Tensor
@@ -29,9 +29,9 @@ class ProbeTask:
     """Base of the tasks.
 
     Attributes:
-        segment: L. vocabulary: number of token ids. chance: share of asked tokens that a guess has right.
-        shortest, longest: least and greatest distance; None where there is no greatest.
-        bounded_by: the option that the greatest distance grows with.
+        segment: L. vocabulary: number of token ids. chance: accuracy of a guess.
+        shortest, longest: least and greatest distance; None for no upper limit.
+        bounded_by: the option that raises the greatest distance.
     """
 
     segment: int
@@ -42,58 +42,59 @@ class ProbeTask:
     bounded_by: str = ""
 
     def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
-        """Episodes of `distance + 1` segments."""
+        """Return episodes of `distance + 1` segments."""
         raise NotImplementedError("abstract: a task writes draw()")
 
     def stream(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        """The same episodes as `draw` gives, segment by segment.
+        """Yield the episodes of `draw` segment by segment.
 
-        They are drawn whole and cut; a `StreamedTask` holds no more than a piece and its plan.
+        The base class makes them whole and splits them; a `StreamedTask` makes one segment at a time.
         """
         inputs_BN, targets_BN = self.draw(rows, distance, generator)
         return map(Episode, inputs_BN.split(self.segment, 1), targets_BN.split(self.segment, 1))
 
     def part(self, split: str) -> ProbeTask:
-        """The task with other stories of its files: what is drawn in training ("train"), looked at on the way ("valid")
-        and asked in the end ("test"). Itself, where every episode is made anew."""
+        """Return the task with the stories of one split: "train", "valid" (during training) or "test".
+
+        A task that generates every episode returns itself.
+        """
         return self
 
     def has(self, distance: int) -> bool:
-        """Whether the task has episodes of that distance."""
+        """Return True if the task has episodes of this distance."""
         return self.shortest <= distance and (self.longest is None or distance <= self.longest)
 
     def segments(self, distance: int) -> int:
-        """Segments of an episode.
+        """Return the number of segments of an episode.
 
         Raises:
-            ValueError: the task has no episode of that distance.
+            ValueError: the task has no episode of this distance.
         """
+        name = type(self).__name__
         if distance < self.shortest:
-            raise ValueError(f"distance={distance} must be at least {self.shortest} segments for {type(self).__name__}")
+            raise ValueError(f"distance={distance} must be at least {self.shortest} segments for {name}")
         if not self.has(distance):
             raise ValueError(
-                f"distance={distance} must be at most {self.longest} segments for {type(self).__name__}; "
-                f"raise {self.bounded_by}"
+                f"distance={distance} must be at most {self.longest} segments for {name}; raise {self.bounded_by}"
             )
         return distance + 1
 
     def without_first(self, distance: int) -> float:
-        """Accuracy, at most, of a memory that knows everything but the first segment.
+        """Return the best accuracy of a memory that knows everything except the first segment.
 
-        What the first segment itself asks is answered by attention, without a memory.
+        Questions in the first segment count as answered, since attention answers them.
         """
         return self.chance if distance else 1.0
 
 
 class StreamedTask(ProbeTask):
-    """Base of tasks whose segments are made one after the other, so that an episode may have a million tokens."""
+    """Base of tasks that make one segment after the other, so that an episode may have a million tokens."""
 
     def draw(self, rows: int, distance: int, generator: Generator) -> Episode:
         inputs, targets = zip(*self.stream(rows, distance, generator), strict=True)
         return Episode(torch.cat(inputs, 1), torch.cat(targets, 1))
 
     def stream(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
-        """The segments of `rows` episodes, each (B, L); what does not fit is refused before the first one."""
         self.segments(distance)
         return self._segments(rows, distance, generator)
 
@@ -102,10 +103,10 @@ class StreamedTask(ProbeTask):
 
 
 def noise(rows: int, segments: int, length: int, first: int, generator: Generator) -> Iterator[Tensor]:
-    """Segments of the ids `first` ... `first + NOISE - 1`, each (B, L) and the caller's to write into.
+    """Yield segments of the ids `first` ... `first + NOISE - 1`, each (B, L), which the caller may overwrite.
 
-    The generator gives the noise row by row, and whatever is drawn next comes behind it. So each row of a long text has
-    a generator of its own, which stands where its noise begins: the ids are the same, drawn at once or not.
+    The generator moves past the whole noise at once, row by row. Each row of a long text keeps a copy of the generator
+    at the beginning of its noise, so the ids do not depend on the size of the pieces.
     """
     tokens = segments * length
     if rows * tokens <= AT_ONCE:
@@ -127,22 +128,22 @@ def _noise_of_rows(generators: list[Generator], segments: int, length: int, firs
 
 
 def nothing_asked(inputs_BL: Tensor) -> Episode:
-    """A segment without a question."""
+    """Return a segment without a question."""
     return Episode(inputs_BL, torch.full_like(inputs_BL, IGNORED))
 
 
 def asked_at_end(inputs_BL: Tensor, answers_BS: Tensor) -> Episode:
-    """A segment that asks for an answer at each of its last tokens."""
+    """Return a segment with an answer as the target of each of its last tokens."""
     episode = nothing_asked(inputs_BL)
     episode.targets_BN[:, -answers_BS.shape[1] :] = answers_BS
     return episode
 
 
 def distinct(rows: int, count: int, below: int, generator: Generator) -> Tensor:
-    """For each row `count` different numbers of 0 ... `below` - 1, every choice and order as likely, (B, K).
+    """Choose `count` different numbers of 0 ... `below` - 1 per row, uniformly over choices and orders, (B, K).
 
-    Robert Floyd's way (Communications of the ACM 30, 1987): K draws and no list of all numbers, of which there may be
-    millions. It chooses a set; the order is drawn behind it.
+    Floyd's sampling (Communications of the ACM 30, 1987) takes K random numbers and no list of the possible millions.
+    It chooses a set; a random permutation then orders it.
     """
     chosen_BK = torch.full((rows, count), -1)
     for index, last in enumerate(range(below - count, below)):
@@ -153,5 +154,5 @@ def distinct(rows: int, count: int, below: int, generator: Generator) -> Tensor:
 
 
 def guess_of(choices: int, answers: int) -> float:
-    """Share of right guesses at `answers` different ones of `choices`, each asked after the one before it is told."""
+    """Return the accuracy of guesses at `answers` different ones of `choices`, each revealed before the next."""
     return sum(1 / (choices - told) for told in range(answers)) / answers

@@ -1,11 +1,9 @@
-"""Which words are frequent in a long text: the two counting tasks of RULER (arXiv:2404.06654).
+"""Frequent words of a long text: the two counting tasks of RULER (arXiv:2404.06654).
 
-A text is made of whole lists of words, each with exact numbers of every word in a random order, and of blanks in front
-of them where the length is no whole number of lists. Which words are the frequent ones is drawn for each row. The end
-asks for them, each predicted from those before it.
-
-RULER shuffles each of its samples with the same numbers, so that the answers of equally long samples stand at the same
-places. Here one generator goes on from episode to episode.
+A text consists of whole lists of words, each with exact counts of every word in a random order, after blanks where the
+length is no whole number of lists. The frequent words differ per row. The end asks for them, each predicted from the
+words before it. RULER shuffles each sample with the same seed, so that answers of equally long samples are at the same
+places; here one generator continues from episode to episode.
 
 Legend: B rows, L tokens of a segment, T tokens of a list, W words, A answers.
 """
@@ -20,13 +18,14 @@ from torch import Generator, Tensor
 from cached_lab.registries import PROBES
 
 from .base import Episode, StreamedTask, asked_at_end, guess_of, nothing_asked
+from .needles import RULER
 
 LONGEST_LIST = 4096
 """Tokens that are shuffled together."""
 
 
 class _Counting(StreamedTask):
-    """Base of the two. Ids: words, blank, ask.
+    """Base of the two tasks. Ids: words, blank, ask.
 
     Args:
         segment: L. words: W.
@@ -39,15 +38,15 @@ class _Counting(StreamedTask):
         self.vocabulary, self.chance = words + 2, chance
 
     def without_first(self, distance: int) -> float:
-        """The rest of a text may tell the frequent words without its begin."""
+        """Return 1, since the rest of a text may tell the frequent words."""
         return 1.0
 
     def _list(self, tokens: int) -> Tensor:
-        """A list for a text of so many tokens, (T,): its words by their ranks, the asked ones first; -1 for a blank."""
+        """Return a list for a text of this length, (T,): ranks of words, asked words first; -1 for a blank."""
         raise NotImplementedError("abstract: a task writes _list()")
 
     def _answers(self, asked_BA: Tensor) -> Tensor:
-        """The asked words in the order in which they are wanted, given in the order of their ranks."""
+        """Put the asked words, sorted by rank, into the order of the answers."""
         return asked_BA
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
@@ -55,7 +54,7 @@ class _Counting(StreamedTask):
         list_T = self._list(tokens)
         lists = tokens // len(list_T)
         blank, ask = self.words, self.words + 1
-        # Behind the words the blank, which rank -1 then is.
+        # The blank follows the words, so that rank -1 selects it.
         words_BW = torch.rand(rows, self.words, generator=generator).argsort(1)
         words_BW = torch.cat([words_BW, torch.full((rows, 1), blank)], 1)
         left_BN = torch.full((rows, tokens - lists * len(list_T)), blank)
@@ -76,23 +75,19 @@ class _Counting(StreamedTask):
 @PROBES.register(
     "common_words",
     asks="counting",
-    paper="arXiv:2404.06654",
-    title="RULER",
+    **RULER,
     chance="common / words",
     sizes="2 words 6 times, 36 once; the paper: 10 words 30 times, others 3 times (in short texts 6 and 1)",
     solved_by="a state that counts; a store only if it holds the whole text",
 )
 class CommonWords(_Counting):
-    """A few words stand often in a list and all others rarely; the end asks for them, in the order of their ids.
+    """A few words are frequent in a list and all others rare; the end asks for them, in the order of their ids.
 
-    In the order of their ids each is best guessed to be the one behind the answer before, which is right in
-    common / words of all cases.
-
-    Ids: words, blank, ask.
+    The best guess is the id after the previous answer, right in common / words of all cases. Ids: words, blank, ask.
 
     Args:
-        segment: L. words: W. common: how many are frequent.
-        often: times that each of them stands in a list. rarely: times of each other word.
+        segment: L. words: W. common: number of frequent words.
+        often: count of each of them in a list. rarely: count of each other word.
 
     Raises:
         ValueError: no word is more frequent than another; a segment too short for the answers.
@@ -120,24 +115,22 @@ class CommonWords(_Counting):
 @PROBES.register(
     "frequent_words",
     asks="counting",
-    paper="arXiv:2404.06654",
-    title="RULER",
-    chance="1 / words, and more with each that is told",
+    **RULER,
+    chance="1 / words, and more with each word revealed",
     sizes="ranks 2 and 3 of 16 words; the paper: ranks 2 to 4, a fiftieth as many words as tokens",
     solved_by="as common_words, with finer counts",
 )
 class FrequentWords(_Counting):
-    """Words as frequent as Zipf's law says, the first of them a blank; the end asks for the next ones in their order.
+    """Word counts follow Zipf's law, with a blank as the first rank; the end asks for the next ranks in order.
 
-    Of n tokens n / (zeta(alpha) r^alpha) are the word of rank r, rounded down; what is left of them is blank.
-    Ids: words, blank, ask.
+    Of n tokens floor(n / (zeta(alpha) r^alpha)) are the word of rank r; the rest are blanks. Ids: words, blank, ask.
 
     Args:
-        segment: L. words: W, ranks 2 to W + 1. asked: ranks from 2 on that are asked for.
+        segment: L. words: W, ranks 2 to W + 1. asked: number of asked ranks, from 2 on.
         alpha: exponent of the law.
 
     Raises:
-        ValueError: fewer words than are asked for and one more; an exponent of which there is no zeta.
+        ValueError: asked is not below words; alpha at most 1, where zeta diverges; lists too long.
     """
 
     def __init__(self, segment: int = 16, words: int = 16, asked: int = 2, alpha: float = 2.0) -> None:
@@ -148,11 +141,11 @@ class FrequentWords(_Counting):
         super().__init__(segment, words, asked, guess_of(words, asked))
         ranks_W = torch.arange(2, words + 2, dtype=torch.float64)
         self.shares_W = ranks_W**-alpha / torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), 1)
-        # From so many tokens on, ranks that are asked differ in their counts by at least one from the next.
+        # Lists of at least this length give neighbouring ranks different counts.
         enough = int((1 / (self.shares_W[asked - 1] - self.shares_W[asked])).ceil())
         if enough > LONGEST_LIST:
             raise ValueError(
-                f"asked={asked} with alpha={alpha}: ranks so near to each other take lists of {enough:,} tokens, and "
+                f"asked={asked} with alpha={alpha}: neighbouring ranks differ only in lists of {enough:,} tokens, and "
                 f"{LONGEST_LIST:,} are the most; ask for fewer"
             )
         self.shortest = -(-enough // segment)

@@ -1,14 +1,15 @@
-"""Tasks whose cue is the first segment: one symbol (latch), several (copy, reverse), a number in a filler (passkey).
+"""Tasks with the cue in the first segment: one symbol (latch), several (copy, reverse), a number in a filler (passkey).
 
 The first is memorise of RMT-1M (arXiv:2304.11062) at its barest, copy and reverse are those of RMT (arXiv:2207.06881),
-and the last is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
+and passkey is landmark attention's (arXiv:2305.16300), in sizes that train in seconds.
 
-Legend: B rows, L tokens of a segment, S symbols that are asked.
+Legend: B rows, L tokens of a segment, S asked symbols.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Generator
@@ -16,6 +17,14 @@ from torch import Generator
 from cached_lab.registries import PROBES
 
 from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_asked
+
+STRINGS: dict[str, Any] = {
+    "asks": "order",
+    "paper": "arXiv:2207.06881",
+    "title": "RMT",
+    "chance": "1 / symbols",
+    "sizes": "4 of 6 symbols; the paper: 24, 120 and 360 of 8",
+}
 
 
 @PROBES.register(
@@ -25,17 +34,17 @@ from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_ask
     title="RMT-1M",
     chance="1 / classes",
     sizes="4 classes",
-    solved_by="whatever carries anything; with decoys, what also decides what to write",
+    solved_by="any carried state; with decoys, one that also decides what to write",
 )
 class Latch(StreamedTask):
-    """One of a few symbols hides in the first segment; the last token of the last one asks which.
+    """One of a few symbols hides in the first segment; the last token asks for it.
 
-    At distance 0 both stand in one segment, which attention alone solves: the begin of a curriculum.
+    At distance 0 both are in one segment, which attention solves: the beginning of a curriculum.
     Ids: classes, decoys (as many), noise, question.
 
     Args:
         segment: L. classes: symbols.
-        decoys: put a symbol of another kind into each segment between, which is not to be remembered.
+        decoys: put a symbol of another kind, not to be remembered, into each segment between.
     """
 
     shortest = 0
@@ -62,22 +71,14 @@ class Latch(StreamedTask):
         yield asked_at_end(inputs_BL, symbol_B[:, None])
 
 
-@PROBES.register(
-    "copy",
-    asks="order",
-    paper="arXiv:2207.06881",
-    title="RMT",
-    chance="1 / symbols",
-    sizes="4 of 6 symbols; the paper: 24, 120 and 360 of 8",
-    solved_by="a store of tokens that reaches back; a state with room for the string",
-)
+@PROBES.register("copy", **STRINGS, solved_by="a store of tokens that reaches back; a state with room for the string")
 class Copy(StreamedTask):
     """The first segment begins with random symbols; the last one ends with them, each predicted from those before it.
 
-    At distance 0, of segments with room for it, the string stands twice in one segment. Ids: symbols, noise, start.
+    At distance 0, if a segment has room, it holds the string twice. Ids: symbols, noise, start.
 
     Args:
-        segment: L. symbols: how many there are.
+        segment: L. symbols: number of symbols.
         length: of the string; None for the whole segment.
 
     Raises:
@@ -107,17 +108,9 @@ class Copy(StreamedTask):
         yield asked_at_end(inputs_BL, target_BS)
 
 
-@PROBES.register(
-    "reverse",
-    asks="order",
-    paper="arXiv:2207.06881",
-    title="RMT",
-    chance="1 / symbols",
-    sizes="4 of 6 symbols; the paper: 24, 120 and 360 of 8",
-    solved_by="as copy",
-)
+@PROBES.register("reverse", **STRINGS, solved_by="as copy")
 class Reverse(Copy):
-    """As copy, backwards."""
+    """The task copy, backwards."""
 
     reverse = True
 
@@ -129,10 +122,10 @@ class Reverse(Copy):
     title="landmark attention",
     chance="1 / 10",
     sizes="2 digits; Infini-attention: 5",
-    solved_by="whatever carries something that repeated noise does not wear off: a delta rule, a chosen region",
+    solved_by="a state that repeated noise does not wear off: a delta rule, a chosen region",
 )
 class Passkey(StreamedTask):
-    """A number between two marks stands in the first segment, in a filler that repeats; the end asks for it.
+    """A number between two marks in the first segment, in a repeated filler; the end asks for it.
 
     Ids: digits 0 to 9, filler words, mark, question.
 

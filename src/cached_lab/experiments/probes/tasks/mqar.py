@@ -1,9 +1,8 @@
-"""Many questions to a list of pairs (MQAR; Arora et al. 2023, arXiv:2312.04927, github.com/HazyResearch/zoology).
+"""Many questions about a list of pairs (MQAR; Arora et al. 2023, arXiv:2312.04927, github.com/HazyResearch/zoology).
 
-Pairs of key and value stand at the begin; behind them keys come again, each once, and at the place of each its value is
-to be said. Between them stand blanks, or random ids. The paper's own form spreads the questions over the text by a
-power law, P(gap g) ~ a (g + 1)^(a - 1); the other form puts them all into the last segment, so that nothing but a
-memory answers any.
+Pairs of key and value come first; later each key occurs once more, with its value as the target, among blanks or random
+ids. The paper spreads the questions over the text by a power law, P(gap g) ~ a (g + 1)^(a - 1); the default here puts
+them all into the last segment, so that only a memory answers them.
 
 Legend: B rows, L tokens of a segment, P pairs in the list, Q questions, S slots of two tokens that may hold a question.
 """
@@ -20,7 +19,7 @@ from cached_lab.registries import PROBES
 from .base import IGNORED, Episode, StreamedTask, distinct
 
 BLOCK = 65_536
-"""Slots that are looked at together."""
+"""Slots sampled together."""
 
 
 @PROBES.register(
@@ -30,23 +29,23 @@ BLOCK = 65_536
     title="Zoology",
     chance="2 / vocabulary",
     sizes="vocabulary 64, 4 pairs, 64 tokens; the paper: vocabulary 8192, 4 to 64 pairs in 64 to 512 tokens",
-    solved_by="a store that reaches the pairs; a state while pairs are fewer than its keys are wide (a sum, or better "
-    "a delta rule); with second values no plain sum",
+    solved_by="a store that reaches the pairs; a state with keys wider than the number of pairs (a sum, or better a "
+    "delta rule); with second values no plain sum",
 )
 class MQAR(StreamedTask):
-    """Keys of a list of pairs come again, and the value of each is to be said where its key stands.
+    """Keys of a list of pairs occur again; the target at each is its value.
 
     Figure 2 of the paper is `vocabulary=8192` with (tokens, pairs) of (64, 4), (128, 8), (256, 16), (512, 64), one
-    segment as long as the text, `spread=0.01` and `random_fill=False`; its text has (distance + 1) L tokens here.
+    segment as long as the text, `spread=0.01` and `random_fill=False`; a text has (distance + 1) L tokens here.
     Ids: blank; keys 1 ... V / 2 - 1; values V / 2 ... V - 1, both without repetition in a row.
 
     Args:
         segment: L, even. pairs: keys of the list. vocabulary: V.
-        spread: a of the power law over all that stands behind the list, .01 in the paper, 1 uniform; None for
-            questions in the last segment alone, as many of the keys as it has slots for. At distance 0, of a segment
-            that has room for both, they stand behind the list: attention learns to bind before a memory has to.
-        random_fill: random ids of all kinds in the place of blanks, which mean nothing.
-        rewritten: so many of the keys get a second value behind the list; the last one counts.
+        spread: a of the power law over the text after the list, .01 in the paper, 1 uniform; None for questions in the
+            last segment only, at most one per slot. At distance 0, if a segment has room, they follow the list:
+            attention learns to bind before a memory has to.
+        random_fill: random ids of all kinds instead of blanks; they mean nothing.
+        rewritten: number of keys that get a second value after the list; the last value counts.
 
     Raises:
         ValueError: an odd segment, fewer ids than the pairs need, more second values than keys.
@@ -69,7 +68,7 @@ class MQAR(StreamedTask):
         if vocabulary < least or vocabulary % 2:
             raise ValueError(
                 f"vocabulary={vocabulary} must be even and hold a blank, {pairs} keys and {pairs + rewritten} values, "
-                f"half of it values; take at least {least}"
+                f"half of them values; take at least {least}"
             )
         if spread is not None and spread <= 0:
             raise ValueError(f"spread={spread} must be above 0; 0.01 is the paper's, 1 is uniform")
@@ -81,7 +80,7 @@ class MQAR(StreamedTask):
         self.shortest = 0 if needed <= segment else -(-tokens // segment) - 1
 
     def without_first(self, distance: int) -> float:
-        """What is asked in the first segment, beside the list, counts as known: attention answers it."""
+        """Return the best accuracy; questions in the first segment count as answered, since attention sees the list."""
         in_first = min(self.segment // 2, self.pairs + self.rewritten)
         later = max(self.pairs - in_first, 0) * (1 - self.rewritten / self.pairs) / self.pairs
         later += min(self.rewritten, self.pairs + self.rewritten - in_first) / self.pairs
@@ -90,14 +89,14 @@ class MQAR(StreamedTask):
         return near + (1 - near) * known
 
     def _asked_in_first(self, distance: int) -> float:
-        """Share of the questions that stand in the first segment, counted on a thousand episodes."""
+        """Return the share of questions in the first segment, counted on a thousand episodes."""
         if (distance and self.spread is None) or self.list_tokens >= self.segment:
             return 0.0
         places_BQ, _ = self._questions(1000, distance, torch.Generator().manual_seed(0))
         return (places_BQ < self.segment).double().mean().item()
 
     def _questions(self, rows: int, distance: int, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Where questions stand, counted in tokens from the first segment on, and of which key, (B, Q) each."""
+        """Return places of questions in tokens from the first segment, and indices of their keys, (B, Q) each."""
         if self.spread is None:
             first = distance * self.segment if distance else self.list_tokens
             slots, count = ((distance + 1) * self.segment - first) // 2, min(self.pairs, self.segment // 2)
@@ -108,7 +107,7 @@ class MQAR(StreamedTask):
         return self.list_tokens + 2 * slots_BQ, torch.arange(self.pairs).expand(rows, -1)
 
     def _list(self, rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of the list, the keys, and the value that counts of each, (B, pairs) both."""
+        """Return the tokens of the list, the keys, and the last value of each key, (B, pairs) both."""
         half = self.vocabulary // 2
         keys_BQ = 1 + distinct(rows, self.pairs, half - 1, generator)
         values_BP = half + distinct(rows, self.pairs + self.rewritten, half, generator)
@@ -136,10 +135,10 @@ class MQAR(StreamedTask):
 
 
 def power_law_slots(rows: int, count: int, slots: int, a: float, generator: Generator) -> Tensor:
-    """For each row different slots g of 0 ... S - 1, drawn one after the other with P(g) ~ (g + 1)^(a - 1), (B, Q).
+    """Sample slots g of 0 ... S - 1 per row without replacement, with P(g) ~ (g + 1)^(a - 1), (B, Q).
 
-    Drawing without replacement is a race: slot g arrives after an exponential time of rate P(g), and the first to
-    arrive are those drawn, in their order. So the slots may be looked at in blocks, however many there are.
+    Such sampling is a race: slot g arrives after an exponential time of rate P(g), and the first arrivals are the
+    sample, in their order. So any number of slots can be sampled in blocks.
     """
     first_BQ, times_BQ = torch.empty(rows, 0, dtype=torch.long), torch.empty(rows, 0, dtype=torch.float64)
     for begin in range(0, slots, BLOCK):

@@ -1,14 +1,17 @@
-"""Needles in a haystack: keys with a value each, hidden in noise; the retrieval tasks of RULER (arXiv:2404.06654).
+"""Retrieval and variable tracking of RULER (arXiv:2404.06654): statements hidden in a haystack.
 
-A needle is "mark, key, digits of the value"; the haystack repeats one line for ever, or is random words, or is needles
-with other keys. At the end stand questions, "ask, key", with their values behind them, each digit predicted from those
-before it. Values of one key are asked in the order in which they stand.
+A needle is "mark, key, digits of the value". Questions at the end are "ask, key" followed by their values, each digit
+predicted from the digits before it; several values of one key are asked in the order of the text. A line of variable
+tracking is "variable, =, number or variable": the first line of a chain assigns a number, each further one the variable
+of the line before. Lines keep their order; those of several chains are mixed.
 
-Legend: B rows, L tokens of a segment, K needles, V values of a key, A digits of a value, S questions, C cells.
+Legend: B rows, L tokens of a segment, K needles or lines, V values of a key, A digits of a value, S questions, C cells
+or chains, H lines of a chain.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -17,23 +20,24 @@ from torch import Generator, Tensor
 
 from cached_lab.registries import PROBES
 
-from .base import NOISE, distinct
-from .planted import Plan, PlantedTask, endings, noise_of
+from .base import NOISE, distinct, guess_of
+from .planted import PlantedTask, PlantingPlan, endings, noise_of
 
 Haystack = Literal["line", "words", "needles"]
-FACTS: dict[str, Any] = {"paper": "arXiv:2404.06654", "title": "RULER", "chance": "1 / base"}
+RULER: dict[str, Any] = {"paper": "arXiv:2404.06654", "title": "RULER"}
+DIGITS: dict[str, Any] = {**RULER, "chance": "1 / base"}
 
 
-class _Needles(PlantedTask):
-    """Base of the four.
+class Needles(PlantedTask):
+    """Keys with values, hidden in noise; the four retrieval tasks are settings of it.
 
-    Ids: digits, words that keys are, mark, ask, noise.
+    Ids: digits, words that serve as keys, mark, ask, noise.
 
     Args:
-        segment: L. keys: different ones that stand in the text. values: of each key. queries: keys that are asked.
+        segment: L. keys: different keys in the text. values: of each key. queries: keys that are asked.
         digits: of a value. base: different digits; 32 digits of base 16 are a UUID, 7 of base 10 the paper's numbers.
-        words: that keys are taken from.
-        haystack: one "line" for ever, random "words", or "needles" with other keys and numbers.
+        words: number of possible keys.
+        haystack: one repeated "line", random "words", or "needles" with other keys and numbers.
 
     Raises:
         ValueError: a segment too short for a needle or the questions; too few words for the keys.
@@ -52,8 +56,8 @@ class _Needles(PlantedTask):
     ) -> None:
         if not 1 <= queries <= keys or min(values, digits) < 1 or base < 2:
             raise ValueError(
-                f"queries={queries}, keys={keys}, values={values}, digits={digits}, base={base}: at least one of each "
-                "is needed, two of base, and no more queries than keys"
+                f"queries={queries}, keys={keys}, values={values}, digits={digits}, base={base}: take at least one of "
+                "each, two of base, and at most as many queries as keys"
             )
         if haystack not in get_args(Haystack):
             raise ValueError(f"haystack={haystack!r} must be one of {', '.join(get_args(Haystack))}")
@@ -70,7 +74,7 @@ class _Needles(PlantedTask):
     def without_first(self, distance: int) -> float:
         return (distance - 1 + self.chance) / distance
 
-    def _plan(self, rows: int, distance: int, generator: Generator) -> Plan:
+    def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
         words_BK = self.base + torch.rand(rows, self.words, generator=generator).argsort(1)
         keys_BK = words_BK[:, : self.keys]
         size = (rows, self.keys, self.values, self.digits)
@@ -79,11 +83,11 @@ class _Needles(PlantedTask):
         cells_BKV = cells.unflatten(1, (self.keys, self.values)).sort(2).values
         key_BKV = keys_BK[:, :, None].expand(size[:3])
         needles_BKVW = torch.cat([torch.full((*size[:3], 1), self.mark), key_BKV[..., None], values_BKVA], 3)
-        asked_BS = keys_BK[:, : self.queries]  # their order is random already, and apart from their places
+        asked_BS = keys_BK[:, : self.queries]  # in a random order already, independent of their places
         prompts_BSP = torch.stack([torch.full_like(asked_BS, self.ask), asked_BS], 2)
         ending_BQ, answers_BQ = endings(prompts_BSP, values_BKVA[:, : self.queries].flatten(2))
         background = self._background(rows, words_BK[:, self.keys :], generator)
-        return Plan(cells_BKV.flatten(1), needles_BKVW.flatten(1, 2), ending_BQ, answers_BQ, background)
+        return PlantingPlan(cells_BKV.flatten(1), needles_BKVW.flatten(1, 2), ending_BQ, answers_BQ, background)
 
     def _background(self, rows: int, others_BK: Tensor, generator: Generator) -> Callable[[], Tensor]:
         first, cells = self.ask + 1, self.per_segment
@@ -105,80 +109,132 @@ class _Needles(PlantedTask):
 @PROBES.register(
     "niah_single",
     asks="holding",
-    **FACTS,
+    **DIGITS,
     sizes="2 digits; the paper: 7 digits or a UUID",
-    solved_by="in a repeated line a delta rule, not mere decay; among random words what also forgets",
+    solved_by="in a repeated line a delta rule, not mere decay; among random words a memory that also forgets",
 )
-class NiahSingle(_Needles):
-    """One needle anywhere but in the last segment, which asks for its value."""
+def niah_single(
+    segment: int = 16, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "line"
+) -> Needles:
+    """One needle anywhere except in the last segment, which asks for its value.
 
-    def __init__(
-        self, segment: int = 16, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "line"
-    ) -> None:
-        super().__init__(segment, 1, 1, 1, digits, base, words, haystack)
+    Args: as `Needles`.
+    """
+    return Needles(segment, 1, 1, 1, digits, base, words, haystack)
 
 
 @PROBES.register(
     "niah_multikey",
     asks="binding",
-    **FACTS,
+    **DIGITS,
     sizes="4 keys, 2 digits; the paper: 4 keys or a haystack of needles, 7 digits or a UUID",
-    solved_by="what binds a value to its key; among needles alone a state with room for all of them, or a search",
+    solved_by="binding a value to its key; among needles only a state with room for all of them, or a search",
 )
-class NiahMultikey(_Needles):
-    """Several needles with different keys, of which the end asks for one."""
+def niah_multikey(
+    segment: int = 16, keys: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
+) -> Needles:
+    """Several needles with different keys; the end asks for one of them.
 
-    def __init__(
-        self,
-        segment: int = 16,
-        keys: int = 4,
-        digits: int = 2,
-        base: int = 10,
-        words: int = 16,
-        haystack: Haystack = "words",
-    ) -> None:
-        super().__init__(segment, keys, 1, 1, digits, base, words, haystack)
+    Args: as `Needles`.
+    """
+    return Needles(segment, keys, 1, 1, digits, base, words, haystack)
 
 
 @PROBES.register(
     "niah_multivalue",
     asks="order",
-    **FACTS,
+    **DIGITS,
     sizes="4 values, 2 digits; the paper: 4 values of 7 digits",
-    solved_by="what keeps several values under one key, in order: a store; a delta rule writes over all but the last",
+    solved_by="several values under one key, in order: a store; a delta rule overwrites all but the last",
 )
-class NiahMultivalue(_Needles):
-    """Several needles with the same key; the end asks for all their values, in the order of the text."""
+def niah_multivalue(
+    segment: int = 16, values: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
+) -> Needles:
+    """Several needles with the same key; the end asks for all their values, in the order of the text.
 
-    def __init__(
-        self,
-        segment: int = 16,
-        values: int = 4,
-        digits: int = 2,
-        base: int = 10,
-        words: int = 16,
-        haystack: Haystack = "words",
-    ) -> None:
-        super().__init__(segment, 1, values, 1, digits, base, words, haystack)
+    Args: as `Needles`.
+    """
+    return Needles(segment, 1, values, 1, digits, base, words, haystack)
 
 
 @PROBES.register(
     "niah_multiquery",
     asks="binding",
-    **FACTS,
+    **DIGITS,
     sizes="4 keys, 2 digits; the paper: 4 keys, numbers of 7 digits",
     solved_by="as niah_multikey, and the state must serve every question",
 )
-class NiahMultiquery(_Needles):
-    """Several needles with different keys; the end asks for the value of each, one after the other."""
+def niah_multiquery(
+    segment: int = 16, keys: int = 4, digits: int = 2, base: int = 10, words: int = 16, haystack: Haystack = "words"
+) -> Needles:
+    """Several needles with different keys; the end asks for the value of each, one after the other.
 
-    def __init__(
-        self,
-        segment: int = 16,
-        keys: int = 4,
-        digits: int = 2,
-        base: int = 10,
-        words: int = 16,
-        haystack: Haystack = "words",
-    ) -> None:
-        super().__init__(segment, keys, 1, keys, digits, base, words, haystack)
+    Args: as `Needles`.
+    """
+    return Needles(segment, keys, 1, keys, digits, base, words, haystack)
+
+
+@PROBES.register(
+    "variable_tracking",
+    asks="joining",
+    **RULER,
+    chance="1 / names, and more with each name revealed",
+    sizes="1 chain of 4 hops, 16 names; the paper: as many hops, 26^5 names",
+    solved_by="looking up one item after another: a store, or a state with room for all lines",
+)
+class VariableTracking(PlantedTask):
+    """Variables assigned a number directly or through others; the end gives a number and asks for their names.
+
+    Ids: names, numbers, "=", ask, noise.
+
+    Args:
+        segment: L. hops: lines of a chain after its first. chains: number of chains; one is asked for.
+        names: of variables. numbers: that variables may have.
+
+    Raises:
+        ValueError: too few names or numbers; a segment too short for the names of a chain.
+    """
+
+    def __init__(self, segment: int = 16, hops: int = 4, chains: int = 1, names: int = 16, numbers: int = 16) -> None:
+        if hops < 0 or chains < 1:
+            raise ValueError(f"hops={hops} must be at least 0, and chains={chains} at least 1")
+        self.lines = hops + 1
+        if names < chains * self.lines or numbers < chains:
+            raise ValueError(
+                f"names={names} and numbers={numbers} must be at least {chains * self.lines} and {chains}: all "
+                "variables and the numbers of all chains are different"
+            )
+        self._cells(segment, 3, 1 + self.lines)
+        self.chains, self.names, self.numbers = chains, names, numbers
+        self.vocabulary, self.chance = names + numbers + 2 + NOISE, guess_of(names, self.lines)
+        self.shortest = -(-chains * self.lines // self.per_segment)
+
+    def without_first(self, distance: int) -> float:
+        """Sum over the number of lines in the first segment.
+
+        A variable is named by its own line and the next one, so the last missing name is in the line after it.
+        """
+        count, first, cells = self.lines, self.per_segment, distance * self.per_segment
+        right = 0.0
+        for missing in range(min(count, first) + 1):
+            ways = math.comb(first, missing) * math.comb(cells - first, count - missing)
+            unknown = count if missing == count else max(missing - 1, 0)
+            known = count - unknown
+            guessed = unknown * guess_of(self.names - known, unknown) if unknown else 0
+            right += ways / math.comb(cells, count) * (known + guessed)
+        return right / count
+
+    def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
+        equals, ask = self.names + self.numbers, self.names + self.numbers + 1
+        shape = (rows, self.chains, self.lines)
+        names_BCH = distinct(rows, self.chains * self.lines, self.names, generator).view(shape)
+        numbers_BC1 = self.names + distinct(rows, self.chains, self.numbers, generator)[:, :, None]
+        said_BCH = torch.cat([numbers_BC1, names_BCH[..., :-1]], 2)
+        lines_BCHW = torch.stack([names_BCH, torch.full(shape, equals), said_BCH], 3)
+        cells = distinct(rows, self.chains * self.lines, distance * self.per_segment, generator)
+        cells_BCH = cells.view(shape).sort(2).values
+        # The first chain is asked for: chains are exchangeable, and their places independent of them.
+        prompt_BSP = torch.stack([torch.full((rows, 1), ask), numbers_BC1[:, 0]], 2)
+        ending_BQ, answers_BQ = endings(prompt_BSP, names_BCH[:, :1])
+        line_BL = (ask + 1 + torch.arange(self.segment) % NOISE).repeat(rows, 1)
+        return PlantingPlan(cells_BCH.flatten(1), lines_BCHW.flatten(1, 2), ending_BQ, answers_BQ, line_BL.clone)

@@ -1,15 +1,16 @@
 """A pair of key and value in each segment, and at the end the question for the value of one key.
 
-`recall` is the associative retrieval of RMT (arXiv:2207.06881), `remember` and `rewrite` are those of ARMT
-(arXiv:2407.04841), whose keys and values are strings of symbols. At distance 0, of segments that have room
-for it, pairs and question stand together: the begin of a curriculum, where attention learns to bind first.
+`recall` is the associative retrieval of RMT (arXiv:2207.06881), `remember` and `rewrite` those of ARMT
+(arXiv:2407.04841), whose keys and values are strings of symbols. At distance 0, if a segment has room, pairs and
+question share it: the beginning of a curriculum, where attention learns to bind first.
 
-Legend: B rows, N tokens of an episode, L tokens of a segment, K different keys, S symbols of a string.
+Legend: B rows, L tokens of a segment, K different keys, S symbols of a string.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -20,6 +21,7 @@ from .base import NOISE, Episode, StreamedTask, asked_at_end, noise, nothing_ask
 
 MOST_KEYS = 2**20
 """The last value of every key is kept for each row."""
+ARMT: dict[str, Any] = {"paper": "arXiv:2407.04841", "title": "ARMT", "chance": "1 / symbols"}
 
 
 @PROBES.register(
@@ -29,16 +31,16 @@ MOST_KEYS = 2**20
     title="RMT",
     chance="1 / values",
     sizes="6 keys, 6 values; the paper: 4 pairs, 26 keys, 10 values",
-    solved_by="what binds a value to its key before or while it is carried",
+    solved_by="binding a value to its key before or while it is carried",
 )
-class Recall(StreamedTask):
+class AssociativeRecall(StreamedTask):
     """Each segment before the last holds a key and its value; the last asks for the value of one of the keys.
 
-    Values are drawn apart from keys, so that a key tells nothing. A memory that falls short of the first segment alone
-    still knows the other pairs. Ids: keys, values, noise, question.
+    Values are independent of keys, so a key tells nothing. A memory that misses only the first segment still knows the
+    other pairs. Ids: keys, values, noise, question.
 
     Args:
-        segment: L. keys: how many, which bounds the distance. values: how many.
+        segment: L. keys: their number, which bounds the distance. values: their number.
     """
 
     bounded_by = "keys"
@@ -70,18 +72,19 @@ class Recall(StreamedTask):
 
 
 class _Strings(StreamedTask):
-    """A segment is key, separator, value, end, blanks; the last one blanks, key, question, value but its last symbol.
+    """Pairs of strings: a segment is key, separator, value, end, blanks; the last one is blanks, key, question, value
+    without its last symbol.
 
     Ids: symbols, separator, question, end, blank.
 
     Args:
-        key_size, value_size: symbols of a key and of a value. symbols: how many there are.
-        segment: L; None for a pair alone, key_size + value_size + 2.
-        varied: each draw takes a number of pairs from 1 to the distance, every one as likely, and is that much shorter
-            (at distance 0 all that there is room for).
+        key_size, value_size: symbols of a key and of a value. symbols: number of symbols.
+        segment: L; None for the length of a pair, key_size + value_size + 2.
+        varied: each batch has 1 to `distance` pairs, uniformly, and is that much shorter (at distance 0 as many pairs
+            as fit).
 
     Raises:
-        ValueError: a string of no symbols, too many keys to keep a value for each, a segment shorter than a pair.
+        ValueError: an empty string, too many keys to keep a value for each, a segment shorter than a pair.
     """
 
     def __init__(
@@ -98,17 +101,16 @@ class _Strings(StreamedTask):
                 f"key_size={key_size}, value_size={value_size}, symbols={symbols}: a string has at least one symbol, "
                 "of at least 2; raise them"
             )
-        if symbols**key_size > MOST_KEYS or symbols**value_size > 2**62:
+        self.keys = symbols**key_size
+        if self.keys > MOST_KEYS or symbols**value_size > 2**62:
             raise ValueError(
-                f"symbols={symbols} make {symbols**key_size:,} keys of key_size={key_size} and "
-                f"{symbols**value_size:,} values of value_size={value_size}; {MOST_KEYS:,} keys and 2^62 values are "
-                "the most, take shorter ones"
+                f"symbols={symbols} make {self.keys:,} keys of key_size={key_size} and {symbols**value_size:,} values "
+                f"of value_size={value_size}; {MOST_KEYS:,} keys and 2^62 values are the most, take shorter ones"
             )
         if segment is not None and segment < pair:
             raise ValueError(f"segment={segment} must hold a pair with its marks; take at least {pair}")
         self.segment = pair if segment is None else segment
         self.key_size, self.value_size, self.symbols, self.varied = key_size, value_size, symbols, varied
-        self.keys = symbols**key_size
         self.longest = self.keys if self.bounded_by else None
         self.together = min(self.keys, (self.segment - key_size - value_size) // pair)
         self.shortest = 0 if self.together > 1 else 1
@@ -122,11 +124,11 @@ class _Strings(StreamedTask):
         return 1 - first + first * self.chance
 
     def _asked_first(self, pairs: int) -> float:
-        """Probability that the answer stands in the first segment alone."""
+        """Return the probability that only the first segment holds the answer."""
         raise NotImplementedError("abstract: a task writes _asked_first()")
 
     def _keys(self, rows: int, generator: Generator) -> Callable[[int], Tensor]:
-        """What gives the keys of each segment, (B,), as numbers."""
+        """Return a function from the index of a segment to its keys as numbers, (B,)."""
         raise NotImplementedError("abstract: a task writes _keys()")
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
@@ -157,21 +159,19 @@ class _Strings(StreamedTask):
         yield asked_at_end(torch.cat([before, blanks_BN, ending], 1), value_BS)
 
     def _string(self, numbers_B: Tensor, size: int) -> Tensor:
-        """Numbers as strings of symbols, the least significant one first."""
+        """Write numbers as strings of symbols, the least significant one first."""
         return numbers_B[:, None] // self.symbols ** torch.arange(size) % self.symbols
 
 
 @PROBES.register(
     "remember",
     asks="binding",
-    paper="arXiv:2407.04841",
-    title="ARMT",
-    chance="1 / symbols",
+    **ARMT,
     sizes="keys and values of 1 of 16 symbols; the paper: keys of 1 to 3, 1 to 200 pairs",
-    solved_by="a store that reaches back; a state as long as the pairs fit: d pairs in a matrix of d keys",
+    solved_by="a store that reaches back; a state with room for the pairs: d pairs in a matrix of d keys",
 )
 class Remember(_Strings):
-    """A pair of strings in each segment, every key another one; the end gives a key and asks for its value."""
+    """A pair of strings in each segment, all keys different; the end gives a key and asks for its value."""
 
     bounded_by = "key_size"
 
@@ -186,21 +186,19 @@ class Remember(_Strings):
 @PROBES.register(
     "rewrite",
     asks="overwriting",
-    paper="arXiv:2407.04841",
-    title="ARMT",
-    chance="1 / symbols",
+    **ARMT,
     sizes="keys and values of 1 of 16 symbols; the paper: 1 to 50 pairs",
-    solved_by="what knows the order of what it keeps, or writes over an old value (a delta rule, no plain sum)",
+    solved_by="knowing the order of stored items, or overwriting an old value (a delta rule, no plain sum)",
 )
 class Rewrite(_Strings):
-    """A pair of strings in each segment, keys come again; the end gives a key and asks for its last value."""
+    """A pair of strings in each segment, keys may repeat; the end gives a key and asks for its last value."""
 
     def _keys(self, rows: int, generator: Generator) -> Callable[[int], Tensor]:
         return lambda index: torch.randint(0, self.keys, (rows,), generator=generator)
 
     def _asked_first(self, pairs: int) -> float:
-        # The first key never comes again, and is asked among it and the others that there are. One more pair brings a
-        # new one of the K - 1 others, or one that was there.
+        # The first key never repeats, and is asked among all keys of the text. Each further pair adds one of the K - 1
+        # other keys, or repeats one.
         others = self.keys - 1
         seen = torch.arange(min(pairs - 1, others) + 1, dtype=torch.float64)
         share = torch.zeros_like(seen)

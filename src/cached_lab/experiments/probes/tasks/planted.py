@@ -1,7 +1,7 @@
-"""Tasks whose statements stand at random places of a long noise, with the question at the end.
+"""Tasks with statements at random places of a long noise and the question at the end.
 
-A segment is cut into cells as wide as a statement; what is left of it behind the last cell is noise alone. So a
-statement never crosses from one segment into the next, and every cell but those of the last segment may hold one.
+A segment is divided into cells as wide as a statement; the rest after the last cell holds noise only. So a statement
+never crosses a segment boundary, and every cell except those of the last segment may hold one.
 
 Legend: B rows, L tokens of a segment, K statements, W tokens of a statement, Q tokens of the ending.
 """
@@ -17,13 +17,13 @@ from torch import Generator, Tensor
 from .base import IGNORED, Episode, StreamedTask, asked_at_end, nothing_asked
 
 
-class Plan(NamedTuple):
-    """What is drawn of an episode before its first segment.
+class PlantingPlan(NamedTuple):
+    """Everything sampled before the first segment of an episode.
 
     Attributes:
-        cells_BK: where statements stand, counted from the first segment on. statements_BKW: their tokens.
+        cells_BK: cells of the statements, counted from the first segment. statements_BKW: their tokens.
         ending_BQ: the last tokens of the episode. answers_BQ: their targets.
-        background: the next segment without its statements, (B, L).
+        background: returns the next segment without its statements, (B, L).
     """
 
     cells_BK: Tensor
@@ -44,10 +44,10 @@ class PlantedTask(StreamedTask):
     per_segment: int
 
     def _cells(self, segment: int, width: int, ending: int) -> None:
-        """Note the sizes.
+        """Store the sizes.
 
         Raises:
-            ValueError: the segment cannot hold a statement, or not the ending.
+            ValueError: the segment is shorter than a statement or the ending.
         """
         least = max(width, ending)
         if segment < least:
@@ -57,7 +57,7 @@ class PlantedTask(StreamedTask):
             )
         self.segment, self.width, self.per_segment = segment, width, segment // width
 
-    def _plan(self, rows: int, distance: int, generator: Generator) -> Plan:
+    def _plan(self, rows: int, distance: int, generator: Generator) -> PlantingPlan:
         raise NotImplementedError("abstract: a task writes _plan()")
 
     def _segments(self, rows: int, distance: int, generator: Generator) -> Iterator[Episode]:
@@ -77,10 +77,10 @@ class PlantedTask(StreamedTask):
 
 
 def endings(prompts_BSP: Tensor, answers_BSA: Tensor) -> tuple[Tensor, Tensor]:
-    """Questions with their answers behind one another, and the targets: each token of an answer from those before it.
+    """Join questions with their answers; each token of an answer is predicted from the tokens before it.
 
     Args:
-        prompts_BSP: S questions of P tokens. answers_BSA: their answers of A tokens, of which the last is not told.
+        prompts_BSP: S questions of P tokens. answers_BSA: their answers of A tokens; the last token is a target only.
 
     Returns:
         Tokens and targets, (B, S (P + A - 1)).
@@ -92,5 +92,5 @@ def endings(prompts_BSP: Tensor, answers_BSA: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_of(rows: int, segment: int, first: int, count: int, generator: Generator) -> Callable[[], Tensor]:
-    """A background of the ids `first` ... `first + count - 1`, each as likely."""
+    """Return a background of uniform ids `first` ... `first + count - 1`."""
     return lambda: torch.randint(first, first + count, (rows, segment), generator=generator)
