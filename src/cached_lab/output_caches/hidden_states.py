@@ -1,7 +1,7 @@
-"""Hidden states of a language model, read off while it computes what it computes.
+"""Record hidden states of a language model during its forward.
 
-"last_hidden" is what the head reads, behind the last norm: every language model has it. "feed_forward" is the input of
-the last feed-forward, behind its norm, which blocks of our own have.
+"last_hidden" is the input of the head, after the last norm; every language model has it. "feed_forward" is the normed
+input of the last feed-forward, in blocks of this package.
 
 Legend: B rows, N tokens of a segment, D model width.
 """
@@ -16,24 +16,21 @@ import torch
 from torch import Tensor, nn
 
 KEYS = ("last_hidden", "feed_forward")
+WAY_OUT = {"feed_forward": "take key='last_hidden'", "last_hidden": "give a decoder with its head"}
 
 
-class Seen:
-    """What was read off the last call of a model."""
+class HiddenStates:
+    """Hidden states (B, N, D) of the last call of a model."""
 
     def __init__(self) -> None:
         self._h_BND: Tensor | None = None
 
     def put(self, h_BND: Tensor) -> None:
-        """Keep what a call has shown, and nothing of those before."""
+        """Keep the hidden states of a call."""
         self._h_BND = h_BND.detach()
 
     def take(self) -> Tensor:
-        """Hidden states (B, N, D) of the last call, which are then forgotten.
-
-        Raises:
-            ValueError: the model was not called since.
-        """
+        """Return the hidden states of the last call and forget them (ValueError: no call since the last `take`)."""
         if self._h_BND is None:
             raise ValueError("the model was not called since hidden states were taken; call it first")
         h_BND, self._h_BND = self._h_BND, None
@@ -41,35 +38,35 @@ class Seen:
 
 
 @contextmanager
-def hidden_states(model: nn.Module, key: str = "last_hidden") -> Iterator[Seen]:
-    """Read them off a model inside a `with` block: `seen.take()` behind each call.
+def hidden_states(model: nn.Module, key: str = "last_hidden") -> Iterator[HiddenStates]:
+    """Record hidden states inside a `with` block; call `take()` after each forward.
 
     Args:
-        model: ours, or a decoder of transformers, with or without a wrapper of ours round it.
+        model: of this package, or a decoder of transformers, possibly wrapped.
         key: "last_hidden" or "feed_forward".
 
     Raises:
-        ValueError: an unknown key; a model that has no such place.
+        ValueError: an unknown key, or a model without this place.
     """
     if key not in KEYS:
         raise ValueError(f"key={key!r} must be one of {', '.join(KEYS)}")
-    seen = Seen()
+    seen = HiddenStates()
     with ExitStack() as hooks:
-        for handle in _of_ours(model, key, seen) if hasattr(model, "stack") else _of_others(model, key, seen):
+        for handle in _hook_stack(model, key, seen) if hasattr(model, "stack") else _hook_head(model, key, seen):
             hooks.callback(handle.remove)
         yield seen
 
 
-def _of_others(model: nn.Module, key: str, seen: Seen) -> list[Any]:
+def _hook_head(model: nn.Module, key: str, seen: HiddenStates) -> list[Any]:
     host: Any = model if hasattr(model, "get_output_embeddings") else getattr(model, "model", None)
     head = host.get_output_embeddings() if hasattr(host, "get_output_embeddings") else None
     if key != "last_hidden" or head is None:
-        lacks = "no head that reads hidden states" if head is None else "no block of ours, of which they are known"
-        raise ValueError(f"key={key!r}: {type(model).__name__} has {lacks}; " + _way_out(key))
+        lacks = "no head that reads hidden states" if head is None else "no block of this package"
+        raise ValueError(f"key={key!r}: {type(model).__name__} has {lacks}; {WAY_OUT[key]}")
     return [head.register_forward_pre_hook(lambda _, arguments: seen.put(arguments[0]))]
 
 
-def _of_ours(model: Any, key: str, seen: Seen) -> list[Any]:
+def _hook_stack(model: Any, key: str, seen: HiddenStates) -> list[Any]:
     stack = model.stack
     if key == "last_hidden":
         return [stack.register_forward_hook(lambda _, arguments, out: seen.put(out.outputs))]
@@ -77,38 +74,30 @@ def _of_ours(model: Any, key: str, seen: Seen) -> list[Any]:
     norm = getattr(block.feed_forward, "norm", None)
     if not isinstance(norm, nn.Module):
         name = type(block.feed_forward).__name__
-        raise ValueError(f"key={key!r}: the last feed-forward, {name}, has no norm of its own; {_way_out(key)}")
+        raise ValueError(f"key={key!r}: the last feed-forward, {name}, has no norm of its own; {WAY_OUT[key]}")
     pieces: list[Tensor] = []
-    place: list[tuple[int, int]] = []  # of the segment's tokens among those that a memory puts round it
-
-    def begin(_: Any, arguments: Any) -> None:
-        pieces.clear()
+    segment: list[tuple[int, int]] = []  # (start, length) of the segment among tokens that a memory adds
 
     def enter(_: Any, arguments: Any, options: dict[str, Any]) -> None:
-        segment = options.get("segment")
-        place[:] = [] if segment is None else [segment]
+        given = options.get("segment")
+        segment[:] = [] if given is None else [given]
 
     def read(_: Any, arguments: Any, out: Tensor) -> None:
-        around = place and out.shape[1] > place[0][1]
-        pieces.append(out.narrow(1, *place[0]) if around else out)
+        pieces.append(out.narrow(1, *segment[0]) if segment and out.shape[1] > segment[0][1] else out)
 
     def finish(_: Any, arguments: Any, out: Any) -> None:
         count, tokens = sum(piece.shape[1] for piece in pieces), out.outputs.shape[1]
         if count != tokens:
             raise ValueError(
-                f"key={key!r}: the last block has read {count} tokens for a segment of {tokens}, as models do that "
-                f"read twice; {_way_out(key)}"
+                f"key={key!r}: the last block read {count} tokens for a segment of {tokens}, so the model reads it "
+                f"more than once; {WAY_OUT[key]}"
             )
         seen.put(torch.cat(pieces, 1))
         pieces.clear()
 
     return [
-        stack.register_forward_pre_hook(begin),
+        stack.register_forward_pre_hook(lambda _, arguments: pieces.clear()),
         block.register_forward_pre_hook(enter, with_kwargs=True),
         norm.register_forward_hook(read),
         stack.register_forward_hook(finish),
     ]
-
-
-def _way_out(key: str) -> str:
-    return "take key='last_hidden'" if key == "feed_forward" else "give a decoder with its head"

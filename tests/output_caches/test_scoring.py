@@ -10,11 +10,11 @@ import pytest
 import torch
 from training.small_language import CPU, make, write_text
 
-from cached_lab.tasks.language.output_caches import build_datastore, cache_losses
+from cached_lab.output_caches import NeuralCache, datastore, hidden_states
+from cached_lab.output_caches.scoring import build_datastore, cache_losses
 from cached_lab.tasks.language.scores import evaluate_language
 from cached_lab.training.distributed import World
 from cached_lab.training.trainer import Trainer
-from cached_transformers.models.output_caches import NeuralCache, datastore, hidden_states
 
 CACHE = NeuralCache(20, 0.3, 0.4)
 
