@@ -22,9 +22,8 @@ from cached_lab.training.distributed import in_group
 from cached_transformers import create_model
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import Tokens
-from cached_transformers.layers.alike import groups_of
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.together import AlikeBlocks
+from cached_transformers.layers.vmap_blocks import VmapBlocks, group_equal
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.loops.streaming import read_stream
 from cached_transformers.models.diagonal import read_diagonally
@@ -142,11 +141,11 @@ def test_layers_of_another_kind_run_beside_the_others(calls: list[int]) -> None:
     inputs, targets = batch(5 * SEGMENT)
     memorizing = next(case for case in LAYERED if case.memory == "memorizing")
     model = build(memorizing, depth=4)
-    assert groups_of(list(model.stack.blocks)) == [[0, 1, 3], [2]]
+    assert group_equal(list(model.stack.blocks)) == [[0, 1, 3], [2]]
     SegmentLoop(model, SEGMENT, schedule="diagonal")(inputs, targets)
     assert len(calls) == (4 + 5 - 1) + 5  # a group of three on each diagonal, and the fourth with each segment
     model = build(XL, depth=4, experts=2)
-    assert groups_of(list(model.stack.blocks)) == [[0, 2], [1], [3]]
+    assert group_equal(list(model.stack.blocks)) == [[0, 2], [1], [3]]
     plain = both(model, everything(5))
     assert plain["auxiliary"] != 0
 
@@ -168,7 +167,7 @@ def test_every_layer_drops_for_itself() -> None:
     x_BND = torch.randn(ROWS, SEGMENT, 16, dtype=torch.float64)
     tokens = Tokens(x_BND, torch.arange(SEGMENT)[None, :, None].expand(ROWS, -1, -1), consecutive=True)
     for training in (True, False):
-        a, b, c = AlikeBlocks(model.stack.train(training), [0, 1, 2]).run(0, [tokens] * 3, [()] * 3)
+        a, b, c = VmapBlocks(model.stack.train(training), [0, 1, 2]).run(0, [tokens] * 3, [()] * 3)
         assert torch.equal(a.x_BND, b.x_BND) is torch.equal(b.x_BND, c.x_BND) is not training
 
 

@@ -25,7 +25,7 @@ from cached_transformers.interfaces.memory import (
     Reading,
     Tokens,
 )
-from cached_transformers.layers.open_stack import why_in_one_piece
+from cached_transformers.layers.incremental_decoding import why_in_one_piece
 from cached_transformers.memories import segatron
 from cached_transformers.models import LanguageModel
 from cached_transformers.models.generation import ReadsAgain, Text, generate

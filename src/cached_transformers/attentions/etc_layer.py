@@ -45,8 +45,8 @@ def globals_see(
 class ETCLayer(nn.Module):
     """Post-norm attention and feed-forward over a sequence and a global sequence.
 
-    Both sequences share the projections of queries, keys and values and the feed-forward with its norm; each has its own
-    output projection, labels and attention norm.
+    Both sequences share the projections of queries, keys and values and the feed-forward with its norm; each has its
+    own output projection, labels and attention norm.
 
     Args:
         width: D. heads: H.

@@ -19,7 +19,6 @@ from cached_transformers.state import State
 
 from .attention import SelfAttention, TokenProjections
 from .feed_forward import DropPath, run_feed_forward
-from .open_layer import OpenLayer
 from .reversible import Sublayer
 from .short_convolution import ShiftedState, ShortConvolution
 
@@ -137,7 +136,7 @@ class Block(nn.Module):
         self,
         x_BND: Tensor,
         positions_BNP: Tensor,
-        opened: OpenLayer,
+        opened: Any,
         *,
         slots: tuple[Any, ...] | None = None,
         segment: tuple[int, int] | None = None,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.positions import make_positions, share_biases
 from cached_transformers.layers.block import Block
-from cached_transformers.layers.open_stack import OpenStack, is_watched, passed_by, why_in_one_piece
+from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.registry import MODELS
@@ -211,16 +211,16 @@ class LanguageModel(StackModel):
         for each; None where `begin` and `step` can be used."""
         return passed_by(self) if is_watched(self) else why_in_one_piece(self.stack)
 
-    def begin(self, state: StackState, continuations: int = 1, *, steps: int = 32) -> OpenStack:
+    def begin(self, state: StackState, continuations: int = 1, *, steps: int = 32) -> StackDecoder:
         """A segment that is to be read by `step`; the state stays as it is.
 
         Args:
             state: before the segment. continuations: K, how many of its rows, one behind the other, are continuations
                 of one text. steps: tokens for which there is to be room.
         """
-        return OpenStack(self.stack, state, continuations, steps)
+        return StackDecoder(self.stack, state, continuations, steps)
 
-    def step(self, inputs_BN: Tensor, opened: OpenStack, places: Tensor | None = None) -> Tensor:
+    def step(self, inputs_BN: Tensor, opened: StackDecoder, places: Tensor | None = None) -> Tensor:
         """Logits (B, V) behind the next tokens of an open segment: any number at first, and then one at a time.
 
         For evaluation mode. The same as what `forward` gives, at the price of these tokens alone.

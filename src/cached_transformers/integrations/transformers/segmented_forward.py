@@ -24,8 +24,8 @@ from cached_transformers.integrations.attention_hooks import no_loss
 from cached_transformers.integrations.memory_lookup import memory_of, refuse_frozen
 from cached_transformers.integrations.offload import like_weights, with_weights
 from cached_transformers.interfaces.memory import LayerMemory, ModelMemory, Tokens, begin
+from cached_transformers.layers.incremental_decoding import reads_alone
 from cached_transformers.layers.initial_state import initial_state_of
-from cached_transformers.layers.open_stack import reads_alone
 from cached_transformers.layers.stack import StackState
 from cached_transformers.memories.parts.composite import members_of
 from cached_transformers.models.documents import Plan

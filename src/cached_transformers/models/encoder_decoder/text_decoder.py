@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cached_transformers.interfaces.positions import BucketedPositions, Positions
 from cached_transformers.layers.decoder_block import CausalAttention, CrossAttention, DecoderBlock, KeysValues, hide
-from cached_transformers.layers.kv_cache import Continuations, KeptKeys
+from cached_transformers.layers.kv_cache import Continuations, KVCache
 from cached_transformers.state import State
 
 from ..stack_model import feed_forward_of
@@ -34,7 +34,7 @@ class DecoderCache:
 
     def __init__(self, source: list[KeysValues], source_mask: Tensor | None, rows: int, device: torch.device) -> None:
         self.source, self.source_mask = source, source_mask
-        self.layers = [KeptKeys() for _ in source]
+        self.layers = [KVCache() for _ in source]
         self.text = Continuations(rows, device)
 
     @property
