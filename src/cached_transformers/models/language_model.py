@@ -5,18 +5,21 @@ Legend: B rows, N tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.positions import make_positions, share_biases
 from cached_transformers.layers.block import Block
 from cached_transformers.layers.incremental_decoding import StackDecoder, is_watched, passed_by, why_in_one_piece
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS
 
 from .adaptive import AdaptiveEmbedding, AdaptiveSoftmax
@@ -26,10 +29,7 @@ from .initial_weights import initialise
 from .inputs import check_padding, check_places, check_targets, check_tokens
 from .segments import begun
 from .stack_model import StackModel, embed_places, make_stack
-from .stack_options import StackKeywords, StackOptions, takes_stack_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .stack_options import StackOptions
 
 
 @MODELS.register("language_model")
@@ -38,7 +38,7 @@ class LanguageModel(StackModel):
 
     Args:
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        options: of the stack, as the signature names them; see `StackOptions`. The attention must have a causal form.
+        Further options of the stack: see `StackOptions`. The attention must have a causal form.
             `positions` are "rotary", "relative", "alibi", "sinusoidal" or "none", and all count from the beginning of
             the stream; None takes the memory's own scheme, or else "rotary".
         scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).
@@ -61,10 +61,6 @@ class LanguageModel(StackModel):
     scores_last = True
     """`forward` takes `last_only`, which `generate` uses."""
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "norm", "activation", "bias", "dropout", "attention_dropout"),
-        *("reversible", "short_convolution", "experts", "kv_heads"),
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -73,6 +69,18 @@ class LanguageModel(StackModel):
         heads: int = 4,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        norm: str = "pre",
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        reversible: bool = False,
+        short_convolution: int = 1,
+        experts: ExpertsSpec = None,
+        kv_heads: int | None = None,
         scale_embedding: bool = False,
         tied: bool = True,
         cutoffs: list[int] | None = None,
@@ -83,10 +91,26 @@ class LanguageModel(StackModel):
         initial_std: float | None = None,
         projection_std: float = 0.01,
         output_dropout: float = 0.0,
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            norm=norm,
+            activation=activation,
+            bias=bias,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            reversible=reversible,
+            short_convolution=short_convolution,
+            experts=experts,
+            kv_heads=kv_heads,
+        )
         at_least_one(vocabulary=vocabulary)
         shares(output_dropout=output_dropout)
         self.vocabulary = vocabulary

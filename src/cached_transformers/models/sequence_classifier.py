@@ -11,27 +11,26 @@ Legend: B rows, N tokens (class token first), D model width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, insist
 from cached_transformers.interfaces.positions import LearnedPositions, Positions, make_positions
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.layers.feed_forward import FeedForward
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 
 from .documents import check_suits
 from .initial_weights import initialise
 from .inputs import check_padding, check_tokens
 from .stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
-from .stack_options import StackKeywords, StackOptions, takes_stack_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from .stack_options import StackOptions
 
 NO_TOKEN = -1
 """Where the class token stands among the token ids that a memory is shown: the id of no token."""
@@ -48,7 +47,7 @@ class SequenceClassifier(StackModel):
         pool: what the head reads: the "class_token" in front of the segment; or the "last" token that is no padding,
             by a `LastTokenHead`, as ERNIE-Doc (arXiv:2012.15688) does.
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
-        options: of the stack, as the signature names them; see `StackOptions`. By default a memory's cache has
+        Further options of the stack: see `StackOptions`. By default a memory's cache has
             max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
             takes the memory's own scheme, or else "sinusoidal". The arena's Reformer has `shared_query_key` without
             `project_output`.
@@ -60,10 +59,6 @@ class SequenceClassifier(StackModel):
     answers_once = True
     """A row has one answer, so that documents cannot stand behind each other in it."""
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "dropout", "attention_dropout", "activation", "norm_eps", "bias"),
-        *("shared_query_key", "project_output", "reversible", "short_convolution"),
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -74,13 +69,41 @@ class SequenceClassifier(StackModel):
         heads: int = 8,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        activation: str = "gelu",
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        shared_query_key: bool = False,
+        project_output: bool = True,
+        reversible: bool = False,
+        short_convolution: int = 1,
         head_width: int | None = None,
         pool: Literal["class_token", "last"] = "class_token",
         init: Literal["xavier", "lra"] = "xavier",
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            activation=activation,
+            norm_eps=norm_eps,
+            bias=bias,
+            shared_query_key=shared_query_key,
+            project_output=project_output,
+            reversible=reversible,
+            short_convolution=short_convolution,
+        )
         if init not in ("xavier", "lra"):
             raise ValueError(unknown_name("init", init, ["xavier", "lra"]))
         if pool not in ("class_token", "last"):

@@ -11,26 +11,26 @@ Legend: B rows, N source tokens, T target tokens, D model width, V target vocabu
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cached_transformers.attentions import AttentionSpec
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.interfaces.positions import BucketedPositions, Positions, make_positions
 from cached_transformers.layers.stack import ModelOutput, StackState
+from cached_transformers.layers.switch import ExpertsSpec
 from cached_transformers.layers.token_loss import IGNORED, token_losses
+from cached_transformers.memories import MemorySpec
 from cached_transformers.registry import MODELS, unknown_name
 
 from ..documents import refuse_documents
 from ..inputs import check_padding, check_targets, check_tokens
 from ..stack_model import StackModel, acts_in_layers, carries, embed_places, make_stack
-from ..stack_options import StackKeywords, StackOptions, takes_stack_options
+from ..stack_options import StackOptions
 from .initial_weights import initialise_weights
 from .text_decoder import DecoderCache, Encoded, make_decoder
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CACHE_LENGTH = 64
 """Slots of a memory in the encoder's layers where its options say nothing: the paper's T_m for translation."""
@@ -57,7 +57,7 @@ class EncoderDecoder(StackModel):
         output_dropout: behind both stacks (T5).
         init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
             (BART: 0.02); see `initialise_weights`.
-        options: of both stacks, as the signature names them; see `StackOptions`. Memory and attention are the
+        Further options of both stacks: see `StackOptions`. Memory and attention are the
             encoder's: the cache of a layer memory has 64 slots by default, and a memory that carries a state
             (grc_stream, rmt, ...) reads one sentence of a document after the other, `state` between them. `bias` is
             that of projections and feed-forward. Experts have no limit of capacity in evaluation unless told
@@ -70,11 +70,6 @@ class EncoderDecoder(StackModel):
         ValueError: sizes that do not fit, unknown names, or pairs of memory and attention that exclude each other.
     """
 
-    @takes_stack_options(
-        *("memory", "attention", "positions", "norm", "norm_kind", "norm_eps", "final_norm", "bias"),
-        *("attention_scale", "attention_dropout", "experts"),
-        **{"activation": "relu", "dropout": 0.3, "activation_dropout": 0.0},
-    )
     def __init__(
         self,
         vocabulary: int,
@@ -85,6 +80,20 @@ class EncoderDecoder(StackModel):
         heads: int = 4,
         feed_forward: int = 1024,
         *,
+        memory: MemorySpec = None,
+        attention: AttentionSpec = "softmax",
+        positions: str | None = None,
+        norm: str = "pre",
+        norm_kind: str = "layer",
+        norm_eps: float = 1e-5,
+        final_norm: bool | None = None,
+        bias: bool = True,
+        attention_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        experts: ExpertsSpec = None,
+        activation: str = "relu",
+        dropout: float = 0.3,
+        activation_dropout: float | None = 0.0,
         decoder_depth: int | None = None,
         embedding_norm: bool = False,
         head_width: int | None = None,
@@ -96,10 +105,29 @@ class EncoderDecoder(StackModel):
         reach: int = 128,
         output_dropout: float = 0.0,
         init: str | float = "fairseq",
-        **options: Unpack[StackKeywords],
     ) -> None:
         super().__init__()
-        stack = StackOptions(width, depth, heads, feed_forward, head_width=head_width, **options)
+        stack = StackOptions(
+            width,
+            depth,
+            heads,
+            feed_forward,
+            head_width=head_width,
+            memory=memory,
+            attention=attention,
+            positions=positions,
+            norm=norm,
+            norm_kind=norm_kind,
+            norm_eps=norm_eps,
+            final_norm=final_norm,
+            bias=bias,
+            attention_scale=attention_scale,
+            attention_dropout=attention_dropout,
+            experts=experts,
+            activation=activation,
+            dropout=dropout,
+            activation_dropout=activation_dropout,
+        )
         stack = replace(stack, feed_forward_bias=stack.bias)
         at_least_one(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
         at_least_one(max_length=max_length, decoder_depth=decoder_depth)
