@@ -248,6 +248,6 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
 
 def test_a_compiled_model_is_refused() -> None:
     compiled: Any = torch.compile(build("rmt"), backend="eager")
-    with pytest.raises(ValueError, match="a compiled model lets go of what it needs"):
+    with pytest.raises(ValueError, match="a compiled model frees its graph"):
         SegmentLoop(compiled, SEGMENT, 2, bptt_window="sliding")
     SegmentLoop(compiled, SEGMENT, 1, bptt_window="sliding")

@@ -38,7 +38,7 @@ class LanguageModel(StackModel):
 
     Args:
         vocabulary: V. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        Further options of the stack: see `StackOptions`. The attention must have a causal form.
+        options: see `StackOptions`, for the stack. The attention must have a causal form.
             `positions` are "rotary", "relative", "alibi", "sinusoidal" or "none", and all count from the beginning of
             the stream; None takes the memory's own scheme, or else "rotary".
         scale_embedding: whether embeddings are multiplied by sqrt(D) (arXiv:1706.03762, section 3.4).

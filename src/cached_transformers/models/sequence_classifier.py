@@ -47,7 +47,7 @@ class SequenceClassifier(StackModel):
         pool: what the head reads: the "class_token" in front of the segment; or the "last" token that is no padding,
             by a `LastTokenHead`, as ERNIE-Doc (arXiv:2012.15688) does.
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
-        Further options of the stack: see `StackOptions`. By default a memory's cache has
+        options: see `StackOptions`, for the stack. By default a memory's cache has
             max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
             takes the memory's own scheme, or else "sinusoidal". The arena's Reformer has `shared_query_key` without
             `project_output`.

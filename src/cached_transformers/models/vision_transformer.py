@@ -29,7 +29,7 @@ class VisionTransformer(StackModel):
     Args:
         image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        Further options of the stack: see `StackOptions`. By default a memory's cache has one
+        options: see `StackOptions`, for the stack. By default a memory's cache has one
             slot per token.
 
     Raises:

@@ -57,7 +57,7 @@ class EncoderDecoder(StackModel):
         output_dropout: behind both stacks (T5).
         init: "fairseq" (Xavier maps, embeddings N(0, 1 / D)), "t5", or a number, the deviation of normal weights
             (BART: 0.02); see `initialise_weights`.
-        Further options of both stacks: see `StackOptions`. Memory and attention are the
+        options: see `StackOptions`, for both stacks. Memory and attention are the
             encoder's: the cache of a layer memory has 64 slots by default, and a memory that carries a state
             (grc_stream, rmt, ...) reads one sentence of a document after the other, `state` between them. `bias` is
             that of projections and feed-forward. Experts have no limit of capacity in evaluation unless told
