@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from cached_transformers.interfaces.attention import Attention
 from cached_transformers.interfaces.memory import (
+    BlockRunner,
     Context,
     Entry,
     LayerMemory,
     ModelMemory,
     Query,
     Reading,
-    Through,
     Tokens,
     Trace,
 )
@@ -179,7 +179,7 @@ class Apart(Spanning):
         super().__init__(2)
         self.calls: list[str] = []
 
-    def run(self, state: Count, tokens: Tokens, through: Through) -> tuple[list[Tensor], Count, None]:
+    def run(self, state: Count, tokens: Tokens, through: BlockRunner) -> tuple[list[Tensor], Count, None]:
         through(Entry(tokens), write=False)
         steps: list[Tensor] = []
         for part in tokens.split(2):

@@ -44,8 +44,8 @@ class ModelOutput(NamedTuple):
     auxiliary_loss: Tensor
 
 
-class Passage:
-    """One segment's way through the blocks of a stack; see `seam.memory.Through`.
+class StackBlockRunner:
+    """One segment's way through the blocks of a stack; see `seam.memory.BlockRunner`.
 
     Attributes:
         layers: projections of every layer.
@@ -220,7 +220,7 @@ class Stack(nn.Module):
         if state is None:
             state = self.init_state(x_BND.shape[0], x_BND)
         tokens = self.placed(state, x_BND, positions_BNP=positions_BNP, padding_BN=padding_BN, inputs=inputs)
-        passage = Passage(self, state.layers, size)
+        passage = StackBlockRunner(self, state.layers, size)
         steps, model_state, loss = self.model_memory.run(state.model, tokens, passage)
         after = seal(StackState(self.clock_after(state, tokens), model_state, tuple(passage.states)))
         outputs = [self.norm(x) for x in steps]
