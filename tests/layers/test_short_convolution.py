@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cached_transformers.layers.short_convolution import ShiftedState, ShortConvolution
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.generation import Text, generate
+from cached_transformers.models.generation import GeneratedText, generate
 
 B, N, D, K = 3, 9, 4, 4
 
@@ -113,7 +113,7 @@ MEMORIES = [
 def test_generation_carries_it_token_by_token(memory: Any) -> None:
     """Beams too, of which each has its own last tokens."""
     model, prompt = build(memory).eval(), torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(0))
-    kept, again = (Text(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
+    kept, again = (GeneratedText(model, prompt, model.init_state(2), 5, again=again) for again in (False, True))
     for step in range(9):
         rows = 2 if step < 2 else 6
         scores = kept.read()

@@ -16,7 +16,7 @@ from cached_transformers import generate
 from cached_transformers import state as states
 from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
-from cached_transformers.models.generation import Text
+from cached_transformers.models.generation import GeneratedText
 
 ROWS, SEGMENT, TOKENS = 2, 4, 16
 ENDS: dict[str, Any] = {"sentence_ends": (2, 5, 7), "paragraph_ends": (3, 11)}
@@ -135,7 +135,8 @@ def test_a_text_goes_on_from_the_numbers_of_its_prompt(options: dict[str, Any]) 
     assert torch.equal(far.state.model.sentence_B, plain.state.model.sentence_B + 40)
     places[:, 9] = places[:, 8] + 1  # in the open segment
     texts = [
-        Text(model, prompt, model.init_state(ROWS), SEGMENT, again=again, places=places) for again in (False, True)
+        GeneratedText(model, prompt, model.init_state(ROWS), SEGMENT, again=again, places=places)
+        for again in (False, True)
     ]
     with torch.no_grad():
         for token in text(6, ROWS, seed=3):

@@ -28,7 +28,7 @@ from cached_transformers.interfaces.memory import (
 from cached_transformers.layers.incremental_decoding import why_in_one_piece
 from cached_transformers.memories import segatron
 from cached_transformers.models import LanguageModel
-from cached_transformers.models.generation import ReadsAgain, Text, generate
+from cached_transformers.models.generation import GeneratedText, ReadsAgain, generate
 from cached_transformers.registry import ATTENTIONS, MEMORIES
 
 V, SEGMENT, BEAMS = 11, 6, 3
@@ -114,7 +114,7 @@ def choice(step: int, rows: int) -> Tensor:
 def compare(model: LanguageModel, segment: int | None = SEGMENT, steps: int = 17, tolerance: float = 1e-10) -> None:
     """Two texts of two rows; in the midst of a segment each becomes three continuations, and later a row vanishes."""
     prompt, state = torch.randint(V, (2, 9)), model.init_state(2)
-    texts = [Text(model, prompt, state, segment, again=again) for again in (False, True)]
+    texts = [GeneratedText(model, prompt, state, segment, again=again) for again in (False, True)]
     assert texts[0].steps and not texts[1].steps
     rows = 2
     for step in range(steps):
@@ -273,7 +273,7 @@ def test_an_empty_memory_is_read_by_no_token(memory: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         type(reader), "read", lambda self, *a: (calls.append(1) if self is reader else None, read(self, *a))[1]
     )
-    text = Text(model, torch.zeros(2, 2, dtype=torch.long), model.init_state(2), SEGMENT)
+    text = GeneratedText(model, torch.zeros(2, 2, dtype=torch.long), model.init_state(2), SEGMENT)
     counts = []
     for _ in range(SEGMENT + 3):
         before = len(calls)
@@ -326,7 +326,7 @@ def test_a_memory_that_promises_nothing_is_shown_the_segment_again(kind: Any, sa
     why = model.why_in_one_piece()
     assert (why is None) if says is None else (why is not None and says in why)
     if says is not None:
-        with pytest.warns(ReadsAgain, match=f"{says}.* each token costs a pass over the open segment"):
+        with pytest.warns(ReadsAgain, match=f"{says}.* each token costs a pass over the partial segment"):
             generate(model, torch.zeros(1, 1, dtype=torch.long), tokens=2)
 
 

@@ -1,7 +1,7 @@
 """Classifier of token sequences: the encoder of Long Range Arena (arXiv:2011.04006), pre-norm, with a class token.
 
 Original implementation: google-research/long-range-arena, lra_benchmarks/models. The defaults keep its structure with
-what is usual in PyTorch; exactly the arena's model is
+PyTorch's usual choices; the arena's exact model is
 
     init="lra", bias=False, activation="gelu_tanh", norm_eps=1e-6, dropout=0.1, attention_dropout=0.1
 
@@ -33,7 +33,7 @@ from .stack_model import StackModel, acts_in_layers, carries, embed_places, make
 from .stack_options import StackOptions
 
 NO_TOKEN = -1
-"""Where the class token stands among the token ids that a memory is shown: the id of no token."""
+"""Id of the class token among the token ids that a memory reads."""
 
 
 @MODELS.register("sequence_classifier", paper="arXiv:2011.04006")
@@ -43,21 +43,19 @@ class SequenceClassifier(StackModel):
     Args:
         vocabulary: number of token ids. classes: number of outputs. max_length: longest sequence, or segment of one.
         width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        head_width: hidden width of the head; None takes `feed_forward`, as the arena does.
-        pool: what the head reads: the "class_token" in front of the segment; or the "last" token that is no padding,
-            by a `LastTokenHead`, as ERNIE-Doc (arXiv:2012.15688) does.
+        head_width: hidden width of the head; None takes `feed_forward`, as in the arena.
+        pool: input of the head: the "class_token" before the segment; or the "last" token that is not padding, with a
+            `LastTokenHead`, as in ERNIE-Doc (arXiv:2012.15688).
         init: "xavier", see `initialise`, or "lra", see `initialise_as_lra`.
-        options: see `StackOptions`, for the stack. By default a memory's cache has
-            max_length + 1 slots. `positions` are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None
-            takes the memory's own scheme, or else "sinusoidal". The arena's Reformer has `shared_query_key` without
-            `project_output`.
+        options: see `StackOptions`, for the stack. By default a memory's cache has max_length + 1 slots. `positions`
+            are "sinusoidal", "learned", "rotary", "relative", "alibi" or "none"; None takes the memory's own scheme, or
+            else "sinusoidal". The arena's Reformer has `shared_query_key` without `project_output`.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, a sequence longer than `max_length`.
+        ValueError: mismatched sizes, unknown names, a sequence longer than `max_length`.
     """
 
-    answers_once = True
-    """A row has one answer, so that documents cannot stand behind each other in it."""
+    answers_once = True  # one output per row: no packed documents
 
     def __init__(
         self,
@@ -147,18 +145,18 @@ class SequenceClassifier(StackModel):
     ) -> ModelOutput:
         """Logits (B, classes) of token ids (B, N).
 
-        A row that is padding and nothing else leaves its state as it was, and its logits mean nothing.
+        A row of padding keeps its state, and its logits are undefined.
 
         Args:
             inputs_BN: token ids.
-            state: state after the segment before, of the same text; None for the start of a text.
+            state: state after the previous segment of the text; None for the start of a text.
             padding: (B, N) bool, True = padding.
-            documents: refused: a row is one text, with one answer.
+            documents: refused: a row is one text with one output.
 
         Raises:
-            ValueError: documents, shapes or dtypes that do not fit, a state of another model, a token that the
-                vocabulary has not (on the CPU, outside compiled code; an assertion of the device later elsewhere), more
-                than `max_length` tokens; or, with learned positions, a stream that is longer.
+            ValueError: documents, mismatched shapes or dtypes, a state of another model, a token outside the vocabulary
+                (on the CPU, outside compiled code; otherwise a later device assertion), more than `max_length` tokens;
+                or, with learned positions, a longer stream.
         """
         if documents is not None:
             check_suits(self)
@@ -174,7 +172,7 @@ class SequenceClassifier(StackModel):
     def embed(
         self, inputs_BN: Tensor, state: StackState | None, padding: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What the stack is called with, beside the state before the segment: embedded tokens, and options."""
+        """Arguments of the stack besides the state: embedded tokens, and options."""
         rows, n = inputs_BN.shape
         x_BND = torch.cat([self.class_token.expand(rows, -1, -1), self.embedding(inputs_BN)], 1)
         if padding is not None:
@@ -189,7 +187,7 @@ class SequenceClassifier(StackModel):
         return x_BND, {"positions_BNP": places_BN1, "padding_BN": padding, "inputs": ids_BN}
 
     def answer(self, h_BND: Tensor, targets: None = None) -> Tensor:
-        """What `forward` gives for the stack's result."""
+        """Outputs of the model from the stack's result."""
         return self.head(h_BND[:, 0])  # type: ignore[no-any-return]
 
     def check_call(
@@ -200,7 +198,7 @@ class SequenceClassifier(StackModel):
         padding: Tensor | None = None,
         targets: None = None,
     ) -> None:
-        """Refuse (ValueError) what `forward` refuses, and targets, of which a class has none."""
+        """Check the arguments of `forward`, and refuse targets of tokens (ValueError)."""
         check_tokens("a sequence", inputs_BN, self.vocabulary, self.max_length)
         self.check_state(state, inputs_BN.shape[0])
         if padding is not None:
@@ -212,13 +210,13 @@ class SequenceClassifier(StackModel):
         if isinstance(self.positions, LearnedPositions):
             insist(
                 places_BN1.max() < self.positions.length,
-                f"a stream longer than the {self.positions.length} places that positions='learned' has vectors for "
-                "(each segment has a class token); take positions='sinusoidal', or a larger max_length",
+                f"a stream longer than the {self.positions.length} vectors of positions='learned' (each segment has a "
+                "class token); take positions='sinusoidal', or a larger max_length",
             )
 
 
 class LastTokenHead(nn.Module):
-    """Logits of the last token that is no padding: a linear map, tanh, and another one (BERT's pooler).
+    """Logits of the last token that is not padding: linear map, tanh, linear map (BERT's pooler).
 
     Args:
         width: D. classes: number of outputs.
@@ -230,7 +228,7 @@ class LastTokenHead(nn.Module):
         self.classify = nn.Linear(width, classes)
 
     def forward(self, x_BND: Tensor, padding_BN: Tensor | None = None) -> Tensor:
-        """(B, classes) from the outputs of a stack, whose padding is marked with True."""
+        """Logits (B, classes) from the outputs of a stack; padding is True."""
         if padding_BN is None:
             last_BD = x_BND[:, -1]
         else:
@@ -242,8 +240,8 @@ class LastTokenHead(nn.Module):
 def initialise_as_lra(model: SequenceClassifier) -> None:
     """Initial weights of the Long Range Arena; the class token is zero, and memories keep their own.
 
-    Xavier-uniform projections of attention (queries, keys and values each for itself) and feed-forward maps, whose
-    biases are N(0, 1e-6); embeddings N(0, 1); a head of truncated normal weights of variance 1 / inputs, without bias.
+    Xavier-uniform projections of attention (queries, keys and values separately) and feed-forward maps, whose biases
+    are N(0, 1e-6); embeddings N(0, 1); a head of truncated normal weights of variance 1 / inputs, biases zero.
     """
     for block in model.stack.blocks:
         attention, positionwise = block.attention, block.feed_forward
@@ -261,7 +259,7 @@ def initialise_as_lra(model: SequenceClassifier) -> None:
     assert isinstance(model.head, nn.Sequential)
     for linear in (model.head[0], model.head[2]):
         assert isinstance(linear, nn.Linear)
-        # A normal distribution cut off at two standard deviations has 0.8796 of its own.
+        # A normal distribution truncated at two deviations has 0.8796 of its deviation.
         std = math.sqrt(1 / linear.in_features) / 0.87962566103423978
         nn.init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
         nn.init.zeros_(linear.bias)

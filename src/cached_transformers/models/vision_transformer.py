@@ -29,15 +29,13 @@ class VisionTransformer(StackModel):
     Args:
         image_size: side of the square image in pixels. patch_size: side of a patch. channels: of the image.
         classes: number of outputs. width: D. depth: layers. heads: per layer. feed_forward: hidden width.
-        options: see `StackOptions`, for the stack. By default a memory's cache has one
-            slot per token.
+        options: see `StackOptions`, for the stack. By default a memory's cache has one slot per token.
 
     Raises:
-        ValueError: sizes that do not fit, unknown names, images of another size.
+        ValueError: mismatched sizes, unknown names, images of another size.
     """
 
-    answers_once = True
-    """A row has one answer, so that documents cannot stand behind each other in it."""
+    answers_once = True  # one output per row: no packed documents
 
     def __init__(
         self,
@@ -93,8 +91,8 @@ class VisionTransformer(StackModel):
     ) -> ModelOutput:
         """Logits (B, classes) of images (B, C, H, W).
 
-        A state that is carried on makes each row a sequence of images, of which a memory has seen the earlier ones:
-        learned places are those in an image, and in the layers positions go on.
+        With a state, each row is a sequence of images: learned positions restart with each image, positions in the
+        layers continue.
 
         Raises:
             ValueError: images of another shape or dtype, padding or documents, or a state of another model.
