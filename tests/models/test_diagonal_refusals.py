@@ -1,4 +1,4 @@
-"""Whom diagonals refuse, by name, and which layers they take for alike."""
+"""Refusals of diagonal batching, and the comparison of layers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_forward_that_is_not_made_of_the_parts_is_refused() -> None:
 
 
 class Exchanging(nn.Module):
-    """A feed-forward that puts another tensor in the place of its buffer."""
+    """A feed-forward that replaces its buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Documents in rows: the plan of pieces, loops over segments, and what is refused."""
+"""Packed rows: the plan of pieces, segment loops, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPRESSIVE = {"name": "compressive", "length": 2, "compressed": 2, "rate": 2}
 
 
 def ids(*rows: tuple[int, ...]) -> Tensor:
-    """Ids of rows of documents of so many tokens; a negative number is padding."""
+    """Ids of rows with documents of these lengths; a negative number is padding."""
     lay = [[(7 * i if n > 0 else -3) for i, n in enumerate(row) for _ in range(abs(n))] for row in rows]
     return torch.tensor(lay)
 
@@ -59,7 +59,7 @@ def text(documents_BN: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def apart(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each document of `PACKED` in a row of its own, in the columns where it stands there, and all else padding."""
+    """Each document of `PACKED` in a row of its own, in the same columns, with padding elsewhere."""
     pieces = [(row, int(i)) for row, found in enumerate(PACKED) for i in found.unique() if i >= 0]
     rows = torch.tensor([row for row, _ in pieces])
     padding = PACKED[rows] != torch.tensor([i for _, i in pieces])[:, None]
@@ -274,7 +274,7 @@ def test_what_cannot_be_told_of_documents_says_so() -> None:
 
 
 class Once(nn.Module):
-    """Of somebody else."""
+    """A third-party class."""
 
     def init_state(self, rows: int) -> Tensor:
         return torch.zeros(rows)

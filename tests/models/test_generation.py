@@ -1,4 +1,4 @@
-"""Generation: what is fed to the model, what is chosen, where rows stop, and the state that is left.
+"""Generation: inputs of the model, selected tokens, ends of rows, and the final state.
 
 Legend: B rows, N tokens, V vocabulary.
 """
@@ -120,7 +120,7 @@ def test_a_carried_state_is_read_and_left_alone(model: Any) -> None:
 
 
 def test_generation_goes_on_from_the_last_token_and_the_state() -> None:
-    """Where the cut of a text does not matter, two halves are the whole."""
+    """Two halves equal the whole for memories without segment boundaries."""
     model = build({"name": "transformer_xl", "length": 64})
     prompt = torch.randint(V, (2, 3))
     whole = model.generate(prompt, tokens=11, temperature=0, segment_length=SEGMENT)

@@ -1,4 +1,4 @@
-"""Texts that are read and written piece by piece, of our models and of others'."""
+"""Sessions: texts read and continued step by step, with our models and hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datastore of kNN-LM: its search, its folder, and what is refused."""
+"""The datastore of kNN-LM: search, files, and refusals."""
 
 from __future__ import annotations
 

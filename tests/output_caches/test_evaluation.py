@@ -1,4 +1,4 @@
-"""`cached evaluate RUN --output-cache`: a cache over the outputs of a trained run."""
+"""`cached evaluate RUN --output-cache`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches over outputs against loops over tokens, and what theory says of them."""
+"""Output caches against loops over tokens, and their properties."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Text:
 
 
 def twin(text: Text, size: int, theta: float, share: float | None, alpha: float | None = None) -> Tensor:
-    """Token by token: a list of pairs, of which the oldest goes."""
+    """Token by token: a list of the latest pairs."""
     out = torch.zeros(B, text.next.shape[1], V, dtype=torch.float64)
     for row in range(B):
         pairs: list[tuple[Tensor, int]] = []
@@ -247,7 +247,7 @@ def test_a_context_that_is_in_the_datastore_copies_what_followed() -> None:
 
 
 def test_a_datastore_of_the_window_is_the_neural_cache() -> None:
-    """Of keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
+    """For keys of one norm: -|q - k|^2 = 2 q . k + a constant, so that T = 1 is theta = 2."""
     text = Text()
     text.h = torch.nn.functional.normalize(text.h, dim=-1)
     last, window = slice(N - 1, N), slice(N - 10, N - 1)

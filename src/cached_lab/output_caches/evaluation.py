@@ -203,7 +203,7 @@ def _tune(
 
 
 def _at_end(option: str, value: float) -> bool:
-    """Whether better values may lie outside the grid: not below 0 or minus infinity."""
+    """Return whether better values may lie outside the grid: not below 0 or minus infinity."""
     return value in (GRIDS[option][0], GRIDS[option][-1]) and value not in (0.0, float("-inf"))
 
 

@@ -6,7 +6,7 @@
     p(y)        = lambda p_kNN(y) + (1 - lambda) p_LM(y)                    (3)
 
 f is the normed input of the last feed-forward, the best key of the paper. Distances are computed from the stored keys
-whatever index finds them; distances of quantised codes lose most of the gain. The authors' code gives tokens that were
+with any index; distances of quantised codes lose most of the gain. The authors' code gives tokens that were
 not retrieved a log-probability of -10,000, here minus infinity, which differs only for lambda = 1.
 
 Legend: B rows, N tokens of a segment, K neighbours, D width of a key.

@@ -447,12 +447,12 @@ def passed_by(module: nn.Module) -> str:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether code observes the calls of a module, as FSDP, accelerate and profilers do by hooks."""
+    """Return whether code observes the calls of a module, as FSDP, accelerate and profilers do by hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def reads_alone(memory: LayerMemory | ModelMemory) -> bool:
-    """Whether a memory can be read token by token: the class that overrides its reading also overrides `open`."""
+    """Return whether a memory can be read token by token: the class that overrides reading also overrides `open`."""
     base: type = LayerMemory
     methods: tuple[str, ...] = ("read",)
     if isinstance(memory, ModelMemory):

@@ -42,7 +42,7 @@ class Curriculum(Sequence[int]):
         check_stages(self.stages)
         if len(self.steps) != len(self.stages) or min(self.steps) < 1:
             raise ValueError(
-                f"steps_each={steps_each} must be a number of at least 1, or one for each of {len(self.stages)} stages"
+                f"steps_each={steps_each} must be at least 1, one number or one for each of {len(self.stages)} stages"
             )
 
     def largest(self, step: int) -> int:

@@ -6,7 +6,7 @@ before it and the random state. In the backward it runs each segment once more, 
     forward   y_t, M_{t+1} = f(x_t, M_t),  nothing else is kept
     backward  t = T .. 1:  f once more from (x_t, M_t), gradient of loss_t + <M_{t+1}, g>,  g <- gradient of M_t
 
-Memory: activations of one segment and T states. Time: two forwards and one backward. The gradient is that of plain
+Memory: activations of one segment and T states. Time: two forwards and one backward. The gradient equals plain
 backpropagation through time, dropout included.
 """
 
@@ -54,10 +54,7 @@ class ReplayLoop(SegmentLoop):
         bptt_window: str = "blocks",
     ) -> None:
         if schedule != "segments":
-            raise ValueError(
-                f"schedule={schedule!r}: ReplayLoop runs segments one after the other; take SegmentLoop, with "
-                "set_activation_checkpointing() to save memory"
-            )
+            raise ValueError(f"schedule={schedule!r}: ReplayLoop runs segments one after the other; take SegmentLoop")
         super().__init__(model, segment_length, bptt, passes, scoring=scoring, bptt_window=bptt_window)
 
     def _segment(self, piece: Piece, state: State | None, reset_B: Tensor | None) -> ModelOutput:

@@ -183,7 +183,7 @@ class SegmentLoop(nn.Module):
     ) -> Iterator[ModelOutput]:
         """Yield each segment of the last pass: losses (B, n), state after it, auxiliary loss.
 
-        Arguments and errors are those of `forward`.
+        Arguments and errors as in `forward`.
         """
         pieces, resets = self._prepared(inputs_BN, targets_BN, reset, padding, places, documents)
         if self.passes > 1:

@@ -39,8 +39,7 @@ class CarriedState:
         self._model: Any = for_loops(model)
         if not remembers(self._model.init_state(1)):
             raise ValueError(
-                f"{type(model).__name__} has no memory with a state to carry; give it one (memory='rmt', or "
-                "add_memory), or leave CarriedState out"
+                f"{type(model).__name__} has no memory with a state; give it one, or leave CarriedState out"
             )
         self._state: State | None = None
 

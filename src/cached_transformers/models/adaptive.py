@@ -53,8 +53,7 @@ class AdaptiveEmbedding(nn.Module):
         self.bounds = [0, *cutoffs, vocabulary]
         if any(low >= high for low, high in pairwise(self.bounds)):
             raise ValueError(
-                f"cutoffs={list(cutoffs)} must ascend between 0 and vocabulary={vocabulary}, both excluded; "
-                "[] is a single cluster"
+                f"cutoffs={list(cutoffs)} must ascend between 0 and vocabulary={vocabulary}, both excluded"
             )
         widest = width if embedding_width is None else embedding_width
         if widest < 1:
@@ -64,8 +63,8 @@ class AdaptiveEmbedding(nn.Module):
         self.widths = [widest // div_value**i for i in range(len(cutoffs) + 1)]
         if self.widths[-1] < 1:
             raise ValueError(
-                f"div_value={div_value} leaves {len(cutoffs) + 1} clusters of widths {self.widths}; the last needs at "
-                "least 1 channel: take fewer cutoffs, a smaller div_value or a larger embedding_width"
+                f"div_value={div_value} leaves clusters of widths {self.widths}, and each needs 1 channel; take fewer "
+                "cutoffs, a smaller div_value or a larger embedding_width"
             )
         self.vocabulary, self.width, self.div_value = vocabulary, width, div_value
         self.weights = nn.ParameterList(
@@ -129,9 +128,7 @@ class AdaptiveSoftmax(nn.Module):
         clusters = len(embedding.widths)
         ties = [tied_projections] * clusters if isinstance(tied_projections, bool) else list(tied_projections)
         if len(ties) != clusters:
-            raise ValueError(
-                f"tied_projections={ties} must say yes or no for each of the {clusters} clusters, or be one value"
-            )
+            raise ValueError(f"tied_projections={ties} must be one bool, or one for each of the {clusters} clusters")
         self.tied, self.ties = tied, ties
         own = (torch.empty_like(weight) for weight in embedding.weights)
         self.weights = nn.ParameterList(embedding.weights if tied else own)

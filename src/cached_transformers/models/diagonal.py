@@ -5,7 +5,7 @@
     layer 1        0    1    2    3           at once, S + L - 1 groups instead of S L blocks
     layer 0   0    1    2    3
 
-Outputs, states and gradients equal those of one segment after the other. At most L segments are in flight, so a stream
+Outputs, states and gradients equal sequential reading. At most L segments are in flight, so a stream
 of any length is read in the memory of L segments and L states.
 
 Legend: B rows.
@@ -52,7 +52,7 @@ def read_diagonally(
 ) -> Iterator[ModelOutput]:
     """Read pieces along diagonals and yield every output in the order of the pieces.
 
-    The outputs are those of `segments.read_segments`, but up to L pieces are requested before the first output.
+    The outputs equal `segments.read_segments`, but up to L pieces are requested before the first output.
     Neighbouring pieces of one shape run together. Weights are read at the first piece.
 
     Args:
@@ -95,7 +95,7 @@ class _SegmentInFlight:
     losses: list[Tensor] = field(default_factory=list)
 
     def stacks_with(self, other: _SegmentInFlight) -> bool:
-        """Whether both segments have one shape."""
+        """Return whether both segments have one shape."""
         mine, others = self.tokens, other.tokens
         return mine.x_BND.shape == others.x_BND.shape and (mine.padding_BN is None) == (others.padding_BN is None)
 
@@ -189,26 +189,16 @@ def _groups(model: Any) -> list[list[int]]:
     name, refused = type(model).__name__, "schedule='diagonal'"
     if hasattr(model, "_orig_mod"):
         raise ValueError(
-            f"{refused} runs the parts of a model and would leave out its compiled forward; give the loop the "
-            "uncompiled model, and compile the loop"
+            f"{refused} would leave out its compiled forward; give the loop the uncompiled model, and compile the loop"
         )
     if not all(hasattr(model, part) for part in ("stack", "embed", "answer", "check_call")):
-        raise ValueError(
-            f"{refused} runs the layers of a model, and {name} does not offer its parts; {WAY_OUT}, or a "
-            "language_model or sequence_classifier"
-        )
+        raise ValueError(f"{refused} runs the layers of a model, and {name} does not offer its parts; {WAY_OUT}")
     order = type(model).__mro__
     if _defined_in(order, "forward") < min(_defined_in(order, part) for part in ("embed", "answer")):
-        raise ValueError(
-            f"{refused} runs the parts of a model, and {name} overrides forward but not embed and answer; write embed "
-            f"and answer for it, too, or {WAY_OUT}"
-        )
+        raise ValueError(f"{refused}: {name} overrides forward but not embed and answer; write them, too, or {WAY_OUT}")
     stack: Stack = model.stack
     if any(is_watched(called) or called._backward_hooks for called in (model, stack)):
-        raise ValueError(
-            f"{refused} runs the parts of {name} and would leave out the hooks on its own calls (e.g. of FSDP); wrap "
-            f"the loop instead, or {WAY_OUT}"
-        )
+        raise ValueError(f"{refused} would leave out the hooks on its own calls; wrap the loop instead, or {WAY_OUT}")
     if getattr(model, "pool", None) == "last":  # `answer` gets no padding
         raise ValueError(f"{refused} with pool='last' is not offered; take pool='class_token', or {WAY_OUT}")
     blocks = list(stack.blocks)

@@ -113,19 +113,15 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, tokens: int | None = None) 
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not _whole(cu_seqlens):
         raise ValueError(
-            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype} must be bounds of documents, "
-            "(documents + 1) whole numbers"
+            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype} must be (documents + 1) integers"
         )
     lengths_K = cu_seqlens.diff()
     if int(cu_seqlens[0]) != 0 or bool((lengths_K < 0).any()):
-        raise ValueError(
-            f"cu_seqlens={cu_seqlens.tolist()} must begin with 0 and never fall: torch.cat([torch.zeros(1), "
-            "lengths.cumsum(0)]) of the documents' lengths"
-        )
+        raise ValueError(f"cu_seqlens={cu_seqlens.tolist()} must begin with 0 and never fall; take cumulative lengths")
     held = int(cu_seqlens[-1])
     if held == 0 or (tokens is not None and tokens < held):
         raise ValueError(
-            f"cu_seqlens end at {held}, tokens={tokens}; documents hold at least one token and at most their row"
+            f"cu_seqlens end at {held}, tokens={tokens}; a row holds at least one token, and all documents"
         )
     ids_T = torch.arange(len(lengths_K), device=cu_seqlens.device).repeat_interleave(lengths_K.long())
     padding_T = ids_T.new_full(((held if tokens is None else tokens) - held,), PADDING)
@@ -146,13 +142,11 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
     """
     if position_ids_BN.dim() != 2 or not _whole(position_ids_BN):
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids_BN.shape)} and dtype {position_ids_BN.dtype} must be positions "
-            "of tokens, (rows, tokens), whole numbers"
+            f"position_ids of shape {tuple(position_ids_BN.shape)}, {position_ids_BN.dtype} must be (B, N) integers"
         )
     if padding is not None and (padding.shape != position_ids_BN.shape or padding.dtype != torch.bool):
         raise ValueError(
-            f"padding of shape {tuple(padding.shape)} and dtype {padding.dtype} must be bool, True = padding, of the "
-            f"shape of position_ids, {tuple(position_ids_BN.shape)}"
+            f"padding of shape {tuple(padding.shape)}, {padding.dtype} must be bool, of the shape of position_ids"
         )
     real_BN = torch.ones_like(position_ids_BN, dtype=torch.bool) if padding is None else ~padding
     before_BN = _before(position_ids_BN, real_BN)
@@ -163,8 +157,7 @@ def document_ids_from_position_ids(position_ids_BN: Tensor, padding: Tensor | No
         row, column = wrong_BN.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids[{row}, {column}] is {int(position_ids_BN[row, column])}, after "
-            f"{int(before_BN[row, column])}; within a row each is 0, at the start of a document, or one more than the "
-            "position before: mark padding by padding, or give document ids"
+            f"{int(before_BN[row, column])}; it must be 0 or the next position: give padding, or document ids"
         )
     return (begins_BN.long().cumsum(1) - 1).masked_fill(~real_BN, PADDING)
 
@@ -174,8 +167,7 @@ def check_documents(documents: Tensor, rows: int, columns: int) -> None:
     if tuple(documents.shape) != (rows, columns) or not _whole(documents):
         raise ValueError(
             f"documents of shape {tuple(documents.shape)} and dtype {documents.dtype} must be an id for each token, "
-            f"{(rows, columns)}, whole numbers, negative at padding; document_ids_from_cu_seqlens and "
-            "document_ids_from_position_ids make them"
+            f"{(rows, columns)}, whole numbers, negative at padding"
         )
 
 

@@ -90,8 +90,7 @@ def generate(
         state = model.init_state(rows) if state is None else state  # type: ignore[operator]
         if segment_length is None and remembers(state):
             raise ValueError(
-                "segment_length=None: this model has a memory, which is written once per segment; give segment_length "
-                "as in training"
+                "segment_length=None: a memory is written once per segment; give segment_length as in training"
             )
         return continue_text(GeneratedText(model, prompt_BN, state, segment_length, places=places), choice)
 
@@ -141,10 +140,7 @@ class GeneratedText:
         *whole, last = cut(prompt_BN.shape[1], segment_length)
         self.open_BN = prompt_BN[:, last]
         if places is not None and places.shape[:2] != prompt_BN.shape:
-            raise ValueError(
-                f"places of shape {tuple(places.shape)} must be of the prompt, {(*prompt_BN.shape, 2)}; new tokens "
-                "continue them"
-            )
+            raise ValueError(f"places of shape {tuple(places.shape)} must be of the prompt, {(*prompt_BN.shape, 2)}")
         self.places = None if places is None else places[:, last]
         self._state = state
         self._unread = [(prompt_BN[:, part], None if places is None else places[:, part]) for part in whole]
@@ -235,7 +231,7 @@ def _placed(places: Tensor | None) -> dict[str, Tensor]:
 
 
 def _reads_in_steps(model: Any) -> bool:
-    """Whether the model decodes incrementally; warns if one of its parts prevents it."""
+    """Return whether the model decodes incrementally; warns if one of its parts prevents it."""
     if not hasattr(model, "why_in_one_piece"):
         return False
     why = model.why_in_one_piece()
@@ -288,11 +284,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _check_prompt(prompt_BN: Tensor) -> None:
     if not isinstance(prompt_BN, Tensor):
         raise ValueError(
-            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens); call generate once per length: "
-            "padding would shift where a row's segments begin"
+            f"the prompt is a {type(prompt_BN).__name__}, not a tensor (rows, tokens); call generate once per length"
         )
     if prompt_BN.dim() != 2 or 0 in prompt_BN.shape:
-        raise ValueError(
-            f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token; begin an "
-            "empty text with a start token"
-        )
+        raise ValueError(f"the prompt of shape {tuple(prompt_BN.shape)} must be (rows, tokens) with at least one token")

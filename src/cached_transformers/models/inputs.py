@@ -24,8 +24,7 @@ def check_tokens(
     shape, dtype = tuple(tokens_BN.shape), tokens_BN.dtype
     if len(shape) != 2 or 0 in shape or dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), with at least one token, of "
-            "dtype int64 or int32"
+            f"{name} of shape {shape} and dtype {dtype} must be token ids, (rows, tokens), int64 or int32, not empty"
         )
     if longest is not None and shape[1] > longest:
         raise ValueError(f"{name} of {shape[1]} tokens, but max_length={longest}; shorten it or build a longer model")
@@ -41,7 +40,7 @@ def check_targets(targets_BN: Tensor, like_BN: Tensor, vocabulary: int, name: st
     shape, expected = tuple(targets_BN.shape), tuple(like_BN.shape)
     if shape != expected or targets_BN.dtype != torch.int64:
         raise ValueError(
-            f"targets of shape {shape} must have the shape of {name}, {expected}, and int64, not {targets_BN.dtype}"
+            f"targets of shape {shape} and {targets_BN.dtype} must have the shape of {name}, {expected}, and int64"
         )
     insist(
         _known(targets_BN.masked_fill(targets_BN == IGNORED, 0), vocabulary),
@@ -65,8 +64,7 @@ def check_places(places_BN2: Tensor, like_BN: Tensor) -> None:
     shape, expected = tuple(places_BN2.shape), (*like_BN.shape, 2)
     if shape != expected or places_BN2.dtype != torch.int64:
         raise ValueError(
-            f"places of shape {shape} and dtype {places_BN2.dtype} must be the numbers of each input's sentence and "
-            f"paragraph, {expected}, int64; -1 continues the token before"
+            f"places of shape {shape} and dtype {places_BN2.dtype} must be two numbers per token, {expected}, int64"
         )
 
 

@@ -115,8 +115,7 @@ class LanguageModel(StackModel):
         adaptive = cutoffs is not None or embedding_width is not None
         if not adaptive and (div_value != 1 or tied_projections is not True):
             raise ValueError(
-                f"div_value={div_value} and tied_projections={tied_projections} are for an adaptive embedding; set "
-                "cutoffs or embedding_width"
+                f"div_value={div_value} and tied_projections={tied_projections} need cutoffs or embedding_width"
             )
         sizes: dict[str, Any] = {"embedding_width": embedding_width, "div_value": div_value}
         self.embedding: nn.Embedding | AdaptiveEmbedding = (
@@ -145,7 +144,7 @@ class LanguageModel(StackModel):
 
     @property
     def scores_targets(self) -> bool:
-        """Whether `token_losses` should pass `targets` instead of computing losses from all logits."""
+        """Return whether `token_losses` should pass `targets` instead of computing losses from all logits."""
         return isinstance(self.head, AdaptiveSoftmax)
 
     def forward(
@@ -277,17 +276,14 @@ class LanguageModel(StackModel):
         rows = inputs_BN.shape[:1]
         if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise ValueError(
-                f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one for each of the "
-                f"{rows[0]} rows"
+                f"reset of shape {tuple(reset.shape)} and dtype {reset.dtype} must be bool, one per row ({rows[0]})"
             )
         self.check_state(state, rows[0])
 
     def _check_places(self, places: Tensor, inputs_BN: Tensor) -> None:
         check_places(places, inputs_BN)
         if not getattr(self.stack.model_memory, "takes_places", False):
-            raise ValueError(
-                "places need a memory with sentences and paragraphs (segatron), which this model lacks; leave them out"
-            )
+            raise ValueError("places need a memory that takes them (segatron); leave them out")
 
     def generate(self, prompt_BN: Tensor, state: StackState | None = None, **options: Any) -> Generation:
         """Continue a text; see `models.generation.generate`."""

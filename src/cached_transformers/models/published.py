@@ -124,8 +124,7 @@ class PublishedModel(nn.Module):
         kind = next((entry.name for entry in MODELS if entry.factory is type(self)), None)
         if kind is None:
             raise ValueError(
-                f"{type(self).__name__} is not registered, so it could not be loaded; register the class "
-                "(MODELS.register), or save its state_dict"
+                f"{type(self).__name__} is not registered; register it (MODELS.register), or save its state_dict"
             )
         options = {**(self.made_of or {}), **(self.made_of or {}).get("options", {})}
         options.pop("options", None)
@@ -134,8 +133,7 @@ class PublishedModel(nn.Module):
                 json.dumps(value)
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"{name}={shown(value)} cannot be stored in {CONFIG}; build the model from names and numbers, or "
-                    "save its state_dict"
+                    f"{name}={shown(value)} cannot be stored in {CONFIG}; save the state_dict instead"
                 ) from None
         return {"library_name": "cached_transformers", "model": kind, "options": options}
 
@@ -170,7 +168,7 @@ class PublishedModel(nn.Module):
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds a saved model of this package."""
+    """Return whether a folder holds a saved model of this package."""
     try:
         return bool(_read_config(folder / CONFIG))
     except (ValueError, OSError):
@@ -180,9 +178,7 @@ def is_ours(folder: Path) -> bool:
 def _read_config(path: Path) -> dict[str, Any]:
     """Read the config that `save_pretrained` wrote (ValueError: another or a damaged file)."""
     if not path.is_file():
-        raise ValueError(
-            f"{path.parent} has no {path.name}, so it holds no saved model; name a folder of save_pretrained"
-        )
+        raise ValueError(f"{path.parent} has no {path.name}; name a folder of save_pretrained")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -113,16 +113,15 @@ def for_loops(model: Any) -> Any:
     if inside is not None:  # PEFT: adapters act inside the model, prompts before it
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
-                f"{type(model).__name__} puts a prompt before each text, which a loop over segments would leave out; "
-                "call the model itself with memory_state, or use tune_initial_state instead of a prompt"
+                f"{type(model).__name__} puts a prompt before each text, which a segment loop would leave out; use "
+                "tune_initial_state instead"
             )
         make = vars(inside()).get("for_loops")
     if make is not None:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
         raise ValueError(
-            f"{type(model).__name__} is a model of transformers without a memory with a state; give "
-            "create_model('transformers', model=...), or add_memory first"
+            f"{type(model).__name__} is a model of transformers without a memory with a state; call add_memory first"
         )
     return model
 
@@ -131,10 +130,7 @@ def as_language_model(model: Any) -> Any:
     """Like `for_loops`, but require a causal model (ValueError: its tokens see later tokens)."""
     found = for_loops(model)
     if not getattr(found, "predicts_next", True):
-        raise ValueError(
-            f"{type(model).__name__} is not causal: its tokens see the next one; take a decoder, or train on other "
-            "targets with SegmentLoop"
-        )
+        raise ValueError(f"{type(model).__name__} is not causal: its tokens see the next one; take a decoder")
     return found
 
 
@@ -154,6 +150,6 @@ def model_memory(model: nn.Module, passes: int) -> ModelMemory:
 
 
 def remembers(state: State) -> bool:
-    """Whether a state holds more than clocks."""
+    """Return whether a state holds more than clocks."""
     held = (state.model, state.layers) if isinstance(state, StackState) else state
     return any(True for _ in named_tensors(held))

@@ -107,10 +107,7 @@ class SequenceClassifier(StackModel):
         if pool not in ("class_token", "last"):
             raise ValueError(unknown_name("pool", pool, ["class_token", "last"]))
         if pool == "last" and (init == "lra" or head_width is not None):
-            raise ValueError(
-                f"pool='last' has a head of ERNIE-Doc, without init={init!r} and head_width={head_width}; "
-                "take pool='class_token', or leave these out"
-            )
+            raise ValueError(f"pool='last' has its own head; leave out init={init!r} and head_width={head_width}")
         at_least_one(vocabulary=vocabulary, classes=classes, max_length=max_length)
         at_least_one("; null takes feed_forward", head_width=head_width)
         self.vocabulary, self.max_length, self.pool = vocabulary, max_length, pool

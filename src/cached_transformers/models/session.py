@@ -69,8 +69,7 @@ class Session:
             state = self._reader.init_state(1)
         if self.segment_length is None and remembers(state):
             raise ValueError(
-                "segment_length=None: this model has a memory, which is written once per segment; give segment_length "
-                "as in training"
+                "segment_length=None: a memory is written once per segment; give segment_length as in training"
             )
         self._now = Mark(state, torch.empty(1, 0, dtype=torch.long, device=self._device), 0)
 
@@ -168,7 +167,7 @@ class Session:
             state, open_1S, count_1, tokens_1 = load(path, session._kept(), model=model)
         except ValueError as error:
             raise ValueError(
-                f"{error}; load a session with the segment_length that it was saved with, here {session.segment_length}"
+                f"{error}; give the segment_length of the saved session, here {session.segment_length}"
             ) from error
         session._now = Mark(state, open_1S[:, : int(count_1)], int(tokens_1))
         return session

@@ -235,12 +235,12 @@ def _refuse_place(memory: LayerMemory | ModelMemory, gives: Collection[str]) -> 
 
 
 def acts_in_layers(stack: Stack) -> bool:
-    """Whether a layer has a position scheme, such as the memory's own."""
+    """Return whether a layer has a position scheme, such as the memory's own."""
     return any(type(block.attention.positions) is not Positions for block in stack.blocks)  # type: ignore[union-attr]
 
 
 def carries(stack: Stack) -> bool:
-    """Whether a state holds more than the clock."""
+    """Return whether a state holds more than the clock."""
     return remembers(stack.init_state(1))
 
 

@@ -108,7 +108,7 @@ class StackOptions:
 
     @property
     def normed(self) -> bool:
-        """Whether a norm follows the last block."""
+        """Return whether a norm follows the last block."""
         return self.norm == "pre" if self.final_norm is None else self.final_norm
 
     def make_norm(self) -> nn.Module:

@@ -88,8 +88,7 @@ def _holder(model: Any) -> nn.Module:
     found = next((m for m in model.modules() if "segment_reader" in vars(m)), None)
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} carries no state from segment to segment; take a model of create_model, or add a "
-            "memory to a decoder of transformers: add_memory(model, 'rmt', segment_length=...)"
+            f"{type(model).__name__} carries no state from segment to segment; add_memory gives a host one"
         )
     return found
 
@@ -98,10 +97,7 @@ def _place(model: nn.Module) -> nn.Module:
     """The module that makes states (ValueError: it has an initial state already)."""
     place = _holder(model)
     if initial_state_of(place) is not None:
-        raise ValueError(
-            f"{type(model).__name__} has an initial state already; train its parameters, or call "
-            "remove_initial_state(model) first"
-        )
+        raise ValueError(f"{type(model).__name__} has an initial state already; call remove_initial_state(model) first")
     return place
 
 
@@ -109,7 +105,7 @@ def _tuned(model: nn.Module) -> InitialState:
     found = initial_state_of(_holder(model))
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} has no initial state of its own; tune_initial_state(model) gives it one"
+            f"{type(model).__name__} has no initial state of its own; call tune_initial_state(model) first"
         )
     return found
 
@@ -137,8 +133,8 @@ def _put(model: nn.Module, place: nn.Module, state: State) -> InitialState:
     learned = _read(model, state)
     if not learned:
         raise ValueError(
-            f"{type(model).__name__} reads no number of this state, so nothing could be trained: its memory is still "
-            "empty, or its gates are closed; give a longer text, or open the gates first"
+            f"{type(model).__name__} reads no number of this state, so nothing could be trained: its memory is empty "
+            "or its gates are closed; give a longer text, or open the gates"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -289,7 +289,6 @@ def _sharing(shared: str | None, vocabulary: int, target_vocabulary: int | None)
         raise ValueError(unknown_name("shared_embeddings", shared, ["all", "decoder", "none"]))
     if shared == "all" and not one:
         raise ValueError(
-            f"shared_embeddings='all' needs one vocabulary, not {vocabulary} source and {target_vocabulary} target "
-            "tokens; take 'decoder', or a vocabulary of both languages"
+            f"shared_embeddings='all' needs one vocabulary, not {vocabulary} and {target_vocabulary}; take 'decoder'"
         )
     return shared

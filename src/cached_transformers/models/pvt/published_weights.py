@@ -33,8 +33,8 @@ def published_weights(state: dict[str, Any], model: nn.Module) -> dict[str, Any]
             state[name] = resize_positions(positions_1ND[:, theirs - prefix :], (side, side), size, prefix)
         elif positions_1ND.shape != own[name].shape:
             raise ValueError(
-                f"{name}: the checkpoint's {positions_1ND.shape[1]} positions are no square map, so they cannot be "
-                f"interpolated to {size[0]} x {size[1]}; build the model with the img_size of the checkpoint"
+                f"{name}: {positions_1ND.shape[1]} positions are no square map, so they cannot be interpolated to "
+                f"{size[0]} x {size[1]}; build the model with the img_size of the checkpoint"
             )
     return state
 

@@ -71,7 +71,7 @@ class PyramidVisionTransformer(nn.Module):
         lengths = {len(s) for s in (embed_dims, num_heads, mlp_ratios, depths, sr_ratios)}
         if lengths != {len(depths)} or len(depths) < 1:
             raise ValueError(
-                f"embed_dims, num_heads, mlp_ratios, depths and sr_ratios must have one length, got {lengths}"
+                f"embed_dims, num_heads, mlp_ratios, depths, sr_ratios must have one length, got {lengths}"
             )
         at_least_one(patch_size=patch_size, in_chans=in_chans)
         sides = (img_size, img_size) if isinstance(img_size, int) else (int(img_size[0]), int(img_size[1]))
@@ -137,8 +137,8 @@ class PyramidVisionTransformer(nn.Module):
     def _check(self, height: int, width: int) -> None:
         if min(height, width) < self.smallest:
             raise ValueError(
-                f"images of {height} x {width} pixels are smaller than the {self.smallest} x {self.smallest} that "
-                f"{self.num_stages} stages need; resize or pad them, or build the model with a smaller patch_size"
+                f"images of {height} x {width} pixels are smaller than {self.smallest} x {self.smallest}; resize them, "
+                "or take a smaller patch_size"
             )
 
     def _run_stage(self, i: int, x_BCHW: Tensor) -> tuple[Tensor, Size]:

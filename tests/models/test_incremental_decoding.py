@@ -1,4 +1,4 @@
-"""Texts read token by token from what was kept: the same as reading the open segment again, for all that can."""
+"""Incremental decoding equals reading the partial segment again, for every memory and attention that supports it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CORES: list[Spec] = [
     {"name": "bigbird", "block": 2, "random": 1},
 ]
 AGAIN = {"bp_transformer", "etc", "memory_compressed", "reformer", "routing", "sac", "sinkhorn", "star"}
-"""Causal cores of which no token can be read alone."""
+"""Causal attentions without a form for single tokens."""
 
 
 def build(memory: Spec = None, attention: Spec = "softmax", **options: Any) -> LanguageModel:
@@ -104,7 +104,7 @@ def name_of(spec: Spec) -> str:
 
 
 def choice(step: int, rows: int) -> Tensor:
-    """Continuations of each of so many rows that go on."""
+    """Continuations of each row."""
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randint(BEAMS, (rows, BEAMS), generator=generator)
     return (torch.arange(rows)[:, None] * BEAMS + drawn).flatten()
@@ -241,7 +241,7 @@ def test_a_long_text_is_that_of_reading_again(memory: Spec, monkeypatch: pytest.
 
 
 class Whole(torch.nn.Module):
-    """A model of which generation knows nothing but how it is called."""
+    """A model that offers only its call."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
