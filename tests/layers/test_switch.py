@@ -377,7 +377,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
     ("experts", "words"),
     [
         ({"experts": 4, "capacity": 2}, "unknown option of experts 'capacity'; did you mean 'capacity_factor'"),
-        ({"every": 2}, "must say how many there are"),
+        ({"every": 2}, "must give their number"),
         ({"experts": 4, "every": 3}, "experts.every=3 must lie between 1 and the number of layers, depth=2"),
     ],
 )

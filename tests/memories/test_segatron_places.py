@@ -166,5 +166,5 @@ def test_what_are_no_places_is_refused() -> None:
     model(tokens, state, torch.ones(ROWS).bool(), places=places)
     with pytest.raises(ValueError, match="must be of the prompt"):
         generate(model, tokens, tokens=1, segment_length=SEGMENT, places=torch.zeros(ROWS, 2, 2).long())
-    with pytest.raises(ValueError, match="for a memory that knows sentences and paragraphs"):
+    with pytest.raises(ValueError, match="need a memory that takes them"):
         language_model("transformer_xl")(tokens, places=torch.zeros(ROWS, SEGMENT, 2).long())

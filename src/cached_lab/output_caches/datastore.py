@@ -60,14 +60,10 @@ class Datastore:
         probes: int = 32,
     ) -> None:
         if keys_SD.dim() != 2 or values_S.shape != keys_SD.shape[:1] or not keys_SD.numel():
-            raise ValueError(
-                f"keys of shape {tuple(keys_SD.shape)} and values of shape {tuple(values_S.shape)} must be (entries, "
-                "width) and (entries,), with one entry at least"
-            )
+            shapes = f"keys of shape {tuple(keys_SD.shape)} and values of shape {tuple(values_S.shape)}"
+            raise ValueError(f"{shapes} must be (entries, width) and (entries,), with one entry at least")
         if search != "exact" and not _FAISS.fullmatch(search):
-            raise ValueError(
-                f"search={search!r} must be 'exact', or an index of faiss such as 'Flat', 'HNSW32', 'IVF4096,PQ64'"
-            )
+            raise ValueError(f"search={search!r} must be 'exact', or an index of faiss: Flat, HNSW32, IVF4096,PQ64")
         at_least_one(probes=probes)
         self.keys_SD, self.values_S, self.about = keys_SD, values_S, dict(about or {})
         self.search, self.probes = search, probes
@@ -87,10 +83,8 @@ class Datastore:
             ValueError: queries of another width.
         """
         if q_QD.shape[-1] != self.keys_SD.shape[1]:
-            raise ValueError(
-                f"hidden states of width {q_QD.shape[-1]} meet keys of width {self.keys_SD.shape[1]}; give the hidden "
-                f"states of the datastore ({self.about.get('key', 'its model')})"
-            )
+            widths = f"hidden states of width {q_QD.shape[-1]} meet keys of width {self.keys_SD.shape[1]}"
+            raise ValueError(f"{widths}; give {self.about.get('key', 'the hidden states of its model')}")
         neighbours = min(neighbours, len(self))
         with torch.autocast(q_QD.device.type, enabled=False):
             q_QD = q_QD.float()
@@ -141,10 +135,8 @@ class Datastore:
                 sample_SD = self.keys_SD[:: -(-len(self) // TRAINED_ON)]
                 index.train(sample_SD.cpu().float().contiguous().numpy())
         except RuntimeError as error:
-            raise ValueError(
-                f"search={self.search!r} cannot be built from {len(self)} keys of width {self.keys_SD.shape[1]}: "
-                f"{' '.join(str(error).split())[-200:]}; take fewer cells, codes that divide the width, or 'exact'"
-            ) from None
+            why = f"cannot be built from {len(self)} keys of width {self.keys_SD.shape[1]}: {str(error)[-200:]}"
+            raise ValueError(f"search={self.search!r} {why}; take fewer cells, or 'exact'") from None
         for _, k_CD in self._chunks():
             index.add(k_CD.cpu().float().contiguous().numpy())
         if self.search.startswith("IVF"):

@@ -62,7 +62,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 HINTS: dict[str, Any] = {
     **dict.fromkeys(("size", "k", "probes"), int),
     **dict.fromkeys(GRIDS, float | None),
-    **dict.fromkeys(("search", "folder"), str | None),
+    "search": str,
+    "folder": str | None,
     "form": Literal["linear", "joint"],
     "key": Literal["feed_forward", "last_hidden"],
     "dtype": Literal["float16", "float32"],
@@ -100,9 +101,7 @@ def cache_options(name: str, overrides: Sequence[str]) -> CacheOptions:
     for override in overrides:
         begin = override.partition("=")[0].partition(".")[0]
         if begin != name:
-            raise ValueError(
-                f"{override!r} sets an option of {begin!r}, but the output cache is {name!r}; write {name}.option=value"
-            )
+            raise ValueError(f"{override!r} sets an option of {begin!r}, but the output cache is {name!r}; drop it")
         apply_override(tree, override)
     if not isinstance(tree[name], dict):
         raise ValueError(f"{name}={tree[name]!r} sets no option; write {name}.option=value")
@@ -149,10 +148,8 @@ def _evaluate(
     name, tuned = options.name, options.tuned()
     dataset = build_dataset(config, split)
     if task_name(dataset) != "language":
-        raise ValueError(
-            f"--output-cache {name} changes the predictions of a language model, and {folder} was trained on "
-            f"{dataset.name!r}; leave it out"
-        )
+        what = f"changes the predictions of a language model, and {folder} was trained on {dataset.name!r}"
+        raise ValueError(f"--output-cache {name} {what}; leave it out")
     if name == "knn" and split == "train":
         raise ValueError("--split train: the datastore holds these tokens, and each would find itself")
     _, model, step = load_run(folder, checkpoint)

@@ -88,10 +88,8 @@ def _hook_stack(model: Any, key: str, seen: HiddenStates) -> list[Any]:
     def finish(_: Any, arguments: Any, out: Any) -> None:
         count, tokens = sum(piece.shape[1] for piece in pieces), out.outputs.shape[1]
         if count != tokens:
-            raise ValueError(
-                f"key={key!r}: the last block read {count} tokens for a segment of {tokens}, so the model reads it "
-                f"more than once; {WAY_OUT[key]}"
-            )
+            read_again = f"the last block read {count} tokens for a segment of {tokens}"
+            raise ValueError(f"key={key!r}: {read_again}, more than once; {WAY_OUT[key]}")
         seen.put(torch.cat(pieces, 1))
         pieces.clear()
 

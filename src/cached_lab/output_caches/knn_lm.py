@@ -24,7 +24,7 @@ from cached_transformers.checks import at_least_one, shares
 from cached_transformers.state import State
 
 from .datastore import Datastore
-from .output_cache import FoundEntries, MixingGate, OutputCache, linear_gate
+from .output_cache import FoundEntries, OutputCache, linear_gate
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ class KNNLM(OutputCache):
         token_QK = self.datastore.values_S[index_QK.clamp(min=0).cpu()].to(h_BND.device, torch.long)
         return FoundEntries(score_QK.view(*h_BND.shape[:2], -1), token_QK.view(*h_BND.shape[:2], -1))
 
-    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> MixingGate:
+    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> tuple[Tensor, Tensor]:
         return linear_gate(lse_BN, self.lambda_)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cached_transformers.checks import at_least_one, shares
 from cached_transformers.layers.token_loss import IGNORED
@@ -26,7 +27,7 @@ from cached_transformers.memories.memorizing import NeighbourStore, store
 from cached_transformers.memories.parts.options import one_of
 from cached_transformers.state import State
 
-from .output_cache import FoundEntries, MixingGate, OutputCache, joint_gate, linear_gate
+from .output_cache import FoundEntries, OutputCache, linear_gate
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ class NeuralCache(OutputCache):
         ring: NeighbourStore = state  # type: ignore[assignment]
         return store(ring, h_BND[:, None], next_BN[:, None, :, None], ~observed(h_BND, next_BN))
 
-    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> MixingGate:
+    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> tuple[Tensor, Tensor]:
         if self.form == "linear":
             return linear_gate(lse_BN, self.lambda_)
-        return joint_gate(lse_BN, self.alpha, model_lse_BN)
+        odds_BN = self.alpha + lse_BN - model_lse_BN
+        return F.logsigmoid(odds_BN), F.logsigmoid(-odds_BN)
 
 
 def observed(h_BND: Tensor, next_BN: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cached_transformers.layers.token_loss import IGNORED
 from cached_transformers.models.inputs import check_targets
@@ -39,13 +38,6 @@ class FoundEntries(NamedTuple):
         logits_BNK = (sharpness * self.score_BNK).masked_fill(absent_BNK, -torch.inf)  # 0 times infinity is NaN
         weight_BNK = logits_BNK.softmax(-1).masked_fill(absent_BNK.all(-1, keepdim=True), 0)
         return weight_BNK, logits_BNK.logsumexp(-1)
-
-
-class MixingGate(NamedTuple):
-    """log lambda and log(1 - lambda) of each position."""
-
-    log_cache_BN: Tensor
-    log_model_BN: Tensor
 
 
 class MixedScores(NamedTuple):
@@ -78,8 +70,8 @@ class OutputCache:
         """The state once the next tokens are observed; tokens of -100 are not stored."""
         return state
 
-    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> MixingGate:
-        """The gate, given the log-sum-exp of the entries' scaled scores and of the model's logits."""
+    def gate(self, lse_BN: Tensor, model_lse_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """log lambda and log(1 - lambda), from the log-sum-exp of scaled scores and of the model's logits."""
         raise NotImplementedError("abstract: an output cache has a gate")
 
     @torch.no_grad()
@@ -95,46 +87,32 @@ class OutputCache:
             ValueError: mismatched shapes, or tokens outside the vocabulary.
         """
         if logits_BNV.dim() != 3 or h_BND.dim() != 3 or h_BND.shape[:2] != logits_BNV.shape[:2]:
-            raise ValueError(
-                f"logits of shape {tuple(logits_BNV.shape)} and hidden states of shape {tuple(h_BND.shape)} must be "
-                "(rows, tokens, ...) of one segment"
-            )
+            shapes = f"logits of shape {tuple(logits_BNV.shape)} and hidden states of shape {tuple(h_BND.shape)}"
+            raise ValueError(f"{shapes} must be (rows, tokens, ...) of one segment")
         check_targets(next_BN, logits_BNV[..., 0], logits_BNV.shape[-1], "the logits")
         state = self.init_state(len(h_BND), h_BND) if state is None else state
         wide_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         found = self.find(state, h_BND, next_BN)
         weight_BNK, lse_BN = found.weights(self.sharpness)
-        gate = self.gate(lse_BN, wide_BNV.logsumexp(-1))
+        log_cache_BN, log_model_BN = self.gate(lse_BN, wide_BNV.logsumexp(-1))
         logp_BNV = wide_BNV.log_softmax(-1)
         copied_BNV = torch.zeros_like(logp_BNV).scatter_add(2, found.token_BNK, weight_BNK.to(logp_BNV.dtype))
-        mixed_BNV = torch.logaddexp(
-            gate.log_model_BN[..., None] + logp_BNV, gate.log_cache_BN[..., None] + copied_BNV.log()
-        )
+        mixed_BNV = torch.logaddexp(log_model_BN[..., None] + logp_BNV, log_cache_BN[..., None] + copied_BNV.log())
         return MixedScores(mixed_BNV, self.write(state, h_BND, next_BN))
 
 
-def linear_gate(lse_BN: Tensor, share: float) -> MixingGate:
-    """One lambda for all positions at which something is found."""
+def linear_gate(lse_BN: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """One lambda for all positions at which an entry is found."""
     found_BN = lse_BN != -torch.inf
     logs = (math.log(part) if part > 0 else -math.inf for part in (share, 1 - share))
     log_cache, log_model = (torch.full_like(lse_BN, log) for log in logs)
-    return MixingGate(log_cache.masked_fill(~found_BN, -torch.inf), log_model.masked_fill(~found_BN, 0))
-
-
-def joint_gate(lse_BN: Tensor, alpha: float, model_lse_BN: Tensor) -> MixingGate:
-    """The lambda of each position by which entries compete with words in one softmax."""
-    odds_BN = alpha + lse_BN - model_lse_BN
-    return MixingGate(F.logsigmoid(odds_BN), F.logsigmoid(-odds_BN))
+    return log_cache.masked_fill(~found_BN, -torch.inf), log_model.masked_fill(~found_BN, 0)
 
 
 class OnlineCache:
     """Online use of an output cache: the token after a position is observed when the next token is read.
 
-    Args:
-        cache: the output cache. state: before the first segment; None for rows without observed tokens.
-
-    Attributes:
-        state: the state with all complete pairs.
+    `state` is the cache's state before the first segment, and later the state with all complete pairs.
 
     Example:
         >>> mix = OnlineCache(NeuralCache(size=500, theta=0.3, lambda_=0.1))

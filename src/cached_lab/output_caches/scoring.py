@@ -61,10 +61,7 @@ def read_split(
         ValueError: documents are packed.
     """
     if dataset.reset == "packed":
-        raise ValueError(
-            "data.reset=packed: an output cache is written once per segment, so the documents of one segment would "
-            "share it; take data.reset=document"
-        )
+        raise ValueError("data.reset=packed: documents of one segment would share a cache; take data.reset=document")
     check_passes(model, config.training.passes)
     streams, length = evaluation_streams(dataset, config), segment_length(config)
     rows = slice(*(rank * streams.rows // world.size for rank in (world.rank, world.rank + 1)))
@@ -142,12 +139,9 @@ def cache_losses(
                 weight_BNK, lse_BN = found.weights(sharpness)
                 copied_BN = (weight_BNK * (found.token_BNK == read.next_BN[..., None])).sum(-1)
                 for index in indices:
-                    gate = settings[index - 1].gate(lse_BN, read.lse_BN)
-                    from_model_BN, from_cache_BN = (
-                        gate.log_model_BN - read.losses_BN,
-                        gate.log_cache_BN + copied_BN.log(),
-                    )
-                    nats[index] -= torch.logaddexp(from_model_BN, from_cache_BN)[known_BN].double().sum()
+                    log_cache_BN, log_model_BN = settings[index - 1].gate(lse_BN, read.lse_BN)
+                    logp_BN = torch.logaddexp(log_model_BN - read.losses_BN, log_cache_BN + copied_BN.log())
+                    nats[index] -= logp_BN[known_BN].double().sum()
             with last_use(state):
                 state = cache.write(state, read.h_BND, read.next_BN)
     return world.sum(nats).cpu(), float(world.sum(tokens))

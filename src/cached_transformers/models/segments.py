@@ -120,9 +120,8 @@ def for_loops(model: Any) -> Any:
     if make is not None:
         return make()
     if hasattr(getattr(model, "config", None), "to_json_string"):
-        raise ValueError(
-            f"{type(model).__name__} is a model of transformers without a memory with a state; call add_memory first"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} has no memory; take create_model('transformers', model=...), or add_memory first")
     return model
 
 
